@@ -1,0 +1,1 @@
+"""Configuration: dataclasses are schema, defaults and documentation; YAML and the command line fill them in."""

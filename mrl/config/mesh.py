@@ -1,0 +1,73 @@
+"""Which rank is which coordinate of a role's parallel layout: pure arithmetic, in Megatron's rank order.
+
+Dense layers order the ranks tp (fastest), cp, dp, pp (slowest); expert layers etp, ep, edp, pp. Both cover
+the same ranks, so one rank has a coordinate in each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mrl.errors import PlacementError
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """One rank's place in every axis of its role's layout."""
+
+    rank: int
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The layout of one role over `world_size` ranks; data-parallel sizes follow from the rest."""
+
+    world_size: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in (("tp x cp x pp", self.tp * self.cp * self.pp), ("etp x ep x pp", self.etp * self.ep * self.pp)):
+            if self.world_size < size or self.world_size % size:
+                raise PlacementError(
+                    f"{self.world_size} devices are not a multiple of {name} = {size}",
+                    fix=f"give the role {max(1, self.world_size // size) * size} devices, or make {name} smaller",
+                )
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size: how many shards a batch is split into."""
+        return self.world_size // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel size of the expert layers."""
+        return self.world_size // (self.etp * self.ep * self.pp)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where `rank` stands on every axis."""
+        return Coordinates(
+            rank=rank,
+            tp=rank % self.tp,
+            cp=rank // self.tp % self.cp,
+            dp=rank // (self.tp * self.cp) % self.dp,
+            pp=rank // (self.tp * self.cp * self.dp),
+            etp=rank % self.etp,
+            ep=rank // self.etp % self.ep,
+            edp=rank // (self.etp * self.ep) % self.edp,
+        )
+
+    def holds_answer(self, rank: int) -> bool:
+        """Whether `rank` speaks for its data-parallel shard: the first of tp and cp on the last pipeline stage."""
+        at = self.coordinates(rank)
+        return at.tp == 0 and at.cp == 0 and at.pp == self.pp - 1

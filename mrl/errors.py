@@ -1,0 +1,116 @@
+"""Every error that a user can meet: what happened, where, the numbers, and how to fix it.
+
+`str(error)` is the whole message, ready to print. The command line prints it without a traceback and
+leaves with `exit_code`: 2 where the user's input was wrong, 1 where a run failed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class MrlError(Exception):
+    """A failure with a message made for the reader: what, where, and the fix."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.fix = fix
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{head}\n  fix: {self.fix}" if self.fix else head
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions are rebuilt from their positional arguments by default, which loses keywords
+        # between processes: an error that a worker raises must arrive whole.
+        return _rebuild, (type(self), self.__dict__)
+
+
+def _rebuild(kind: type[MrlError], state: dict[str, object]) -> MrlError:
+    error = kind.__new__(kind)
+    error.args = (state.get("what", ""),)
+    error.__dict__.update(state)
+    return error
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake in a configuration: where it stands, which key, what is wrong, what would work."""
+
+    where: str
+    key: str
+    what: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.key}: {self.what}" if self.key else f"{self.where}: {self.what}"
+        return f"{head} ({self.fix})" if self.fix else head
+
+
+class ConfigError(MrlError):
+    """All mistakes of a configuration at once."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''} in the configuration"
+        super().__init__("\n".join([f"{count}:", *(f"  - {problem}" for problem in problems)]))
+        self.problems = tuple(problems)
+
+
+class NameUnknown(MrlError):
+    """A name that is neither registered nor the `package.module:attribute` of something."""
+
+    exit_code = 2
+
+
+class SetupError(MrlError):
+    """A library, device or service that a command needs and this machine lacks."""
+
+
+class BatchError(MrlError):
+    """Columns or rows of a batch that do not fit what is asked of them."""
+
+
+class WireError(MrlError):
+    """Bytes that are not a batch: truncated, of another format, or inconsistent."""
+
+
+class PlacementError(MrlError):
+    """Roles, pools and devices that do not fit the machines at hand."""
+
+
+class WorkerError(MrlError):
+    """A worker that died, raised, or did not answer in time; the message names the culprit."""
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "", role: str = "", ranks: Sequence[int] = ()) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.role = role
+        self.ranks = tuple(ranks)
+
+
+class WorkerDied(WorkerError):
+    """A worker's process ended while others counted on it."""
+
+
+class WorkerRaised(WorkerError):
+    """A worker's method raised."""
+
+
+class WorkerSilent(WorkerError):
+    """A worker did not answer by its deadline, or its process is stopped."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean "x"?` for the nearest known name, or the known names when none is near."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if near:
+        return f'did you mean "{near[0]}"?'
+    return f"known: {', '.join(known)}" if known else ""

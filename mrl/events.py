@@ -1,0 +1,168 @@
+"""`events.jsonl`: what happened in a run, typed and append-only.
+
+One event is one line. Tests read it as the witness that a fault happened and was handled, so an event says
+what was done, never what was intended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mrl.errors import MrlError
+from mrl.redaction import redact
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events; `kind` is the name on the line."""
+
+    kind: ClassVar[str] = ""
+    registry: ClassVar[dict[str, type[Event]]] = {}
+
+    def __init_subclass__(cls, kind: str) -> None:
+        cls.kind = kind
+        Event.registry[kind] = cls
+
+
+@dataclass(frozen=True)
+class RunStarted(Event, kind="run_started"):
+    run: str
+    version: str
+
+
+@dataclass(frozen=True)
+class PhaseBegin(Event, kind="phase_begin"):
+    phase: str
+    step: int
+
+
+@dataclass(frozen=True)
+class PhaseEnd(Event, kind="phase_end"):
+    phase: str
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PoolReady(Event, kind="pool_ready"):
+    pool: str
+    devices: int
+    nodes: list[str]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WorkersStarted(Event, kind="workers_started"):
+    role: str
+    world_size: int
+    pids: list[int]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WorkerFault(Event, kind="worker_fault"):
+    """A worker that died, raised, or went silent (`fault`: died | raised | silent | stopped)."""
+
+    role: str
+    rank: int
+    node: str
+    phase: str
+    fault: str
+    detail: str
+    seconds_into_call: float
+
+
+@dataclass(frozen=True)
+class RanksReleased(Event, kind="ranks_released"):
+    """Ranks whose processes were ended so that they would not stay in a collective for ever."""
+
+    role: str
+    ranks: list[int]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Retried(Event, kind="retried"):
+    what: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Saved(Event, kind="saved"):
+    what: str
+    step: int
+    path: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SampleSkipped(Event, kind="sample_skipped"):
+    """A sample that did not take part in an update, and why: never dropped in silence."""
+
+    row_id: int
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Warned(Event, kind="warned"):
+    """Something that works, but not as the user may believe (a skipped setting, a slow path)."""
+
+    about: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An event as it stands in the file: when, from which process, and what."""
+
+    time: float
+    pid: int
+    event: Event
+
+
+class EventLog:
+    """Appends events to one file; several threads and processes may write to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        # O_APPEND makes each line one atomic write, so writers never interleave.
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def write(self, event: Event) -> None:
+        """Append one event, with its secrets blanked out."""
+        fields = redact(dataclasses.asdict(event))
+        line = json.dumps({"time": time.time(), "pid": os.getpid(), "kind": event.kind, **fields}, ensure_ascii=False)
+        with self._lock:
+            os.write(self._file, line.encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file; writing afterwards is an error."""
+        os.close(self._file)
+
+
+def read_events(path: Path) -> Iterator[Recorded]:
+    """The events of a file, in order. A last line cut short by a crash is left out; any other bad line is an error."""
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline was never finished
+        yield _parse(line, f"{path}:{number}")
+
+
+def _parse(line: bytes, where: str) -> Recorded:
+    try:
+        fields: dict[str, Any] = json.loads(line)
+        event_type = Event.registry[fields.pop("kind")]
+        return Recorded(time=fields.pop("time"), pid=fields.pop("pid"), event=event_type(**fields))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MrlError(f"not an event of this version of mrl: {error!r}", where=where) from error

@@ -1,0 +1,63 @@
+"""Keeps secrets out of logs, events and run directories, whether they came by key or by environment.
+
+A value is secret when its key says so (`hub_token`, `api_key`, ...), when it stands in an environment
+variable whose name says so, or when it has the shape of a well-known credential.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_SECRET_KEY = re.compile(
+    r"(^|[_.\-])(token|secret|passw(or)?d|passphrase|credentials?|auth|bearer"
+    r"|(api|access|private|secret|signing|encryption)_?key)$",
+    re.IGNORECASE,
+)
+_ORDINARY_KEY = re.compile(r"(^|[_.\-])(pad|eos|bos|unk|sep|cls|mask|stop|end|start|image|tool)_token$", re.IGNORECASE)
+_CREDENTIAL = re.compile(
+    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_\-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}"
+    r"|glpat-[A-Za-z0-9_\-]{16,}|AKIA[A-Z0-9]{16}|xox[abprs]-[A-Za-z0-9\-]{10,}|AIza[A-Za-z0-9_\-]{30,}"
+    r"|eyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,})"
+)
+_URL_PASSWORD = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.\-]*://)[^\s/@:]*:[^\s/@]+@", re.IGNORECASE)
+_AUTHORIZATION = re.compile(r"(?P<kind>\b(Bearer|Basic)\s+)[A-Za-z0-9+/=_.\-]{8,}")
+_SHORTEST_SECRET = 6  # shorter values would blank out ordinary words
+REDACTED = "<redacted>"
+
+
+def is_secret_key(key: str) -> bool:
+    """Whether a configuration key or environment variable of this name holds a secret."""
+    return bool(_SECRET_KEY.search(key)) and not _ORDINARY_KEY.search(key)
+
+
+def environment_secrets(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Secret values of the environment -> the name of their variable."""
+    environment = os.environ if environment is None else environment
+    return {
+        value: name
+        for name, value in environment.items()
+        if len(value) >= _SHORTEST_SECRET and is_secret_key(name) and not os.path.exists(value)
+    }
+
+
+def redact_text(text: str, environment: Mapping[str, str] | None = None) -> str:
+    """`text` with every secret of the environment and every well-known credential blanked out."""
+    for value, name in sorted(environment_secrets(environment).items(), key=lambda item: -len(item[0])):
+        text = text.replace(value, f"<redacted:{name}>")
+    text = _CREDENTIAL.sub(REDACTED, text)
+    text = _AUTHORIZATION.sub(rf"\g<kind>{REDACTED}", text)
+    return _URL_PASSWORD.sub(rf"\g<scheme>{REDACTED}@", text)
+
+
+def redact(value: Any, key: str = "") -> Any:
+    """A copy of a tree of dicts, lists and scalars without its secrets. Numbers and booleans are never secret."""
+    if isinstance(value, Mapping):
+        return {redact_text(str(name)): redact(item, str(name)) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact(item, key) for item in value]
+    if isinstance(value, str):
+        return REDACTED if value and is_secret_key(key) else redact_text(value)
+    return value
