@@ -1,0 +1,178 @@
+"""A call under way: it ends with all answers, or with an error that names the culprit. It never waits for ever."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from mrl.controller.crew import Crew
+from mrl.controller.worker_host import RankFailed
+from mrl.errors import WorkerDied, WorkerError, WorkerRaised, WorkerSilent
+from mrl.events import RanksReleased, WorkerFault
+
+_STOPPED_LOOKS = 2
+"""A process must be seen stopped this often in a row: a debugger may stop it for a moment."""
+_LOG_LINES = 20
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What went wrong on one rank."""
+
+    rank: int
+    kind: str
+    """died, raised, stopped or silent, in the order in which they explain each other."""
+    detail: str
+    at: float = 0.0
+    trace: str = ""
+
+
+class Call:
+    """One method on some ranks of a crew."""
+
+    def __init__(self, crew: Crew, phase: str, references: dict[int, ObjectRef], deadline_s: float) -> None:
+        self._crew = crew
+        self._phase = phase
+        self._references = references
+        self._deadline_s = deadline_s
+        self._began = time.monotonic()
+
+    def wait(self) -> list[Any]:
+        """Every rank's answer, in the order of the ranks."""
+        references = list(self._references.values())
+        looks_stopped: dict[int, int] = {}
+        while True:
+            left_s = self._deadline_s - (time.monotonic() - self._began)
+            try:
+                return ray.get(references, timeout=max(0.0, min(left_s, self._crew.deadlines.heartbeat_s)))
+            except GetTimeoutError:
+                stopped = self._look(looks_stopped)
+                if stopped or left_s <= self._crew.deadlines.heartbeat_s:
+                    raise self._explain(stopped) from None
+            except RayError:
+                raise self._explain([]) from None
+
+    def _look(self, looks_stopped: dict[int, int]) -> list[int]:
+        """The unanswered ranks whose processes have been stopped for several looks."""
+        for rank, view in self._crew.look(self._unanswered()).items():
+            looks_stopped[rank] = looks_stopped.get(rank, 0) + 1 if view.is_stopped else 0
+        return [rank for rank, looks in looks_stopped.items() if looks >= _STOPPED_LOOKS]
+
+    def _unanswered(self) -> list[int]:
+        references = list(self._references.values())
+        _, waiting = ray.wait(references, num_returns=len(references), timeout=0)
+        pending = set(waiting)
+        return [rank for rank, reference in self._references.items() if reference in pending]
+
+    def _explain(self, stopped: Sequence[int]) -> WorkerError:
+        """Find the culprit, let the other ranks go, write it down, and say it."""
+        seconds = time.monotonic() - self._began
+        references = list(self._references.values())
+        if seconds < self._deadline_s and not stopped:
+            ray.wait(references, num_returns=len(references), timeout=self._crew.deadlines.release_s)
+        faults = self._faults()
+        culprits = blame(faults)
+        report = self._describe(culprits[0], seconds)
+        for fault in culprits[1:]:
+            report += f"\n  so did {self._crew.name(fault.rank)} {fault.detail}" 
+        for fault in culprits:
+            self._crew.events.write(
+                WorkerFault(
+                    self._crew.role, fault.rank, self._crew.node(fault.rank), self._phase, fault.kind, fault.detail, seconds
+                )
+            )
+        everyone_raised = len(faults) == len(references) and all(fault.kind == "raised" for fault in faults)
+        if not everyone_raised:
+            reason = f"rank {culprits[0].rank} {culprits[0].kind} in {self._phase}"
+            released = self._crew.end(reason)
+            self._crew.events.write(RanksReleased(self._crew.role, released, reason))
+            others = [rank for rank in released if rank not in {fault.rank for fault in culprits}]
+            if others:
+                report += f"\n  the other ranks were released: {', '.join(map(str, others))}"
+        error_type = {"died": WorkerDied, "raised": WorkerRaised}.get(culprits[0].kind, WorkerSilent)
+        return error_type(report, role=self._crew.role, ranks=[fault.rank for fault in culprits])
+
+    def _faults(self) -> list[Fault]:
+        """What is known of every rank that has no answer."""
+        views = self._crew.look(list(self._references))
+        unanswered = set(self._unanswered())
+        faults = []
+        for rank, reference in self._references.items():
+            if rank in unanswered:
+                if views[rank].is_gone:
+                    faults.append(Fault(rank, "died", "its process is gone"))
+                else:
+                    stopped = views[rank].is_stopped
+                    kind, detail = ("stopped", "a signal or a debugger holds it") if stopped else ("silent", "no answer in time")
+                    faults.append(Fault(rank, kind, detail, trace=self._crew.stack(rank)))
+            elif (fault := _fault_of(rank, reference)) is not None:
+                faults.append(fault)
+        return faults
+
+    def _describe(self, fault: Fault, seconds: float) -> str:
+        what = {"died": "died", "raised": "raised", "stopped": "is stopped", "silent": "did not answer"}
+        lines = [f"{self._crew.name(fault.rank)} {what[fault.kind]} in {self._phase} after {seconds:.1f} s: {fault.detail}"]
+        if fault.kind == "died":
+            lines += self._crew.memory_hint(fault.rank)
+        if fault.trace:
+            lines += ["  Python stack:" if fault.kind != "raised" else "  traceback:", *_indented(fault.trace)]
+        if fault.kind != "raised":
+            log, text = self._crew.log_tail(fault.rank, _LOG_LINES)
+            lines += [f"  last lines of {log}:" if text else f"  nothing in {log}", *_indented(text)]
+        else:
+            lines.append(f"  its log: {self._crew.log_tail(fault.rank, 0)[0]}")
+        return "\n".join(lines)
+
+
+def blame(faults: Sequence[Fault]) -> list[Fault]:
+    """The faults that explain the others.
+
+    A death explains the broken connections that its neighbours report, and so does whoever raised first. A stopped
+    process explains those that wait for it; so does one that is busy elsewhere while the rest sit in a collective.
+    """
+    for kind in ("died", "raised", "stopped"):
+        of_kind = [fault for fault in faults if fault.kind == kind]
+        if of_kind:
+            return [min(of_kind, key=lambda fault: fault.at)] if kind == "raised" else of_kind
+    elsewhere = [fault for fault in faults if not _is_in_collective(fault.trace)]
+    return elsewhere or list(faults)
+
+
+def _is_in_collective(stack: str) -> bool:
+    """Whether the innermost Python frames of any thread are torch.distributed's."""
+    return any("torch/distributed/" in line for line in stack.splitlines())
+
+
+def _fault_of(rank: int, reference: ObjectRef) -> Fault | None:
+    """What a finished reference says of its rank; None where it is an answer."""
+    try:
+        ray.get(reference, timeout=0)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, RankFailed):
+            return Fault(rank, "raised", cause.message, cause.at, cause.trace)
+        return Fault(rank, "raised", str(cause if cause is not None else error), time.time())
+    except RayActorError as error:
+        return Fault(rank, "died", _first_sentences(str(error)))
+    except RayError as error:
+        return Fault(rank, "raised", f"{type(error).__name__}: {error}", time.time())
+    return None
+
+
+def _first_sentences(text: str) -> str:
+    """The telling part of Ray's long death message."""
+    for line in text.splitlines():
+        if "reason" in line.lower() or "exit" in line.lower():
+            return re.split(r"Some common causes|There are some potential", line)[0].strip()
+    return text.strip().splitlines()[0] if text.strip() else "no reason known"
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  | {line}" for line in text.splitlines()]

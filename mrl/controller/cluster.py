@@ -1,0 +1,86 @@
+"""Ray itself: started here behind a token, or joined where it runs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+
+from mrl.config.schema import ClusterConfig
+from mrl.errors import PlacementError
+
+_TOKEN_VARIABLES = ("RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
+
+
+@contextmanager
+def ray_cluster(config: ClusterConfig) -> Iterator[None]:
+    """Ray for the length of a run. One that is started here ends with it and leaves nothing behind."""
+    if config.ray_address is not None:
+        with _joined(config.ray_address, config.allow_insecure_ray):
+            yield
+    else:
+        with _started_here(config):
+            yield
+
+
+@contextmanager
+def _joined(address: str, allow_insecure: bool) -> Iterator[None]:
+    if os.environ.get("RAY_AUTH_MODE") != "token" and not allow_insecure:
+        raise PlacementError(
+            f"the Ray cluster at {address} would be joined without token authentication: "
+            "whoever reaches its ports can run code on it",
+            fix="start it with RAY_AUTH_MODE=token and set the same here, or set cluster.allow_insecure_ray=true",
+        )
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+        raise PlacementError(
+            f"no Ray cluster answers at {address}: {error}",
+            fix="is it running, does the address hold, and is RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) the token that it "
+            "was started with? For one without tokens: RAY_AUTH_MODE=disabled and cluster.allow_insecure_ray=true",
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _started_here(config: ClusterConfig) -> Iterator[None]:
+    """A Ray of this machine alone. Its sockets and logs are in a private directory: Ray itself leaves them open to all."""
+    if config.nodes != 1:
+        raise PlacementError(
+            f"cluster.nodes is {config.nodes}, but without cluster.ray_address Ray is started on this machine only",
+            fix="start Ray on all nodes and set cluster.ray_address=auto, or set cluster.nodes=1",
+        )
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        raise PlacementError(
+            "Ray would be started without token authentication",
+            fix="unset RAY_AUTH_MODE, and let nothing import ray before mrl.controller",
+        )
+    directory = Path(tempfile.mkdtemp(prefix="mrl-"))  # mkdtemp makes it 0700; sockets need a short path
+    token = directory / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    before = {name: os.environ.pop(name, None) for name in _TOKEN_VARIABLES}
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+    # A CPU device is a slot, not a core: a laptop may run more ranks than it has cores.
+    slots = {"num_cpus": config.devices_per_node} if config.device == "cpu" else {}
+    try:
+        ray.init(
+            include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=str(directory / "ray"), **slots
+        )
+        yield
+    finally:
+        ray.shutdown()
+        for name in _TOKEN_VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+        shutil.rmtree(directory, ignore_errors=True)

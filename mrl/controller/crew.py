@@ -1,0 +1,129 @@
+"""The processes behind a worker group: where each one runs, how to look at it, and how to end it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from mrl.config.mesh import Mesh
+from mrl.config.schema import DeadlinesConfig
+from mrl.controller.node_agent import ProcessId, ProcessView
+from mrl.controller.worker_log import log_path, make_log_directory
+from mrl.events import EventLog
+
+_AGENT_S = 5.0
+"""How long a node's agent may take for a look: it does nothing that takes longer."""
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """A node that workers run on: its name, and the agent that looks at its processes."""
+
+    node_id: str
+    name: str
+    agent: Any
+    out_of_memory_kills: int
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank's process."""
+
+    actor: Any
+    process: ProcessId
+    node: NodeView
+
+
+class Crew:
+    """The processes of one role, by rank."""
+
+    def __init__(self, role: str, mesh: Mesh, run_directory: Path, events: EventLog, deadlines: DeadlinesConfig) -> None:
+        self.role = role
+        self.mesh = mesh
+        self.events = events
+        self.deadlines = deadlines
+        self.ended = ""
+        """Why the processes were ended; empty while they run."""
+        self.log_directory = make_log_directory(run_directory, role)
+        self._members: list[Member] = []
+
+    def join(self, members: list[Member]) -> None:
+        """Take in the processes, in the order of their ranks."""
+        self._members = members
+
+    def node(self, rank: int) -> str:
+        """The name of a rank's node."""
+        return self._members[rank].node.name
+
+    def name(self, rank: int) -> str:
+        """A rank as a reader wants it named: role, rank, place in the layout, node, process."""
+        at = self.mesh.coordinates(rank)
+        axes = ((name, getattr(self.mesh, name)) for name in ("tp", "cp", "dp", "pp", "ep"))
+        layout = " ".join(f"{name}{getattr(at, name)}" for name, size in axes if size > 1)
+        member = self._members[rank]
+        return f"{self.role} rank {rank}{f' ({layout})' if layout else ''} on node {member.node.name}, pid {member.process.pid},"
+
+    def look(self, ranks: Sequence[int]) -> dict[int, ProcessView]:
+        """The state of these ranks' processes. Where a node does not answer, its processes count as gone."""
+        views: dict[int, ProcessView] = {}
+        for node_ranks in self._by_node(ranks):
+            processes = [self._members[rank].process for rank in node_ranks]
+            seen = self._ask(node_ranks[0], lambda agent, processes=processes: agent.look.remote(processes))
+            views.update(zip(node_ranks, seen or [ProcessView(None)] * len(node_ranks), strict=True))
+        return views
+
+    def stack(self, rank: int) -> str:
+        """The Python stacks of a rank's process."""
+        process, log = self._members[rank].process, str(self._log(rank))
+        return self._ask(rank, lambda agent: agent.stack.remote(process, log)) or "its node does not answer"
+
+    def log_tail(self, rank: int, num_lines: int) -> tuple[Path, str]:
+        """Where a rank's log is, and its last lines."""
+        log = self._log(rank)
+        if not num_lines:
+            return log, ""
+        return log, self._ask(rank, lambda agent: agent.tail.remote(str(log), num_lines)) or ""
+
+    def memory_hint(self, rank: int) -> list[str]:
+        """A line for the report where the kernel has killed for lack of memory since the workers started."""
+        now = self._ask(rank, lambda agent: agent.out_of_memory_kills.remote())
+        if now is None:
+            return ["  its node does not answer: the whole node may be lost"]
+        kills = now - self._members[rank].node.out_of_memory_kills
+        return [f"  the kernel killed {kills} processes for lack of memory on this node meanwhile"] if kills else []
+
+    def end(self, reason: str) -> list[int]:
+        """End every process that still runs; the ranks that did. A group never outlives one of its ranks."""
+        if self.ended:
+            return []
+        self.ended = reason
+        ranks = list(range(len(self._members)))
+        running = [rank for rank, view in self.look(ranks).items() if not view.is_gone]
+        for member in self._members:
+            ray.kill(member.actor, no_restart=True)
+        for node_ranks in self._by_node(ranks):
+            processes = [self._members[rank].process for rank in node_ranks]
+            self._ask(node_ranks[0], lambda agent, processes=processes: agent.end.remote(processes))
+        return running
+
+    def _log(self, rank: int) -> Path:
+        return log_path(self.log_directory, rank)
+
+    def _by_node(self, ranks: Sequence[int]) -> list[list[int]]:
+        groups: dict[str, list[int]] = defaultdict(list)
+        for rank in ranks:
+            groups[self._members[rank].node.node_id].append(rank)
+        return list(groups.values())
+
+    def _ask(self, rank: int, question: Callable[..., Any]) -> Any:
+        """Ask the agent of a rank's node; None where it does not answer in time."""
+        try:
+            return ray.get(question(self._members[rank].node.agent), timeout=_AGENT_S)
+        except RayError:
+            return None

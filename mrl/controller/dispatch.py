@@ -1,0 +1,63 @@
+"""How a call reaches the ranks of a group, and what a worker's method declares about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_SPEC_ATTRIBUTE = "mrl_method_spec"
+
+
+class Dispatch(Enum):
+    """Who is called with what, and whose answers come back."""
+
+    ONE_TO_ALL = "one_to_all"
+    """Every rank gets the same arguments; a list with every rank's answer comes back."""
+    RANK_ZERO = "rank_zero"
+    """Only rank 0 is called; its answer comes back."""
+    ALL_TO_ALL = "all_to_all"
+    """Every argument is a list with one entry per rank; a list with every rank's answer comes back."""
+    DATA_PARALLEL = "data_parallel"
+    """The first argument is a batch, split over the data-parallel axis: ranks that differ only in tp, cp or pp get
+    the same shard, and one of them answers for it. Columns come back as one batch, other answers as a list."""
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """What a registered method declares: its dispatch, and the columns that it reads and writes."""
+
+    name: str
+    dispatch: Dispatch
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+def register(
+    dispatch: Dispatch, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()
+) -> Callable[[Method], Method]:
+    """Let a worker's method be called through its group.
+
+    A group ships only the columns in `reads` and accepts only those in `writes`, so both are promises that are kept.
+    """
+    if (reads or writes) and dispatch is not Dispatch.DATA_PARALLEL:
+        raise ValueError(f"only DATA_PARALLEL methods read and write columns, not {dispatch.name}")
+
+    def mark(method: Method) -> Method:
+        setattr(method, _SPEC_ATTRIBUTE, MethodSpec(method.__name__, dispatch, tuple(reads), tuple(writes)))
+        return method
+
+    return mark
+
+
+def registered_methods(worker_class: type) -> dict[str, MethodSpec]:
+    """The methods of a class that a group may call, by name."""
+    specs: dict[str, MethodSpec] = {}
+    for name in dir(worker_class):
+        spec = getattr(getattr(worker_class, name, None), _SPEC_ATTRIBUTE, None)
+        if isinstance(spec, MethodSpec):
+            specs[name] = spec
+    return specs

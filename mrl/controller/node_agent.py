@@ -1,0 +1,127 @@
+"""One small actor per node: it looks at the processes there, when a worker itself can no longer speak."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.controller.worker_log import STACK_SIGNAL, stack_path, tail
+
+_STACK_WAIT_S = 1.0
+_END_WAIT_S = 0.5
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process, told apart from a later one that got the same number by when it started."""
+
+    pid: int
+    start_ticks: int
+
+
+@dataclass(frozen=True)
+class ProcessView:
+    """What a node sees of a process: the kernel's state letter, or none where it is gone."""
+
+    state: str | None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process ended (a zombie has ended too)."""
+        return self.state is None or self.state in "ZX"
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger holds the process."""
+        return self.state is not None and self.state in "Tt"
+
+
+def read_process(pid: int) -> tuple[str, int] | None:
+    """State letter and start time of a process, from the kernel; None where there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the command before the last bracket may hold anything
+    return fields[0], int(fields[19])
+
+
+def own_process() -> ProcessId:
+    """The process that this runs in."""
+    seen = read_process(os.getpid())
+    assert seen is not None, "a running process is visible to itself"
+    return ProcessId(os.getpid(), seen[1])
+
+
+class NodeAgent:
+    """Looks, reads and ends; it knows nothing of roles or batches."""
+
+    def describe(self) -> tuple[str, str]:
+        """The node's name, and how its Ray authenticates its callers."""
+        return socket.gethostname(), os.environ.get("RAY_AUTH_MODE", "disabled")
+
+    def sees(self, path: str) -> bool:
+        """Whether a file is visible on this node: a run directory must be, on every node."""
+        return Path(path).is_file()
+
+    def look(self, processes: list[ProcessId]) -> list[ProcessView]:
+        """The state of each process."""
+        views = []
+        for process in processes:
+            seen = read_process(process.pid)
+            same = seen is not None and seen[1] == process.start_ticks
+            views.append(ProcessView(seen[0] if seen is not None and same else None))
+        return views
+
+    def stack(self, process: ProcessId, log: str) -> str:
+        """The Python stacks of a process, also of one that was stopped: it is woken to write them.
+
+        Only asked for when a call has failed and the process is about to be ended.
+        """
+        path = stack_path(Path(log))
+        before = path.stat().st_size if path.is_file() else 0
+        if self.look([process])[0].is_gone:
+            return "its process is gone"
+        os.kill(process.pid, STACK_SIGNAL)
+        os.kill(process.pid, signal.SIGCONT)
+        deadline = time.monotonic() + _STACK_WAIT_S
+        size = before
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            now = path.stat().st_size if path.is_file() else 0
+            if now > before and now == size:
+                break
+            size = now
+        with path.open("rb") as file:
+            file.seek(before)
+            return file.read().decode("utf-8", "replace").strip() or "it does not answer even a signal"
+
+    def tail(self, log: str, num_lines: int) -> str:
+        """The last lines of a log on this node."""
+        return tail(Path(log), num_lines)
+
+    def end(self, processes: list[ProcessId]) -> None:
+        """See that processes end which Ray was told to kill: after a moment, by SIGKILL.
+
+        Ray asks a process to end itself, which one that is stopped or stuck in a collective never does.
+        """
+        deadline = time.monotonic() + _END_WAIT_S
+        while (running := self._running(processes)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for process in running:
+            os.kill(process.pid, signal.SIGKILL)
+
+    def _running(self, processes: list[ProcessId]) -> list[ProcessId]:
+        return [process for process, view in zip(processes, self.look(processes), strict=True) if not view.is_gone]
+
+    def out_of_memory_kills(self) -> int:
+        """How many processes the kernel has killed on this node for lack of memory, since it booted."""
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+        return 0

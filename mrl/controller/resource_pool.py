@@ -1,0 +1,190 @@
+"""Pools of devices: which role computes where."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mrl.config.schema import ClusterConfig, DeadlinesConfig, PlacementConfig
+from mrl.controller.crew import NodeView
+from mrl.controller.node_agent import NodeAgent
+from mrl.errors import PlacementError, did_you_mean
+from mrl.events import EventLog, PoolReady, Warned
+
+_LONGEST_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of a pool: a bundle of a placement group, on a node."""
+
+    group: PlacementGroup
+    bundle: int
+    node_id: str
+
+
+class RayResourcePool:
+    """A number of devices, packed node by node; devices are ordered by node and stay so for the whole run."""
+
+    def __init__(self, name: str, num_devices: int, devices_per_node: int, kind: str) -> None:
+        self.name = name
+        self.num_devices = num_devices
+        self.kind = kind
+        self.devices: list[Device] = []
+        full, rest = divmod(num_devices, devices_per_node)
+        self._bundles_per_node = [devices_per_node] * full + ([rest] if rest else [])
+        self._groups: list[PlacementGroup] = []
+
+    def request(self) -> None:
+        """Ask Ray for the devices: for each node a group of bundles that cannot be torn apart."""
+        resource = {"CPU": 1.0} if self.kind == "cpu" else {"GPU": 1.0, "CPU": 1.0}
+        self._groups = [placement_group([dict(resource)] * size, strategy="STRICT_PACK") for size in self._bundles_per_node]
+
+    def waiting(self) -> list[PlacementGroup]:
+        """The groups that Ray has not placed yet."""
+        return [group for group in self._groups if not group.wait(0)]
+
+    def order(self) -> None:
+        """Put the placed devices in the order of their nodes' names, so that neighbours in rank are neighbours in wire."""
+        names = {node["NodeID"]: (node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in ray.nodes()}
+        placed = []
+        for group in self._groups:
+            nodes = placement_group_table(group)["bundles_to_node_id"]
+            node_id = nodes[0]
+            placed.append((tuple(map(_natural, names[node_id])), node_id, group))
+        placed.sort(key=lambda entry: entry[:2])
+        self.devices = [Device(group, bundle, node_id) for _, node_id, group in placed for bundle in range(group.bundle_count)]
+
+    def release(self) -> None:
+        """Give the devices back to Ray; whatever runs on them ends."""
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups, self.devices = [], []
+
+    def describe(self) -> str:
+        """The pool as a message wants it."""
+        nodes = len(self._bundles_per_node)
+        kind = "CPU slots" if self.kind == "cpu" else "GPUs"
+        return f'pool "{self.name}": {self.num_devices} {kind} on {nodes} node{"s" if nodes > 1 else ""}'
+
+
+class ResourcePoolManager:
+    """Role -> pool. Makes the pools, waits for Ray with a deadline, and knows the nodes that they ended up on."""
+
+    def __init__(self, placement: PlacementConfig, cluster: ClusterConfig, deadlines: DeadlinesConfig) -> None:
+        self._placement = placement
+        self._cluster = cluster
+        self._deadlines = deadlines
+        self._nodes: dict[str, NodeView] = {}
+        self.pools = {
+            name: RayResourcePool(name, num_devices, cluster.devices_per_node, cluster.device)
+            for name, num_devices in placement.pools.items()
+        }
+
+    def create(self, run_directory: Path, events: EventLog) -> None:
+        """Have every pool's devices placed, in one wait, and an agent on every node that got some."""
+        began = time.monotonic()
+        for pool in self.pools.values():
+            pool.request()
+        while waiting := {name: groups for name, pool in self.pools.items() if (groups := pool.waiting())}:
+            if time.monotonic() - began > self._deadlines.resources_s:
+                message = self._what_is_missing(waiting)
+                self.release()
+                raise PlacementError(message, fix="add or free the nodes named here, or make the pools smaller")
+            next(iter(waiting.values()))[0].wait(_LONGEST_POLL_S)
+        for pool in self.pools.values():
+            pool.order()
+        self._start_agents(run_directory, events)
+        for pool in self.pools.values():
+            nodes = list(dict.fromkeys(self._nodes[device.node_id].name for device in pool.devices))
+            events.write(PoolReady(pool.name, pool.num_devices, nodes, time.monotonic() - began))
+
+    def get_resource_pool(self, role: str) -> RayResourcePool:
+        """The pool that a role computes on."""
+        roles: dict[str, str] = {str(name): pool for name, pool in self._placement.roles.items()}
+        if role not in roles:
+            raise PlacementError(f'no pool is given for role "{role}"', fix=did_you_mean(role, roles))
+        return self.pools[roles[role]]
+
+    def device_share(self, role: str) -> float:
+        """What part of a device one process of this role may claim, so that all roles of its pool fit on it."""
+        pool = self.get_resource_pool(role).name
+        num_roles = sum(other == pool for other in self._placement.roles.values())
+        return int(1000 / num_roles) / 1000  # rounded down: three thirds must not come out above one device
+
+    def node(self, node_id: str) -> NodeView:
+        """The view of a node that has devices of some pool."""
+        return self._nodes[node_id]
+
+    def release(self) -> None:
+        """Give all devices back."""
+        for node in self._nodes.values():
+            ray.kill(node.agent)
+        self._nodes = {}
+        for pool in self.pools.values():
+            pool.release()
+
+    def _start_agents(self, run_directory: Path, events: EventLog) -> None:
+        canary = str(events.path)  # a file of this run that every node must see
+        node_ids = list(dict.fromkeys(device.node_id for pool in self.pools.values() for device in pool.devices))
+        agents: dict[str, Any] = {
+            node_id: ray.remote(NodeAgent)
+            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+            .remote()
+            for node_id in node_ids
+        }
+        asked = [
+            (agent.describe.remote(), agent.sees.remote(canary), agent.out_of_memory_kills.remote())
+            for agent in agents.values()
+        ]
+        try:
+            answers = [ray.get(list(question), timeout=self._deadlines.start_s) for question in asked]
+        except RayError as error:
+            raise PlacementError(f"a node's agent did not start: {error}", fix="look at Ray's logs on the nodes") from error
+        for (node_id, agent), ((name, authentication), sees, kills) in zip(agents.items(), answers, strict=True):
+            self._nodes[node_id] = NodeView(node_id, name, agent, kills)
+            if not sees:
+                raise PlacementError(
+                    f"node {name} does not see the run directory {run_directory}",
+                    fix="put run.dir on a file system that all nodes share",
+                )
+            self._check_authentication(name, authentication, events)
+
+    def _check_authentication(self, node: str, mode: str, events: EventLog) -> None:
+        if mode == "token":
+            return
+        what = f"Ray on node {node} runs without token authentication (RAY_AUTH_MODE={mode})"
+        if not self._cluster.allow_insecure_ray:
+            raise PlacementError(what, fix="start Ray with RAY_AUTH_MODE=token, or set cluster.allow_insecure_ray=true")
+        events.write(Warned("cluster.allow_insecure_ray", what))
+
+    def _what_is_missing(self, waiting: dict[str, list[PlacementGroup]]) -> str:
+        resource = "CPU" if self._cluster.device == "cpu" else "GPU"
+        lines = [f"Ray did not hand out all devices within {self._deadlines.resources_s:g} s"]
+        for name, groups in waiting.items():
+            sizes = " + ".join(str(group.bundle_count) for group in groups)
+            lines.append(f"  {self.pools[name].describe()}; still waiting for {sizes}, each on one node")
+        nodes = ray.nodes()
+        alive = [node for node in nodes if node["Alive"]]
+        free = ray.available_resources().get(resource, 0)
+        total = sum(node["Resources"].get(resource, 0) for node in alive)
+        lines.append(f"  Ray has {total:g} {resource} on {len(alive)} nodes, {free:g} of them free:")
+        lines += [f"    {node['NodeManagerHostname']}: {node['Resources'].get(resource, 0):g} {resource}" for node in alive]
+        lines += [f"    {node['NodeManagerHostname']}: lost" for node in nodes if not node["Alive"]]
+        if len(alive) < self._cluster.nodes:
+            lines.append(f"  {self._cluster.nodes - len(alive)} of {self._cluster.nodes} nodes have not joined")
+        return "\n".join(lines)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key that puts node-2 before node-10."""
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]

@@ -1,0 +1,147 @@
+"""How columns travel between workers: as references through the driver, as bytes past it.
+
+A column that a worker wrote is one object in the store of the worker's node. The driver keeps its reference, its
+row lengths, and columns with one number per row; the next worker reads the object in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+from ray import ObjectRef
+from torch import Tensor
+
+from mrl.errors import BatchError
+from mrl.protocol import DataProto, RemoteColumn
+from mrl.protocol import columns as column_ops
+from mrl.protocol.columns import Column, Index
+from mrl.protocol.wire import Buffer, decode, encode
+
+_INLINE_BYTES = 64 * 1024
+"""A smaller column rides in the call itself: a visit to the object store costs more than it saves."""
+
+
+@dataclass(frozen=True)
+class ColumnPlan:
+    """How a worker puts one column together: from a buffer in the request, or from parts that come beside it."""
+
+    buffer: Buffer | None
+    parts: tuple[int, ...] = ()
+    """Positions of the parts among the call's object arguments."""
+    part_of_row: Index | None = None
+    """None where the single part is the column as it stands."""
+    row_in_part: Index | None = None
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The rows of one data-parallel shard, as a worker is told of them."""
+
+    row_ids: Index
+    meta_info: dict[str, Any]
+    columns: dict[str, ColumnPlan]
+
+
+@dataclass
+class Answer:
+    """What comes back to the driver from one rank; written columns are separate objects beside it."""
+
+    value: Any = None
+    meta_info: dict[str, Any] = field(default_factory=dict)
+    lengths: dict[str, np.ndarray[Any, Any] | None] = field(default_factory=dict)
+    scalars: dict[str, Buffer] = field(default_factory=dict)
+
+
+def plan_shard(shard: DataProto, reads: Sequence[str]) -> tuple[ShardPlan, list[ObjectRef]]:
+    """What to send for one shard: the plan, and the objects that it refers to. Columns that are here are stored once."""
+    columns = shard.columns()
+    references: dict[ObjectRef, int] = {}
+    plans = {name: _plan_column(columns[name], name, references) for name in reads}
+    return ShardPlan(shard.row_ids, shard.meta_info, plans), list(references)
+
+
+def _plan_column(column: Column | RemoteColumn, name: str, references: dict[ObjectRef, int]) -> ColumnPlan:
+    if not isinstance(column, RemoteColumn):
+        buffer = encode(column, name)
+        if buffer.nbytes <= _INLINE_BYTES:
+            return ColumnPlan(buffer)
+        return ColumnPlan(None, (references.setdefault(ray.put(buffer), len(references)),))
+    parts = tuple(references.setdefault(part, len(references)) for part in column.parts)
+    if column.is_whole_part():
+        return ColumnPlan(None, parts)
+    return ColumnPlan(None, parts, column.part_of_row.astype(np.int64), column.row_in_part.astype(np.int64))
+
+
+def assemble_shard(plan: ShardPlan, objects: Sequence[Buffer]) -> DataProto:
+    """The shard's batch, in the worker. A column that is one whole part is read where it lies."""
+    columns = {name: _assemble_column(column, objects) for name, column in plan.columns.items()}
+    return DataProto(columns, plan.row_ids, dict(plan.meta_info))
+
+
+def _assemble_column(plan: ColumnPlan, objects: Sequence[Buffer]) -> Column:
+    if plan.buffer is not None:
+        return decode(plan.buffer)
+    parts = [decode(objects[part]) for part in plan.parts]
+    if plan.part_of_row is None or plan.row_in_part is None:
+        return parts[0]
+    return column_ops.gather(parts, plan.part_of_row, plan.row_in_part)
+
+
+def pack_answer(result: DataProto, row_ids: Index, writes: Sequence[str], method: str) -> tuple[Answer, list[Buffer | None]]:
+    """What a worker sends back for a batch that a method returned, after checking that it is what was promised."""
+    columns = result.columns()
+    if set(columns) != set(writes):
+        unwritten, undeclared = sorted(set(writes) - set(columns)), sorted(set(columns) - set(writes))
+        raise BatchError(
+            f"{method} promises to write {list(writes)} but returned {sorted(columns)}"
+            + (f"; missing {unwritten}" if unwritten else "")
+            + (f"; undeclared {undeclared}" if undeclared else ""),
+            fix="make @register(writes=...) and the returned columns agree",
+        )
+    if not np.array_equal(result.row_ids, row_ids):
+        raise BatchError(f"{method} returned other rows than it was given", fix="return one row for each, with its row_ids")
+    answer = Answer(meta_info=result.meta_info)
+    buffers: list[Buffer | None] = []
+    for name in writes:
+        column = result[name]
+        buffer = encode(column, name)
+        if isinstance(column, Tensor) and column.dim() == 1 and not column.is_nested:
+            answer.scalars[name] = buffer
+            buffers.append(None)
+        else:
+            answer.lengths[name] = column_ops.row_lengths(column) if column_ops.is_jagged(column) else None
+            buffers.append(buffer)
+    return answer, buffers
+
+
+def unpack_answer(answer: Answer, references: Sequence[ObjectRef], row_ids: Index, writes: Sequence[str]) -> DataProto:
+    """A shard's answer as a batch on the driver: numbers per row are here, everything else stays stored."""
+    columns: dict[str, Column | RemoteColumn] = {}
+    for name, reference in zip(writes, references, strict=True):
+        if name in answer.scalars:
+            columns[name] = decode(answer.scalars[name])
+        else:
+            columns[name] = RemoteColumn.of_part(reference, len(row_ids), answer.lengths[name])
+    return DataProto(columns, row_ids, answer.meta_info)
+
+
+def store(batch: DataProto) -> DataProto:
+    """The same batch with its jagged and object columns in the object store, so that calls pass on references only."""
+    columns: dict[str, Column | RemoteColumn] = {}
+    for name, column in batch.columns().items():
+        if isinstance(column, RemoteColumn) or (isinstance(column, Tensor) and column.dim() == 1 and not column.is_nested):
+            columns[name] = column
+        else:
+            lengths = column_ops.row_lengths(column) if column_ops.is_jagged(column) else None
+            columns[name] = RemoteColumn.of_part(ray.put(encode(column, name)), len(batch), lengths)
+    return DataProto(columns, batch.row_ids, dict(batch.meta_info))
+
+
+def fetch(batch: DataProto, timeout_s: float) -> DataProto:
+    """The same batch with every stored column brought here. For samples to show and for tests; a step needs none of it."""
+    plan, references = plan_shard(batch, list(batch.columns()))
+    return assemble_shard(plan, ray.get(references, timeout=timeout_s))

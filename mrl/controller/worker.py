@@ -1,0 +1,82 @@
+"""What every worker is: one rank of a role, in a process of its own."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mrl.config.mesh import Coordinates, Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+
+@dataclass
+class Rendezvous:
+    """Where the ranks of a group meet. Rank 0 brought its listening socket, so nobody can take the port meanwhile."""
+
+    address: str
+    port: int
+    world_size: int
+    listener: socket.socket | None
+
+    def store(self, timeout_s: float) -> TCPStore:
+        """The key-value store that torch.distributed starts from; rank 0 serves it on its own socket."""
+        from torch.distributed import TCPStore  # workers without tensors never load torch
+
+        return TCPStore(
+            self.address,
+            self.port,
+            self.world_size,
+            is_master=self.listener is not None,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=None if self.listener is None else self.listener.detach(),
+        )
+
+
+@dataclass
+class Place:
+    """Who a worker is and where it stands."""
+
+    role: str
+    rank: int
+    local_rank: int
+    mesh: Mesh
+    rendezvous: Rendezvous
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """This rank on every parallel axis."""
+        return self.mesh.coordinates(self.rank)
+
+
+class Worker:
+    """Base of all workers. Methods marked with `register` can be called through the group."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in its group."""
+        return self.place.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return self.place.mesh.world_size
+
+    def init_process_group(self, backend: str, timeout_s: float) -> None:
+        """Join torch.distributed with the other ranks of this group."""
+        import torch.distributed  # workers without tensors never load torch
+
+        torch.distributed.init_process_group(
+            backend,
+            store=self.place.rendezvous.store(timeout_s),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )

@@ -1,0 +1,270 @@
+"""A group of workers that is called as if it were one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from mrl.config.mesh import Mesh
+from mrl.config.schema import DeadlinesConfig
+from mrl.controller.call import Call
+from mrl.controller.crew import Crew, Member
+from mrl.controller.dispatch import Dispatch, MethodSpec
+from mrl.controller.resource_pool import Device, ResourcePoolManager
+from mrl.controller.transport import plan_shard, unpack_answer
+from mrl.controller.worker_host import Hello, Request, StartOrder, WorkerHost
+from mrl.errors import BatchError, PlacementError, WorkerError, WorkerSilent, did_you_mean
+from mrl.events import EventLog, WorkersStarted
+from mrl.protocol import DataProto
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What every group of a run shares."""
+
+    run_directory: Path
+    events: EventLog
+    deadlines: DeadlinesConfig
+    resources: ResourcePoolManager
+
+
+class RayClassWithInitArgs:
+    """A worker class, named and not imported, with the arguments that each rank's worker is made from."""
+
+    def __init__(self, worker_class: str, *args: Any, **kwargs: Any) -> None:
+        self.worker_class = worker_class
+        self.args = args
+        self.kwargs = kwargs
+
+
+class DataProtoFuture(Generic[Result]):
+    """The answer to a call that is still under way; its deadline runs from the call, not from `get`."""
+
+    def __init__(self, call: Call, collect: Callable[[list[Any]], Result]) -> None:
+        self._call = call
+        self._collect = collect
+
+    def get(self) -> Result:
+        """Wait for the answer; a failed call raises here."""
+        return self._collect(self._call.wait())
+
+
+class GroupMethod:
+    """One method of all workers: call it and wait, or take its future and go on."""
+
+    def __init__(self, group: RayWorkerGroup, spec: MethodSpec) -> None:
+        self.spec = spec
+        self._group = group
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.future(*args, **kwargs).get()
+
+    def future(self, *args: Any, **kwargs: Any) -> DataProtoFuture[Any]:
+        """Start the call and return at once."""
+        return self._group.submit(self.spec, args, kwargs)
+
+
+class RayWorkerGroup:
+    """One role's workers, a process per rank on the devices of its pool.
+
+    Methods that the worker class registered are methods of the group. Several groups may share a pool; each
+    process then claims a share of its device.
+    """
+
+    def __init__(self, role: str, worker: RayClassWithInitArgs, mesh: Mesh, context: RunContext) -> None:
+        began = time.monotonic()
+        pool = self._pool = context.resources.get_resource_pool(role)
+        if pool.num_devices != mesh.world_size:
+            raise PlacementError(f"{role}'s layout has {mesh.world_size} ranks, but {pool.describe()}")
+        self.role = role
+        self.mesh = mesh
+        self._context = context
+        self._crew = Crew(role, mesh, context.run_directory, context.events, context.deadlines)
+        self._actors = [self._make_actor(device, context.resources.device_share(role)) for device in pool.devices]
+        hellos = self._greet()
+        nodes = [context.resources.node(hello.node_id) for hello in hellos]
+        self._crew.join([Member(*entry) for entry in zip(self._actors, (hello.process for hello in hellos), nodes, strict=True)])
+        self._methods = self._start(worker, hellos)
+        pids = [hello.process.pid for hello in hellos]
+        context.events.write(WorkersStarted(role, mesh.world_size, pids, time.monotonic() - began))
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self.mesh.world_size
+
+    def __getattr__(self, name: str) -> GroupMethod:
+        methods: dict[str, MethodSpec] = self.__dict__.get("_methods", {})
+        if name not in methods:
+            raise AttributeError(f'{self.__dict__.get("role", "the group")} has no registered method "{name}"; {did_you_mean(name, methods)}')
+        method = GroupMethod(self, methods[name])
+        self.__dict__[name] = method
+        return method
+
+    def submit(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProtoFuture[Any]:
+        """Start a call of one method on the ranks that its dispatch names."""
+        if self._crew.ended:
+            raise WorkerError(f"{self.role}'s workers have ended: {self._crew.ended}", fix="make a new group", role=self.role)
+        if spec.dispatch is Dispatch.DATA_PARALLEL:
+            return self._submit_shards(spec, args, kwargs)
+        if spec.dispatch is Dispatch.ALL_TO_ALL:
+            self._check_one_per_rank(spec.name, [*args, *kwargs.values()])
+            requests = [
+                Request(spec.name, tuple(arg[rank] for arg in args), {key: arg[rank] for key, arg in kwargs.items()})
+                for rank in range(self.world_size)
+            ]
+        else:
+            num_ranks = 1 if spec.dispatch is Dispatch.RANK_ZERO else self.world_size
+            requests = [Request(spec.name, args, kwargs)] * num_ranks
+        calls = {rank: self._actors[rank].call.remote(request) for rank, request in enumerate(requests)}
+        if spec.dispatch is Dispatch.RANK_ZERO:
+            return self._future(spec, calls, lambda answers: answers[0].value)
+        return self._future(spec, calls, lambda answers: [answer.value for answer in answers])
+
+    def shutdown(self) -> None:
+        """End all workers."""
+        self._crew.end("shut down")
+
+    def _submit_shards(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProtoFuture[Any]:
+        shards = self._shards(spec, args)
+        plans = [plan_shard(shard, spec.reads) for shard in shards]
+        first_references: dict[int, ObjectRef] = {}
+        columns: dict[int, Sequence[ObjectRef]] = {}
+        for rank, actor in enumerate(self._actors):
+            shard = self.mesh.coordinates(rank).dp
+            plan, objects = plans[shard]
+            answers = self.mesh.holds_answer(rank)
+            writes = spec.writes if answers else ()
+            request = Request(spec.name, args[1:], kwargs, plan, writes, answers)
+            if writes:
+                returned = actor.call.options(num_returns=1 + len(writes)).remote(request, *objects)
+                first_references[rank], columns[rank] = returned[0], returned[1:]
+            else:
+                first_references[rank] = actor.call.remote(request, *objects)
+
+        def collect(answers: list[Any]) -> Any:
+            speakers = sorted(
+                (rank for rank in range(self.world_size) if self.mesh.holds_answer(rank)),
+                key=lambda rank: self.mesh.coordinates(rank).dp,
+            )
+            if not spec.writes:
+                return [answers[rank].value for rank in speakers]
+            parts = [
+                unpack_answer(answers[rank], columns[rank], shard.row_ids, spec.writes)
+                for rank, shard in zip(speakers, shards, strict=True)
+            ]
+            return _join_shards(parts)
+
+        return self._future(spec, first_references, collect)
+
+    def _shards(self, spec: MethodSpec, args: tuple[Any, ...]) -> list[DataProto]:
+        """The batch as one piece per data-parallel rank: cut evenly, or as the caller has cut it."""
+        given = args[0] if args else None
+        if isinstance(given, DataProto):
+            self._check_columns(spec, given)
+            return given.select(*spec.reads).chunk(self.mesh.dp)
+        if not isinstance(given, list) or not all(isinstance(piece, DataProto) for piece in given):
+            raise BatchError(f"{spec.name} takes a DataProto first, or a list with one per data-parallel rank, not {type(given).__name__}")
+        if len(given) != self.mesh.dp:
+            raise BatchError(f"{spec.name} got {len(given)} shards, but {self.role} has data-parallel size {self.mesh.dp}")
+        for piece in given:
+            self._check_columns(spec, piece)
+        return [piece.select(*spec.reads) for piece in given]
+
+    def _check_columns(self, spec: MethodSpec, batch: DataProto) -> None:
+        present = batch.columns()
+        if missing := [name for name in spec.reads if name not in present]:
+            raise BatchError(
+                f"{spec.name} needs `{missing[0]}`; nobody wrote it",
+                fix=f"columns now: {', '.join(present) or 'none'}",
+            )
+
+    def _check_one_per_rank(self, method: str, arguments: list[Any]) -> None:
+        for argument in arguments:
+            if not isinstance(argument, list) or len(argument) != self.world_size:
+                size = f"{len(argument)} entries" if isinstance(argument, list) else type(argument).__name__
+                raise BatchError(f"{method} is ALL_TO_ALL: each argument is a list with {self.world_size} entries, not {size}")
+
+    def _future(
+        self, spec: MethodSpec, references: dict[int, ObjectRef], collect: Callable[[list[Any]], Any]
+    ) -> DataProtoFuture[Any]:
+        return DataProtoFuture(Call(self._crew, spec.name, references, self._context.deadlines.call_s), collect)
+
+    def _make_actor(self, device: Device, share: float) -> Any:
+        claims = {"num_cpus": share} if device.group.bundle_specs[0].get("GPU") is None else {"num_cpus": share, "num_gpus": share}
+        strategy = PlacementGroupSchedulingStrategy(device.group, placement_group_bundle_index=device.bundle)
+        return ray.remote(WorkerHost).options(**claims, scheduling_strategy=strategy, max_restarts=0).remote()
+
+    def _greet(self) -> list[Hello]:
+        """Wait until every process is up and says where it is."""
+        greetings = [actor.hello.remote(rank == 0, self._is_on_one_node()) for rank, actor in enumerate(self._actors)]
+        try:
+            return ray.get(greetings, timeout=self._context.deadlines.start_s)
+        except RayError as error:
+            ready, waiting = ray.wait(greetings, num_returns=len(greetings), timeout=0)
+            ranks = [rank for rank, greeting in enumerate(greetings) if greeting in set(waiting)]
+            raise WorkerSilent(
+                f"{len(ready)} of {len(greetings)} processes of {self.role} came up within "
+                f"{self._context.deadlines.start_s:g} s; still missing: ranks {ranks} ({type(error).__name__}: {error})",
+                role=self.role,
+                ranks=ranks,
+            ) from error
+
+    def _is_on_one_node(self) -> bool:
+        return len({device.node_id for device in self._pool.devices}) == 1
+
+    def _start(self, worker: RayClassWithInitArgs, hellos: list[Hello]) -> dict[str, MethodSpec]:
+        """Make the workers, all at once."""
+        seen: Counter[str] = Counter()
+        references = {}
+        for rank, (actor, hello) in enumerate(zip(self._actors, hellos, strict=True)):
+            local_rank = seen[hello.node_id]
+            seen[hello.node_id] += 1
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self.world_size),
+                "LOCAL_RANK": str(local_rank),
+                "MASTER_ADDR": hellos[0].address,
+                "MASTER_PORT": str(hellos[0].port),
+            }
+            if self._is_on_one_node():
+                environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+            order = StartOrder(
+                worker.worker_class,
+                worker.args,
+                worker.kwargs,
+                self.role,
+                rank,
+                local_rank,
+                self.mesh,
+                self._crew.log_directory,
+                hellos[0].address,
+                hellos[0].port,
+                environment,
+                sys.path,
+            )
+            references[rank] = actor.start.remote(order)
+        return Call(self._crew, "start", references, self._context.deadlines.start_s).wait()[0]
+
+
+def _join_shards(parts: list[DataProto]) -> DataProto:
+    """The shards' answers as one batch. What each shard said in meta_info is kept, one entry per shard."""
+    keys = list(dict.fromkeys(key for part in parts for key in part.meta_info))
+    said = {key: [part.meta_info.get(key) for part in parts] for key in keys}
+    for part in parts:
+        part.meta_info = {}
+    joined = DataProto.concat(parts)
+    joined.meta_info = said
+    return joined

@@ -1,0 +1,143 @@
+"""The Ray actor around a worker: it makes the worker, runs its methods, and turns whatever happens into an answer."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from mrl.config.mesh import Mesh
+from mrl.controller.dispatch import MethodSpec, registered_methods
+from mrl.controller.node_agent import ProcessId, own_process
+from mrl.controller.transport import Answer, ShardPlan, assemble_shard, pack_answer
+from mrl.controller.worker import Place, Rendezvous, Worker
+from mrl.controller.worker_log import log_path, redirect_output
+from mrl.errors import MrlError
+from mrl.protocol import DataProto
+from mrl.protocol.wire import Buffer
+from mrl.redaction import redact_text
+from mrl.registry import load_attribute
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a fresh process says of itself."""
+
+    process: ProcessId
+    node_id: str
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class StartOrder:
+    """Everything a process needs to become a worker of a group."""
+
+    worker_class: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    role: str
+    rank: int
+    local_rank: int
+    mesh: Mesh
+    log_directory: Path
+    address: str
+    port: int
+    environment: dict[str, str]
+    python_path: list[str]
+    """Where the driver imports from: a class that it can name, its workers can load."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of one method on one rank."""
+
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shard: ShardPlan | None = None
+    writes: tuple[str, ...] = ()
+    """The columns to send back; empty on a rank that does not answer for its shard."""
+    answers: bool = True
+
+
+class RankFailed(Exception):
+    """A method raised. Only text crosses to the driver, so that any exception can."""
+
+    def __init__(self, kind: str, message: str, trace: str, at: float) -> None:
+        super().__init__(kind, message, trace, at)
+        self.kind = kind
+        self.message = message
+        self.trace = trace
+        self.at = at
+
+
+class WorkerHost:
+    """A process that becomes one worker."""
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+        self._methods: dict[str, MethodSpec] = {}
+        self._listener: socket.socket | None = None
+
+    def hello(self, listen: bool, loopback: bool) -> Hello:
+        """Who and where this process is; rank 0 also opens the socket on which its group will meet.
+
+        Within one node that is a loopback socket: the store behind it asks nobody for a password.
+        """
+        address, port = "127.0.0.1" if loopback else ray.util.get_node_ip_address(), 0
+        if listen:
+            self._listener = socket.create_server((address, 0))
+            port = self._listener.getsockname()[1]
+        return Hello(own_process(), ray.get_runtime_context().get_node_id(), address, port)
+
+    def start(self, order: StartOrder) -> dict[str, MethodSpec]:
+        """Become the worker that the order describes; its callable methods come back."""
+        try:
+            redirect_output(log_path(order.log_directory, order.rank))
+            os.environ.update(order.environment)
+            sys.path.extend(entry for entry in order.python_path if entry not in sys.path)
+            worker_class = load_attribute(order.worker_class)
+            self._methods = registered_methods(worker_class)
+            rendezvous = Rendezvous(order.address, order.port, order.mesh.world_size, self._listener)
+            place = Place(order.role, order.rank, order.local_rank, order.mesh, rendezvous)
+            self._worker = worker_class(place, *order.args, **order.kwargs)
+        except BaseException as error:
+            raise _as_failure(error) from None
+        return self._methods
+
+    def call(self, request: Request, *objects: Buffer) -> Any:
+        """Run one method. Written columns are returned as objects of their own, behind the answer."""
+        try:
+            answer, buffers = self._run(request, objects)
+        except BaseException as error:
+            raise _as_failure(error) from None
+        return (answer, *buffers) if buffers else answer
+
+    def _run(self, request: Request, objects: tuple[Buffer, ...]) -> tuple[Answer | None, list[Buffer | None]]:
+        method = getattr(self._worker, request.method)
+        if request.shard is None:
+            return Answer(method(*request.args, **request.kwargs)), []
+        result = method(assemble_shard(request.shard, objects), *request.args, **request.kwargs)
+        if not request.answers:
+            return None, []
+        if isinstance(result, DataProto):
+            return pack_answer(result, request.shard.row_ids, request.writes, request.method)
+        if request.writes:
+            raise TypeError(f"{request.method} promises to write {list(request.writes)} but returned {type(result).__name__}")
+        return Answer(result), []
+
+
+def _as_failure(error: BaseException) -> RankFailed:
+    """The error as text. Everything is caught, SystemExit too: a failure that is not reported is a hang elsewhere."""
+    message = str(error) if isinstance(error, MrlError) else f"{type(error).__name__}: {error}"
+    trace = redact_text("".join(traceback.format_exception(error)))
+    os.write(2, trace.encode("utf-8", "backslashreplace"))
+    return RankFailed(type(error).__name__, redact_text(message), trace, time.time())

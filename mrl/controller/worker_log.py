@@ -1,0 +1,85 @@
+"""A worker's log: everything that its process says goes to one file of the run, without secrets."""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import itertools
+import os
+import signal
+import sys
+from pathlib import Path
+
+from mrl.redaction import redact_text
+
+STACK_SIGNAL = signal.SIGUSR2
+
+
+def make_log_directory(run_directory: Path, role: str) -> Path:
+    """A new directory for the logs of one group of workers: a role that is started again gets another."""
+    for attempt in itertools.count(1):
+        directory = run_directory / "logs" / f"{role}.{attempt}"
+        try:
+            directory.mkdir(mode=0o700, parents=True)
+        except FileExistsError:
+            continue
+        return directory
+    raise AssertionError("counting ended")
+
+
+def log_path(directory: Path, rank: int) -> Path:
+    """Where the output of a rank goes."""
+    return directory / f"rank-{rank}.log"
+
+
+def stack_path(log: Path) -> Path:
+    """Where a rank writes its Python stacks when it is asked for them."""
+    return log.with_suffix(".stack")
+
+
+class _RedactingStream(io.TextIOBase):
+    """A text stream that blanks out secrets before they reach the file."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, text: str) -> int:
+        data = redact_text(text).encode("utf-8", "backslashreplace")
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+        return len(text)
+
+
+def redirect_output(log: Path) -> None:
+    """Send this process's output, a crash's traceback, and stacks on request, to the log and its neighbour.
+
+    The file descriptors themselves are redirected, so that what C code prints while it dies is kept too.
+    """
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout = _RedactingStream(1)
+    sys.stderr = _RedactingStream(2)
+    faulthandler.enable(file=2)
+    stacks = os.open(stack_path(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+
+
+def tail(path: Path, num_lines: int) -> str:
+    """The last lines of a log, secrets blanked out; empty if there are none."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - num_lines * 400))
+        text = file.read().decode("utf-8", "replace")
+    return redact_text("\n".join(text.splitlines()[-num_lines:]))

@@ -1,0 +1,6 @@
+"""The batch: rows of jagged columns, how they travel, and how the driver handles them without holding them."""
+
+from mrl.protocol.data_proto import DataProto
+from mrl.protocol.remote import RemoteColumn
+
+__all__ = ["DataProto", "RemoteColumn"]

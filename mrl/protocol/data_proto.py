@@ -1,0 +1,236 @@
+"""DataProto: the rows that flow through a step, one set of columns per row.
+
+Columns are tensors in a TensorDict (jagged ones hold a sequence per row, without padding), numpy arrays of
+Python objects, or *stored*: known to the driver by row and length only, while the values stay where they were
+made. Every row has an id, and ids decide which rows belong together; position never does.
+
+Operations return new batches and never change a column in place: columns may be views of each other or of
+shared read-only memory. Clone a column before writing to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from tensordict import TensorDict
+from torch import Tensor
+
+from mrl.errors import BatchError, did_you_mean
+from mrl.protocol import columns as column_ops
+from mrl.protocol.columns import Column, Index, Objects
+from mrl.protocol.remote import RemoteColumn
+
+AnyColumn: TypeAlias = Column | RemoteColumn
+
+
+class DataProto:
+    """Rows and their columns. Make one with `from_dict`."""
+
+    def __init__(self, columns: Mapping[str, AnyColumn], row_ids: Index, meta_info: dict[str, Any]) -> None:
+        """A batch of ready columns of any kind; their row counts and the ids are checked."""
+        if len(np.unique(row_ids)) != len(row_ids):
+            ids, counts = np.unique(row_ids, return_counts=True)
+            raise BatchError(f"row ids must be unique; given twice or more: {ids[counts > 1][:8].tolist()}")
+        for name, column in columns.items():
+            if _num_rows(column) != len(row_ids):
+                others = ", ".join(f"`{other}`" for other in columns if other != name) or "the row ids"
+                raise BatchError(
+                    f"column `{name}` has {_num_rows(column)} rows ({_describe(column)}), but {others} "
+                    f"have {len(row_ids)}",
+                    fix="every column of a batch has one entry per row",
+                )
+        tensors = {name: column for name, column in columns.items() if isinstance(column, Tensor)}
+        self.batch = TensorDict(column_ops.share_offsets(tensors), batch_size=[len(row_ids)])
+        self.non_tensor_batch = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
+        self.stored = {name: column for name, column in columns.items() if isinstance(column, RemoteColumn)}
+        self.row_ids = row_ids
+        self.meta_info = meta_info
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Tensor] | None = None,
+        non_tensors: Mapping[str, Sequence[Any]] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+        row_ids: npt.ArrayLike | None = None,
+    ) -> DataProto:
+        """A batch of these columns. Rows are numbered from 0 unless `row_ids` says otherwise."""
+        columns: dict[str, AnyColumn] = {name: column_ops.compact(column, name) for name, column in (tensors or {}).items()}
+        for name, items in (non_tensors or {}).items():
+            columns[name] = items if isinstance(items, np.ndarray) and items.ndim == 1 else column_ops.object_array(list(items))
+        if row_ids is None:
+            row_ids = np.arange(_num_rows(next(iter(columns.values()))) if columns else 0)
+        return cls(columns, np.asarray(row_ids, dtype=np.int64), dict(meta_info or {}))
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    def __repr__(self) -> str:
+        lines = [f"  {name}: {_describe(column)}" for name, column in self.columns().items()]
+        return "\n".join([f"DataProto of {len(self)} rows, meta_info {self.meta_info}", *lines])
+
+    def columns(self) -> dict[str, AnyColumn]:
+        """All columns by name, of whatever kind."""
+        tensors = {name: self.batch.get(name) for name in self.batch.keys()}  # noqa: SIM118 (not a dict)
+        return {**tensors, **self.non_tensor_batch, **self.stored}
+
+    def __getitem__(self, name: str) -> Column:
+        """A column that is here; asking for a stored or unknown one is an error that says what to do."""
+        columns = self.columns()
+        if name not in columns:
+            raise BatchError(f"no column `{name}`", fix=did_you_mean(name, columns))
+        column = columns[name]
+        if isinstance(column, RemoteColumn):
+            raise BatchError(f"column `{name}` is not here ({column.describe()})", fix="fetch it first, if the driver must hold it")
+        return column
+
+    def lengths(self, name: str) -> npt.NDArray[np.int32]:
+        """Values per row of a jagged column, wherever the column is."""
+        column = self.columns().get(name)
+        if isinstance(column, RemoteColumn) and column.lengths is not None:
+            return column.lengths
+        return column_ops.row_lengths(self[name])
+
+    def union(self, other: DataProto) -> DataProto:
+        """These rows with the other's columns as well. Rows are matched by id; both must have the same ones."""
+        mine, theirs = self.columns(), other.columns()
+        if both := sorted(set(mine) & set(theirs)):
+            raise BatchError(
+                f"both batches have a column `{both[0]}`: {_describe(mine[both[0]])} and {_describe(theirs[both[0]])}",
+                fix=f'pop("{both[0]}") from one of them first',
+            )
+        meta_info = _merge_meta_info([self.meta_info, other.meta_info])
+        index = _positions(other.row_ids, self.row_ids)
+        other_columns = theirs if index is None else {name: _take(column, index) for name, column in theirs.items()}
+        return DataProto({**mine, **other_columns}, self.row_ids, meta_info)
+
+    def select(self, *names: str) -> DataProto:
+        """These rows with only the named columns."""
+        columns = self.columns()
+        for name in names:
+            if name not in columns:
+                raise BatchError(f"no column `{name}` to select", fix=did_you_mean(name, columns))
+        return DataProto({name: columns[name] for name in names}, self.row_ids, dict(self.meta_info))
+
+    def pop(self, *names: str) -> DataProto:
+        """Take the named columns out of this batch and return them as one of their own."""
+        popped = self.select(*names)
+        for name in names:
+            if name in self.non_tensor_batch or name in self.stored:
+                (self.non_tensor_batch if name in self.non_tensor_batch else self.stored).pop(name)
+            else:
+                self.batch.pop(name)
+        return popped
+
+    def take(self, rows: npt.ArrayLike) -> DataProto:
+        """The rows at these positions, in this order; their ids go with them."""
+        index = np.asarray(rows, dtype=np.int64)
+        if len(index) and (index.min() < -len(self) or index.max() >= len(self)):
+            raise BatchError(f"row {int(index.max())} was asked for, but there are {len(self)} rows")
+        index = index % len(self) if len(index) else index
+        columns = {name: _take(column, index) for name, column in self.columns().items()}
+        return DataProto(columns, self.row_ids[index], dict(self.meta_info))
+
+    def reorder(self, order: npt.ArrayLike) -> DataProto:
+        """The same rows in another order; anything but a permutation is an error."""
+        index = np.asarray(order, dtype=np.int64)
+        if not np.array_equal(np.sort(index), np.arange(len(self))):
+            raise BatchError(f"not an order of {len(self)} rows: {index[:8].tolist()}...", fix="use take() to leave rows out")
+        return self.take(index)
+
+    def repeat(self, times: int) -> DataProto:
+        """Every row `times` times, its copies side by side; copy k of row id r becomes id r x times + k."""
+        if times < 1:
+            raise BatchError(f"rows cannot be repeated {times} times")
+        index = np.repeat(np.arange(len(self)), times)
+        columns = {name: _take(column, index) for name, column in self.columns().items()}
+        row_ids = self.row_ids[index] * times + np.tile(np.arange(times), len(self))
+        return DataProto(columns, row_ids, dict(self.meta_info))
+
+    def split(self, sizes: Sequence[int]) -> list[DataProto]:
+        """Consecutive pieces with these numbers of rows."""
+        if sum(sizes) != len(self) or any(size < 0 for size in sizes):
+            raise BatchError(f"sizes {list(sizes)} add up to {sum(sizes)}, but there are {len(self)} rows")
+        ends = np.cumsum(sizes).tolist()
+        return [self.take(np.arange(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+    def chunk(self, num_chunks: int) -> list[DataProto]:
+        """Consecutive pieces whose numbers of rows differ by at most one; an empty piece is an error."""
+        if not 1 <= num_chunks <= len(self):
+            raise BatchError(
+                f"{len(self)} rows cannot be split over {num_chunks} shards: each needs at least one",
+                fix=f"use at least {num_chunks} rows, or a smaller data-parallel size",
+            )
+        small, extra = divmod(len(self), num_chunks)
+        return self.split([small + (piece < extra) for piece in range(num_chunks)])
+
+    @classmethod
+    def concat(cls, batches: Sequence[DataProto], renumber: bool = False) -> DataProto:
+        """The rows of all batches, one after another; `renumber` gives them new ids from 0."""
+        if not batches:
+            raise BatchError("nothing to concatenate")
+        names = list(batches[0].columns())
+        for number, batch in enumerate(batches):
+            if set(batch.columns()) != set(names):
+                odd = ", ".join(f"`{name}`" for name in sorted(set(names) ^ set(batch.columns())))
+                raise BatchError(f"batches 0 and {number} do not have the same columns: only one of them has {odd}")
+        row_ids = np.concatenate([batch.row_ids for batch in batches])
+        if renumber:
+            row_ids = np.arange(len(row_ids))
+        elif len(np.unique(row_ids)) != len(row_ids):
+            raise BatchError("some rows are in more than one batch", fix="pass renumber=True if they are different rows")
+        parts = [batch.columns() for batch in batches]
+        merged = {name: _concat([columns[name] for columns in parts], name) for name in names}
+        return cls(merged, row_ids, _merge_meta_info([batch.meta_info for batch in batches]))
+
+
+def _merge_meta_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            if key in merged and merged[key] != value:
+                raise BatchError(
+                    f"meta_info `{key}` differs between batches: {merged[key]!r} and {value!r}",
+                    fix="remove it from all but one of them",
+                )
+            merged[key] = value
+    return merged
+
+
+def _positions(row_ids: Index, wanted: Index) -> Index | None:
+    """Where the wanted ids stand among `row_ids`; None where they are the same already."""
+    if np.array_equal(row_ids, wanted):
+        return None
+    missing, extra = np.setdiff1d(wanted, row_ids), np.setdiff1d(row_ids, wanted)
+    if len(missing) or len(extra):
+        raise BatchError(
+            f"the batches hold different rows: {len(missing)} ids are missing {missing[:8].tolist()}, "
+            f"{len(extra)} are not asked for {extra[:8].tolist()}",
+            fix="take or concat rows so that both sides have the same ids",
+        )
+    order = np.argsort(row_ids)
+    return order[np.searchsorted(row_ids, wanted, sorter=order)]
+
+
+def _num_rows(column: AnyColumn) -> int:
+    return len(column) if isinstance(column, RemoteColumn) else column_ops.num_rows(column)
+
+
+def _describe(column: AnyColumn) -> str:
+    return column.describe() if isinstance(column, RemoteColumn) else column_ops.describe(column)
+
+
+def _take(column: AnyColumn, rows: Index) -> AnyColumn:
+    return column.take(rows) if isinstance(column, RemoteColumn) else column_ops.take(column, rows)
+
+
+def _concat(columns: Sequence[AnyColumn], name: str) -> AnyColumn:
+    stored = [column for column in columns if isinstance(column, RemoteColumn)]
+    if len(stored) == len(columns):
+        return RemoteColumn.concat(stored)
+    if stored:
+        raise BatchError(f"column `{name}` is stored in one batch and here in another", fix="store or fetch it in all of them")
+    return column_ops.concat([column for column in columns if not isinstance(column, RemoteColumn)], name)

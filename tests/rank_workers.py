@@ -1,0 +1,131 @@
+"""Workers that the controller's tests run in real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed
+
+from mrl.controller import Dispatch, Place, Worker, register
+from mrl.errors import BatchError
+from mrl.protocol import DataProto
+from mrl.protocol.columns import jagged, row_lengths
+
+
+class RankWorker(Worker):
+    """Answers for its place, computes on columns, and misbehaves on request."""
+
+    def __init__(self, place: Place, greeting: str = "hello", fail_on_rank: int = -1) -> None:
+        super().__init__(place)
+        self.greeting = greeting
+        if fail_on_rank == self.rank:
+            raise ValueError("this rank cannot start")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def greet(self, name: str) -> str:
+        return f"{self.greeting} {name} from {self.rank} of {self.world_size}"
+
+    @register(Dispatch.RANK_ZERO)
+    def who(self) -> int:
+        return self.rank
+
+    @register(Dispatch.ALL_TO_ALL)
+    def double(self, number: int) -> tuple[int, int]:
+        return self.rank, 2 * number
+
+    @register(Dispatch.ONE_TO_ALL)
+    def nothing(self) -> None:
+        return None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join(self) -> float:
+        """Meet the other ranks and add up the rank numbers."""
+        self.init_process_group("gloo", timeout_s=60)
+        return self.all_reduce()
+
+    def all_reduce(self) -> float:
+        total = torch.tensor([float(self.rank)])
+        torch.distributed.all_reduce(total)
+        return float(total)
+
+    @register(Dispatch.DATA_PARALLEL, reads=("prompts",), writes=("responses", "rollout_log_probs", "scores"))
+    def generate(self, batch: DataProto, extra: int) -> DataProto:
+        """Responses that tell who made them: the prompt, `extra` longer, plus this shard's number."""
+        prompts = batch["prompts"]
+        lengths = row_lengths(prompts) + extra
+        values = torch.full((int(lengths.sum()),), self.place.coordinates.dp, dtype=torch.int32)
+        return DataProto.from_dict(
+            {
+                "responses": jagged(values, lengths),
+                "rollout_log_probs": jagged(-values.float(), lengths),
+                "scores": torch.from_numpy(lengths).float(),
+            },
+            meta_info={"rank": self.rank},
+            row_ids=batch.row_ids,
+        )
+
+    @register(Dispatch.DATA_PARALLEL, reads=("responses", "uid"))
+    def count(self, batch: DataProto) -> dict[str, object]:
+        """What this shard holds."""
+        return {
+            "rank": self.rank,
+            "row_ids": batch.row_ids.tolist(),
+            "uid": batch["uid"].tolist(),
+            "tokens": int(row_lengths(batch["responses"]).sum()),
+            "made_by": sorted({int(value) for value in batch["responses"].values()}),
+            "columns": sorted(batch.columns()),
+        }
+
+    @register(Dispatch.DATA_PARALLEL, reads=("prompts",), writes=("values",))
+    def forget_a_column(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict({"vaules": batch["prompts"]}, row_ids=batch.row_ids)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def die(self, rank: int, after_s: float) -> float:
+        """All ranks enter a collective, but one is killed first."""
+        if self.rank == rank:
+            print("about to be killed", flush=True)
+            time.sleep(after_s)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.all_reduce()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def raise_on(self, rank: int) -> float:
+        """All ranks enter a collective, but one raises first."""
+        if self.rank == rank:
+            raise BatchError("row 7 is bad", where=f"rank {rank}", fix="leave it out")
+        return self.all_reduce()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def raise_everywhere(self) -> None:
+        raise BatchError("every rank says the same")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def stop_on(self, rank: int) -> float:
+        """All ranks enter a collective, but one is stopped first."""
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return self.all_reduce()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def spin_on(self, rank: int) -> float:
+        """All ranks enter a collective, but one computes for ever."""
+        if self.rank == rank:
+            self.spin_for_ever()
+        return self.all_reduce()
+
+    def spin_for_ever(self) -> None:
+        while True:
+            sum(range(1000))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def leave(self, status: int) -> None:
+        os._exit(status)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def say_secret(self) -> int:
+        print("the key is", os.environ["CANARY_API_KEY"], flush=True)
+        return os.getpid()
