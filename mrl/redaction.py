@@ -13,7 +13,7 @@ from typing import Any
 
 _SECRET_KEY = re.compile(
     r"(^|[_.\-])(token|secret|passw(or)?d|passphrase|credentials?|auth|bearer"
-    r"|(api|access|private|secret|signing|encryption)_?key)$",
+    r"|(api|access|private|secret|signing|encryption)[_\-]?key)$",
     re.IGNORECASE,
 )
 _ORDINARY_KEY = re.compile(r"(^|[_.\-])(pad|eos|bos|unk|sep|cls|mask|stop|end|start|image|tool)_token$", re.IGNORECASE)

@@ -126,6 +126,10 @@ class RankWorker(Worker):
         os._exit(status)
 
     @register(Dispatch.ONE_TO_ALL)
+    def set_canary(self, value: str) -> None:
+        os.environ["CANARY_API_KEY"] = value
+
+    @register(Dispatch.ONE_TO_ALL)
     def say_secret(self) -> int:
         print("the key is", os.environ["CANARY_API_KEY"], flush=True)
         return os.getpid()

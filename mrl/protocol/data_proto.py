@@ -11,17 +11,19 @@ shared read-only memory. Clone a column before writing to it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from tensordict import TensorDict
 from torch import Tensor
 
 from mrl.errors import BatchError, did_you_mean
 from mrl.protocol import columns as column_ops
 from mrl.protocol.columns import Column, Index, Objects
 from mrl.protocol.remote import RemoteColumn
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 AnyColumn: TypeAlias = Column | RemoteColumn
 
@@ -42,8 +44,10 @@ class DataProto:
                     f"have {len(row_ids)}",
                     fix="every column of a batch has one entry per row",
                 )
+        from tensordict import TensorDict  # seconds to import: processes that see no batch do without
+
         tensors = {name: column for name, column in columns.items() if isinstance(column, Tensor)}
-        self.batch = TensorDict(column_ops.share_offsets(tensors), batch_size=[len(row_ids)])
+        self.batch: TensorDict = TensorDict(column_ops.share_offsets(tensors), batch_size=[len(row_ids)])
         self.non_tensor_batch = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
         self.stored = {name: column for name, column in columns.items() if isinstance(column, RemoteColumn)}
         self.row_ids = row_ids

@@ -21,6 +21,8 @@ class RemoteColumn:
     """Rows of one column, spread over stored parts."""
 
     parts: tuple[Any, ...]
+    part_sizes: tuple[int, ...]
+    """Rows of each part as it is stored, whether they belong to this column or not."""
     part_of_row: npt.NDArray[np.int32]
     row_in_part: npt.NDArray[np.int32]
     lengths: npt.NDArray[np.int32] | None
@@ -29,7 +31,7 @@ class RemoteColumn:
     @classmethod
     def of_part(cls, part: Any, rows: int, lengths: npt.NDArray[np.int32] | None) -> RemoteColumn:
         """The column that one stored part is."""
-        return cls((part,), np.zeros(rows, dtype=np.int32), np.arange(rows, dtype=np.int32), lengths)
+        return cls((part,), (rows,), np.zeros(rows, dtype=np.int32), np.arange(rows, dtype=np.int32), lengths)
 
     def __len__(self) -> int:
         return len(self.part_of_row)
@@ -39,6 +41,7 @@ class RemoteColumn:
         used, part_of_row = np.unique(self.part_of_row[rows], return_inverse=True)
         return RemoteColumn(
             tuple(self.parts[part] for part in used),
+            tuple(self.part_sizes[part] for part in used),
             part_of_row.astype(np.int32),
             self.row_in_part[rows],
             None if self.lengths is None else self.lengths[rows],
@@ -48,13 +51,16 @@ class RemoteColumn:
     def concat(cls, columns: Sequence[RemoteColumn]) -> RemoteColumn:
         """The rows of all these columns, one after another; a part that several of them use is listed once."""
         parts: dict[Any, int] = {}
+        sizes: dict[Any, int] = {}
         part_of_row = []
         for column in columns:
+            sizes.update(zip(column.parts, column.part_sizes, strict=True))
             number = np.array([parts.setdefault(part, len(parts)) for part in column.parts], dtype=np.int32)
             part_of_row.append(number[column.part_of_row] if len(column) else column.part_of_row)
         lengths = [column.lengths for column in columns if column.lengths is not None]
         return cls(
             tuple(parts),
+            tuple(sizes[part] for part in parts),
             np.concatenate(part_of_row),
             np.concatenate([column.row_in_part for column in columns]),
             np.concatenate(lengths) if lengths else None,
@@ -62,7 +68,7 @@ class RemoteColumn:
 
     def is_whole_part(self) -> bool:
         """Whether these rows are one stored part, all of it and in its order: nothing has to be gathered."""
-        return len(self.parts) == 1 and bool(np.array_equal(self.row_in_part, np.arange(len(self))))
+        return self.part_sizes == (len(self),) and bool(np.array_equal(self.row_in_part, np.arange(len(self))))
 
     def describe(self) -> str:
         """Kind and size of the column, for messages."""

@@ -1,0 +1,74 @@
+"""One Ray and one set of pools for the whole test session: starting them is the slow part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from mrl.controller import RayWorkerGroup, RunContext
+
+NUM_DEVICES = 4
+
+
+@pytest.fixture(scope="session")
+def run_context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
+    """A running Ray with one pool of four CPU devices, shared by the roles `actor` and `critic`."""
+    # Imported here so that tests without workers start without torch and Ray.
+    from mrl.config.schema import ClusterConfig, DeadlinesConfig, PlacementConfig
+    from mrl.controller import ResourcePoolManager, RunContext, ray_cluster
+    from mrl.events import EventLog
+
+    cluster = ClusterConfig(devices_per_node=NUM_DEVICES, device="cpu")
+    deadlines = DeadlinesConfig(resources_s=30, start_s=120, call_s=20, heartbeat_s=1, release_s=1)
+    placement = PlacementConfig(pools={"all": NUM_DEVICES}, roles={"actor": "all", "critic": "all"})
+    run_directory = tmp_path_factory.mktemp("run")
+    events = EventLog(run_directory / "events.jsonl")
+    with ray_cluster(cluster):
+        resources = ResourcePoolManager(placement, cluster, deadlines)
+        resources.create(run_directory, events)
+        yield RunContext(run_directory, events, deadlines, resources)
+        resources.release()
+    events.close()
+
+
+MakeGroup = Callable[..., "RayWorkerGroup"]
+
+
+@pytest.fixture(scope="session")
+def rank_workers(run_context: RunContext) -> Iterator[RayWorkerGroup]:
+    """Four healthy workers, tp 2 x dp 2, for tests that leave them so."""
+    group = make_rank_workers(run_context, "actor", greeting="hello")
+    yield group
+    group.shutdown()
+
+
+@pytest.fixture
+def doomed_workers(run_context: RunContext) -> Iterator[MakeGroup]:
+    """Makes groups of four workers that a test may break."""
+    groups: list[RayWorkerGroup] = []
+
+    def make(**kwargs: object) -> RayWorkerGroup:
+        groups.append(make_rank_workers(run_context, "critic", **kwargs))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.shutdown()
+
+
+def make_rank_workers(context: RunContext, role: str, **kwargs: object) -> RayWorkerGroup:
+    from mrl.config.mesh import Mesh
+    from mrl.controller import RayClassWithInitArgs, RayWorkerGroup
+
+    worker = RayClassWithInitArgs("tests.rank_workers:RankWorker", **kwargs)
+    return RayWorkerGroup(role, worker, Mesh(NUM_DEVICES, tp=2), context)
+
+
+@pytest.fixture
+def run_directory(run_context: RunContext) -> Path:
+    """Where the session's workers log."""
+    return run_context.run_directory

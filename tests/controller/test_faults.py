@@ -1,0 +1,170 @@
+"""Workers that die, raise, stop or hang: the call ends soon, names the culprit, and nobody is left behind.
+
+Each test reads `events.jsonl` as its witness, and the kernel's process table for what is left.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from mrl.controller import RayWorkerGroup, RunContext
+from mrl.controller.call import Fault, blame
+from mrl.controller.node_agent import read_process
+from mrl.errors import WorkerDied, WorkerError, WorkerRaised, WorkerSilent
+from mrl.events import Event, RanksReleased, WorkerFault, WorkersStarted, read_events
+from tests.conftest import MakeGroup
+
+
+def last(path: Path, kind: type[Event]) -> Event:
+    return [recorded.event for recorded in read_events(path) if isinstance(recorded.event, kind)][-1]
+
+
+def assert_ended(context: RunContext, group: RayWorkerGroup) -> None:
+    """No process of the group is left, and the group says so."""
+    started = last(context.events.path, WorkersStarted)
+    assert isinstance(started, WorkersStarted)
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline and any((read_process(pid) or "Z")[0] not in "ZX" for pid in started.pids):
+        time.sleep(0.05)
+    assert [(read_process(pid) or "Z")[0] for pid in started.pids if (read_process(pid) or "Z")[0] not in "ZX"] == []
+    with pytest.raises(WorkerError, match="critic's workers have ended: rank"):
+        group.who()
+
+
+def witness(context: RunContext) -> tuple[WorkerFault, RanksReleased]:
+    fault, released = last(context.events.path, WorkerFault), last(context.events.path, RanksReleased)
+    assert isinstance(fault, WorkerFault)
+    assert isinstance(released, RanksReleased)
+    return fault, released
+
+
+def test_a_killed_worker_is_the_culprit_not_its_neighbours(run_context: RunContext, doomed_workers: MakeGroup) -> None:
+    group = doomed_workers()
+    group.join()
+    began = time.monotonic()
+    with pytest.raises(WorkerDied) as caught:
+        group.die(2, after_s=0.3)
+    assert time.monotonic() - began < 6
+    message = str(caught.value)
+    assert message.startswith("critic rank 2 (tp0 dp1) on node ")
+    assert "died in die after" in message
+    assert "| about to be killed" in message, "the tail of its log is shown"
+    assert caught.value.ranks == (2,) and caught.value.role == "critic"
+    fault, released = witness(run_context)
+    assert (fault.role, fault.rank, fault.phase, fault.fault) == ("critic", 2, "die", "died")
+    assert set(released.ranks) <= {0, 1, 3}
+    assert_ended(run_context, group)
+
+
+def test_one_that_raises_is_the_culprit_and_the_others_leave_the_collective(
+    run_context: RunContext, doomed_workers: MakeGroup
+) -> None:
+    group = doomed_workers()
+    group.join()
+    began = time.monotonic()
+    with pytest.raises(WorkerRaised) as caught:
+        group.raise_on(1)
+    assert time.monotonic() - began < 6
+    message = str(caught.value)
+    assert "critic rank 1 (tp1 dp0) on node " in message
+    assert "raised in raise_on after" in message
+    assert "rank 1: row 7 is bad\n  fix: leave it out" in message
+    assert "rank_workers.py" in message, "the traceback is shown"
+    assert "the other ranks were released: 0, 2, 3" in message
+    fault, released = witness(run_context)
+    assert (fault.rank, fault.phase, fault.fault) == (1, "raise_on", "raised")
+    assert released.ranks == [0, 1, 2, 3]
+    assert_ended(run_context, group)
+
+
+def test_a_stopped_worker_is_found_long_before_the_deadline(run_context: RunContext, doomed_workers: MakeGroup) -> None:
+    group = doomed_workers()
+    group.join()
+    began = time.monotonic()
+    with pytest.raises(WorkerSilent) as caught:
+        group.stop_on(3)
+    assert time.monotonic() - began < 8 < run_context.deadlines.call_s
+    message = str(caught.value)
+    assert "critic rank 3 (tp1 dp1) on node " in message
+    assert "is stopped in stop_on" in message
+    assert "in stop_on\n" in message, "its Python stack is shown"
+    fault, released = witness(run_context)
+    assert (fault.rank, fault.phase, fault.fault) == (3, "stop_on", "stopped")
+    assert released.ranks == [0, 1, 2, 3]
+    assert_ended(run_context, group)
+
+
+def test_one_that_hangs_is_told_from_those_that_wait_for_it(run_context: RunContext, doomed_workers: MakeGroup) -> None:
+    group = doomed_workers()
+    group.join()
+    began = time.monotonic()
+    with pytest.raises(WorkerSilent) as caught:
+        group.spin_on(0)
+    took = time.monotonic() - began
+    assert run_context.deadlines.call_s - 0.5 < took < run_context.deadlines.call_s + 5
+    message = str(caught.value)
+    assert "critic rank 0 (tp0 dp0) on node " in message
+    assert "did not answer in spin_on" in message
+    assert "in spin_for_ever" in message
+    assert caught.value.ranks == (0,)
+    fault, _ = witness(run_context)
+    assert (fault.rank, fault.fault) == (0, "silent")
+    assert_ended(run_context, group)
+
+
+def test_an_error_that_every_rank_raises_leaves_the_workers_alive(doomed_workers: MakeGroup) -> None:
+    group = doomed_workers()
+    with pytest.raises(WorkerRaised, match="every rank says the same"):
+        group.raise_everywhere()
+    assert group.who() == 0
+
+
+def test_a_worker_that_cannot_start_says_why(run_context: RunContext, doomed_workers: MakeGroup) -> None:
+    with pytest.raises(WorkerRaised) as caught:
+        doomed_workers(fail_on_rank=2)
+    assert "critic rank 2" in str(caught.value)
+    assert "raised in start" in str(caught.value)
+    assert "ValueError: this rank cannot start" in str(caught.value)
+    fault, _ = witness(run_context)
+    assert (fault.rank, fault.phase, fault.fault) == (2, "start", "raised")
+
+
+def test_a_broken_promise_to_write_is_named(doomed_workers: MakeGroup) -> None:
+    from tests.controller.test_worker_group import prompts
+
+    with pytest.raises(WorkerRaised, match=r"promises to write \['values'\] but returned \['vaules'\]"):
+        doomed_workers().forget_a_column(prompts())
+
+
+def test_secrets_stay_out_of_worker_logs(
+    run_context: RunContext, doomed_workers: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CANARY_API_KEY", "canary-in-a-coal-mine")
+    group = doomed_workers()
+    group.set_canary("canary-in-a-coal-mine")
+    group.say_secret()
+    texts = [path.read_text() for path in run_context.run_directory.rglob("*") if path.is_file()]
+    assert any("the key is <redacted:CANARY_API_KEY>" in text for text in texts)
+    assert not any("canary-in-a-coal-mine" in text for text in texts)
+
+
+def fault(rank: int, kind: str, at: float = 0.0, trace: str = "") -> Fault:
+    return Fault(rank, kind, "", at, trace)
+
+
+@pytest.mark.parametrize(
+    ("faults", "culprits"),
+    [
+        ([fault(0, "raised", 1.0), fault(1, "died"), fault(2, "silent")], [1]),
+        ([fault(0, "raised", 2.0), fault(1, "raised", 1.0), fault(2, "silent")], [1]),
+        ([fault(0, "silent", trace="torch/distributed/x.py"), fault(1, "stopped")], [1]),
+        ([fault(0, "silent", trace="torch/distributed/x.py"), fault(1, "silent", trace="mine.py")], [1]),
+        ([fault(0, "silent", trace="torch/distributed/x.py"), fault(1, "silent", trace="torch/distributed/x.py")], [0, 1]),
+        ([fault(0, "died"), fault(3, "died")], [0, 3]),
+    ],
+)
+def test_blame_falls_on_what_explains_the_rest(faults: list[Fault], culprits: list[int]) -> None:
+    assert [found.rank for found in blame(faults)] == culprits

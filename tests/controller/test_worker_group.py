@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.config.mesh import Mesh
+from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext
+from mrl.controller.transport import fetch, store
+from mrl.errors import BatchError, PlacementError
+from mrl.protocol import DataProto
+from mrl.protocol.columns import from_rows
+
+
+def prompts(num_rows: int = 6) -> DataProto:
+    rows = [torch.arange(row + 1) for row in range(num_rows)]
+    return DataProto.from_dict({"prompts": from_rows(rows)}, {"uid": [f"u{row}" for row in range(num_rows)]})
+
+
+def test_one_to_all_asks_every_rank(rank_workers: RayWorkerGroup) -> None:
+    assert rank_workers.greet("you") == [f"hello you from {rank} of 4" for rank in range(4)]
+
+
+def test_rank_zero_alone_answers(rank_workers: RayWorkerGroup) -> None:
+    assert rank_workers.who() == 0
+
+
+def test_all_to_all_gives_each_rank_its_own(rank_workers: RayWorkerGroup) -> None:
+    assert rank_workers.double([1, 2, 3, 4]) == [(0, 2), (1, 4), (2, 6), (3, 8)]
+
+
+def test_ranks_meet_in_torch_distributed(rank_workers: RayWorkerGroup) -> None:
+    assert rank_workers.join() == [6.0] * 4
+
+
+def test_data_parallel_splits_once_and_collects_from_who_holds_the_answer(rank_workers: RayWorkerGroup) -> None:
+    batch = prompts()
+    made = rank_workers.generate(batch, extra=2)
+    assert made.meta_info == {"rank": [0, 2]}, "the first tp rank of each data-parallel shard answers"
+    assert made.row_ids.tolist() == list(range(6))
+    assert sorted(made.stored) == ["responses", "rollout_log_probs"], "sequences stay where they were made"
+    assert made["scores"].tolist() == [3, 4, 5, 6, 7, 8], "numbers per row come along"
+    rows = fetch(made, timeout_s=5)["responses"].unbind()
+    assert [(len(row), set(row.tolist())) for row in rows] == [(3, {0}), (4, {0}), (5, {0}), (6, {1}), (7, {1}), (8, {1})]
+
+
+def test_rows_rebalanced_between_shards_arrive_whole(rank_workers: RayWorkerGroup) -> None:
+    batch = prompts().union(rank_workers.generate(prompts(), extra=2))
+    seen = rank_workers.count(batch.reorder([5, 0, 4, 1, 3, 2]))
+    assert [shard["row_ids"] for shard in seen] == [[5, 0, 4], [1, 3, 2]]
+    assert [shard["uid"] for shard in seen] == [["u5", "u0", "u4"], ["u1", "u3", "u2"]]
+    assert [shard["tokens"] for shard in seen] == [8 + 3 + 7, 4 + 6 + 5]
+    assert [shard["made_by"] for shard in seen] == [[0, 1], [0, 1]]
+    assert all(shard["columns"] == ["responses", "uid"] for shard in seen), "only what is read is shipped"
+
+
+def test_the_caller_may_cut_the_shards(rank_workers: RayWorkerGroup) -> None:
+    batch = prompts().union(rank_workers.generate(prompts(), extra=1))
+    seen = rank_workers.count(batch.split([1, 5]))
+    assert [shard["row_ids"] for shard in seen] == [[0], [1, 2, 3, 4, 5]]
+
+
+def test_stored_and_local_columns_are_the_same_to_a_worker(rank_workers: RayWorkerGroup) -> None:
+    batch = prompts()
+    large = DataProto.from_dict({"prompts": from_rows([torch.arange(40_000)] * 3)}, row_ids=[4, 9, 1])
+    for one in (batch, store(batch), large, store(large)):
+        made = rank_workers.generate(one, extra=1)
+        assert made.lengths("responses").tolist() == (one.lengths("prompts") + 1).tolist()
+        assert np.array_equal(made.row_ids, one.row_ids)
+
+
+def test_a_future_does_not_wait(rank_workers: RayWorkerGroup) -> None:
+    future = rank_workers.generate.future(prompts(), extra=3)
+    assert rank_workers.greet.future("later").get()[3] == "hello later from 3 of 4"
+    assert len(future.get()) == 6
+
+
+def test_a_call_costs_little(rank_workers: RayWorkerGroup) -> None:
+    rank_workers.nothing()
+    began = time.perf_counter()
+    for _ in range(20):
+        rank_workers.nothing()
+    assert (time.perf_counter() - began) / 20 < 0.1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda group: group.count(prompts()),
+            "count needs `responses`; nobody wrote it\n  fix: columns now: prompts, uid",
+        ),
+        (lambda group: group.generate(prompts(1), extra=1), "1 rows cannot be split over 2 shards: each needs at least one"),
+        (lambda group: group.generate([prompts()], extra=1), "generate got 1 shards, but actor has data-parallel size 2"),
+        (lambda group: group.generate("rows", extra=1), "generate takes a DataProto first, or a list with one per data-parallel rank, not str"),
+        (lambda group: group.double([1, 2]), "double is ALL_TO_ALL: each argument is a list with 4 entries, not 2 entries"),
+    ],
+)
+def test_a_wrong_call_is_refused_before_it_is_sent(rank_workers: RayWorkerGroup, call: object, message: str) -> None:
+    with pytest.raises(BatchError) as caught:
+        call(rank_workers)  # type: ignore[operator]
+    assert message in str(caught.value)
+    assert rank_workers.who() == 0, "the workers are as well as before"
+
+
+def test_an_unregistered_method_is_not_there(rank_workers: RayWorkerGroup) -> None:
+    with pytest.raises(AttributeError, match=r'actor has no registered method "gret"; did you mean "greet"\?'):
+        rank_workers.gret("x")
+    with pytest.raises(AttributeError, match="no registered method"):
+        rank_workers.all_reduce()
+
+
+def test_layout_and_pool_must_agree(run_context: RunContext) -> None:
+    with pytest.raises(PlacementError, match='critic\'s layout has 8 ranks, but pool "all": 4 CPU slots on 1 node'):
+        RayWorkerGroup("critic", RayClassWithInitArgs("tests.rank_workers:RankWorker"), Mesh(8, tp=2), run_context)

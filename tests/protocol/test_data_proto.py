@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mrl.errors import BatchError
+from mrl.protocol import DataProto, RemoteColumn
+from mrl.protocol.columns import from_rows, jagged, row_lengths
+
+
+def make_batch(num_rows: int = 4, first_id: int = 0) -> DataProto:
+    """Row i holds i+1 tokens of value 10*id, a score and a name."""
+    ids = range(first_id, first_id + num_rows)
+    return DataProto.from_dict(
+        {
+            "responses": from_rows([torch.full((row + 1,), 10 * row) for row in ids]),
+            "scores": torch.tensor([float(row) for row in ids]),
+        },
+        {"uid": [f"row {row}" for row in ids]},
+        meta_info={"step": 3},
+        row_ids=list(ids),
+    )
+
+
+def rows_of(batch: DataProto) -> list[tuple[int, list[int], float, str]]:
+    return [
+        (int(row_id), tokens.tolist(), float(score), name)
+        for row_id, tokens, score, name in zip(
+            batch.row_ids, batch["responses"].unbind(), batch["scores"], batch["uid"], strict=True
+        )
+    ]
+
+
+def stored(batch: DataProto, name: str, handle: str) -> DataProto:
+    """The batch with one column replaced by a reference to it."""
+    rest = batch.select(*(other for other in batch.columns() if other != name))
+    column = RemoteColumn.of_part(handle, len(batch), batch.lengths(name))
+    return rest.union(DataProto({name: column}, batch.row_ids, {}))
+
+
+def test_jagged_columns_hold_no_padding_and_ids_are_32_bit() -> None:
+    batch = make_batch()
+    column = batch["responses"]
+    assert column.values().tolist() == [0, 10, 10, 20, 20, 20, 30, 30, 30, 30]
+    assert column.dtype == torch.int32
+    assert batch.lengths("responses").tolist() == [1, 2, 3, 4]
+
+
+def test_ids_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(BatchError, match=r"`ids` holds 4294967296, which does not fit"):
+        DataProto.from_dict({"ids": from_rows([torch.tensor([1, 2**32])])})
+
+
+def test_columns_with_equal_lengths_can_be_combined() -> None:
+    batch = make_batch().reorder([2, 0, 3, 1])
+    log_probs = DataProto({"log_probs": jagged(torch.ones(10), batch.lengths("responses"))}, batch.row_ids, {})
+    joined = batch.union(log_probs)
+    product = joined["responses"] * joined["log_probs"]
+    assert product.values().tolist() == joined["responses"].values().tolist()
+
+
+@given(order=st.permutations(range(5)))
+@settings(max_examples=25, deadline=None)
+def test_reorder_moves_whole_rows(order: list[int]) -> None:
+    batch = make_batch(5)
+    assert rows_of(batch.reorder(order)) == [rows_of(batch)[row] for row in order]
+
+
+def test_union_matches_rows_by_id_not_by_position() -> None:
+    batch = make_batch()
+    scores = batch.pop("scores").reorder([3, 1, 0, 2])
+    assert "scores" not in batch.columns()
+    assert rows_of(batch.union(scores)) == rows_of(make_batch())
+
+
+@given(cuts=st.lists(st.integers(0, 3), min_size=1, max_size=5))
+@settings(max_examples=25, deadline=None)
+def test_split_and_concat_are_inverse(cuts: list[int]) -> None:
+    batch = make_batch(sum(cuts)) if sum(cuts) else make_batch(1).take([])
+    pieces = batch.split(cuts)
+    assert [len(piece) for piece in pieces] == cuts
+    assert rows_of(DataProto.concat(pieces)) == rows_of(batch)
+
+
+def test_chunks_differ_by_at_most_one_row() -> None:
+    assert [len(piece) for piece in make_batch(7).chunk(3)] == [3, 2, 2]
+
+
+def test_repeat_keeps_copies_together_and_numbers_them() -> None:
+    batch = make_batch(2, first_id=5).repeat(3)
+    assert batch.row_ids.tolist() == [15, 16, 17, 18, 19, 20]
+    assert batch["uid"].tolist() == ["row 5"] * 3 + ["row 6"] * 3
+
+
+def test_operations_leave_their_input_alone() -> None:
+    batch = make_batch()
+    before = rows_of(batch)
+    batch.repeat(2), batch.reorder([3, 2, 1, 0]), batch.select("scores"), batch.take([1]), batch.chunk(2)
+    assert rows_of(batch) == before and list(batch.columns()) == ["responses", "scores", "uid"]
+
+
+def test_row_operations_on_a_stored_column_move_no_values() -> None:
+    batch = stored(make_batch(4), "responses", "part a")
+    other = stored(make_batch(2, first_id=4), "responses", "part b")
+    mixed = DataProto.concat([batch, other]).reorder([5, 0, 4, 1, 2, 3])
+    column = mixed.stored["responses"]
+    assert column.parts == ("part a", "part b")
+    assert column.part_of_row.tolist() == [1, 0, 1, 0, 0, 0]
+    assert column.row_in_part.tolist() == [1, 0, 0, 1, 2, 3]
+    assert mixed.lengths("responses").tolist() == [6, 1, 5, 2, 3, 4]
+    beginning = mixed.take([1, 3]).stored["responses"]
+    assert beginning.parts == ("part a",) and beginning.row_in_part.tolist() == [0, 1]
+    assert not beginning.is_whole_part(), "two rows of a part of four are not the part"
+    assert mixed.take([1, 3, 4, 5]).stored["responses"].is_whole_part()
+    assert mixed.repeat(2).stored["responses"].parts == ("part a", "part b")
+
+
+def test_equal_handles_are_one_part() -> None:
+    left, right = (stored(piece, "responses", "the part") for piece in make_batch(4).split([2, 2]))
+    assert DataProto.concat([left, right]).stored["responses"].parts == ("the part",)
+
+
+def test_empty_rows_and_empty_batches_are_rows_too() -> None:
+    batch = DataProto.from_dict({"responses": from_rows([[], [1, 2], []])})
+    assert row_lengths(batch.reorder([1, 0, 2])["responses"]).tolist() == [2, 0, 0]
+    assert len(batch.take([])) == 0
+    assert row_lengths(batch.take([2, 0])["responses"]).tolist() == [0, 0]
+
+
+def test_float_rows_stay_floats_beside_empty_ones() -> None:
+    assert from_rows([[], [0.5]]).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: DataProto.from_dict({"a": torch.zeros(3), "b": torch.zeros(2)}),
+            "column `b` has 2 rows (dense float32, 2 rows), but `a` have 3",
+        ),
+        (lambda: jagged(torch.zeros(5), [2, 2]), "row lengths add up to 4, but there are 5 values"),
+        (lambda: make_batch()["respones"], 'no column `respones`\n  fix: did you mean "responses"?'),
+        (lambda: make_batch().select("score"), 'no column `score` to select\n  fix: did you mean "scores"?'),
+        (lambda: make_batch().union(make_batch()), "both batches have a column `responses`: jagged int32, 4 rows, 10 values"),
+        (
+            lambda: make_batch().select("scores").union(make_batch(4, first_id=2).select("uid")),
+            "different rows: 2 ids are missing [0, 1], 2 are not asked for [4, 5]",
+        ),
+        (lambda: make_batch().reorder([0, 1, 2]), "not an order of 4 rows"),
+        (lambda: make_batch().take([4]), "row 4 was asked for, but there are 4 rows"),
+        (lambda: make_batch().split([1, 2]), "sizes [1, 2] add up to 3, but there are 4 rows"),
+        (lambda: make_batch().chunk(5), "4 rows cannot be split over 5 shards: each needs at least one"),
+        (lambda: make_batch().repeat(0), "rows cannot be repeated 0 times"),
+        (lambda: DataProto.concat([]), "nothing to concatenate"),
+        (lambda: DataProto.concat([make_batch(), make_batch()]), "some rows are in more than one batch"),
+        (
+            lambda: DataProto.concat([make_batch(2), make_batch(2, first_id=2).select("uid")]),
+            "batches 0 and 1 do not have the same columns: only one of them has `responses`, `scores`",
+        ),
+        (
+            lambda: DataProto.concat(
+                [DataProto.from_dict({"a": torch.zeros(1)}), DataProto.from_dict({"a": torch.zeros(1, 2)}, row_ids=[1])]
+            ),
+            "column `a` cannot be concatenated: its parts are dense float32 and dense float32[2]",
+        ),
+        (lambda: DataProto.from_dict({"a": torch.zeros(2)}, row_ids=[7, 7]), "row ids must be unique; given twice or more: [7]"),
+        (lambda: stored(make_batch(), "responses", "p")["responses"], "column `responses` is not here (stored, 4 rows, 10 values in 1 parts)"),
+        (
+            lambda: DataProto.concat([stored(make_batch(2), "responses", "p"), make_batch(2, first_id=2)]),
+            "column `responses` is stored in one batch and here in another",
+        ),
+        (lambda: make_batch().lengths("scores"), "only a jagged column has row lengths"),
+        (
+            lambda: DataProto.concat([make_batch(1), DataProto(make_batch(1, first_id=1).columns(), np.array([1]), {"step": 4})]),
+            "meta_info `step` differs between batches: 3 and 4",
+        ),
+    ],
+)
+def test_mistakes_name_column_shapes_and_fix(make: object, message: str) -> None:
+    with pytest.raises(BatchError) as caught:
+        make()  # type: ignore[operator]
+    assert message in str(caught.value)
+
+
+def test_renumbering_tells_different_rows_apart() -> None:
+    assert DataProto.concat([make_batch(2), make_batch(2)], renumber=True).row_ids.tolist() == [0, 1, 2, 3]
+
+
+def test_a_batch_shows_its_columns() -> None:
+    assert repr(stored(make_batch(), "responses", "p")).splitlines() == [
+        "DataProto of 4 rows, meta_info {'step': 3}",
+        "  scores: dense float32, 4 rows",
+        "  uid: objects, 4 rows",
+        "  responses: stored, 4 rows, 10 values in 1 parts",
+    ]

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mrl.errors import BatchError, WireError
+from mrl.protocol.columns import Column, from_rows, gather, is_jagged, jagged, object_array, row_lengths
+from mrl.protocol.wire import decode, encode
+
+DTYPES = [torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.uint8, torch.bool]
+
+
+def same(left: Column, right: Column) -> bool:
+    """Equal kind, type, shape and every bit of every value."""
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return list(left) == list(right)
+    if is_jagged(left) != is_jagged(right) or left.dtype != right.dtype:
+        return False
+    if is_jagged(left):
+        return row_lengths(left).tolist() == row_lengths(right).tolist() and same(left.values(), right.values())
+    bits = torch.int16 if left.dtype == torch.bfloat16 else torch.uint8
+    return left.shape == right.shape and torch.equal(left.view(-1).view(bits), right.view(-1).view(bits))
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), max_size=8),
+    dtype=st.sampled_from(DTYPES),
+    trailing=st.sampled_from([(), (3,), (2, 2)]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=150, deadline=None)
+def test_jagged_columns_survive(lengths: list[int], dtype: torch.dtype, trailing: tuple[int, ...], seed: int) -> None:
+    torch.manual_seed(seed)
+    values = torch.randint(0, 2, (sum(lengths), *trailing)).to(dtype) * torch.tensor(7).to(dtype)
+    column = jagged(values, torch.tensor(lengths, dtype=torch.int64))
+    assert same(decode(encode(column, "x")), column)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0,), (1,), (5,), (3, 4), (0, 7)])
+def test_dense_columns_survive(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    column = (torch.rand(shape) * 100).to(dtype)
+    assert same(decode(encode(column, "x")), column)
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [],
+        ["", "a", "日本語", "\ud800"],
+        [1, 2.5, None, True],
+        [{"answer": ["42"]}, {}],
+        [[1, 2], [3, 4]],
+    ],
+)
+def test_object_columns_survive(items: list[object]) -> None:
+    assert same(decode(encode(object_array(items), "x")), object_array(items))
+
+
+def test_non_finite_floats_keep_their_bits() -> None:
+    column = from_rows([torch.tensor([float("nan"), float("inf"), -0.0])])
+    assert same(decode(encode(column, "x")), column)
+
+
+def test_nothing_is_sent_that_follows_from_lengths() -> None:
+    lengths = [2500] * 64
+    tokens = encode(jagged(torch.zeros(160_000, dtype=torch.int32), lengths), "responses")
+    mask = encode(jagged(torch.ones(160_000, dtype=torch.bool), lengths), "response_mask")
+    assert 160_000 * 4 <= tokens.nbytes <= 160_000 * 4 + 1024
+    assert mask.nbytes <= 1024, "a mask that is all true follows from its lengths"
+    assert bool(decode(mask).values().all()) and decode(mask).values().shape == (160_000,)
+
+
+def test_reading_copies_nothing() -> None:
+    buffer = encode(jagged(torch.arange(1000, dtype=torch.int32), [400, 600]), "x")
+    values = decode(buffer).values()
+    start = buffer.__array_interface__["data"][0]
+    assert start <= values.data_ptr() < start + buffer.nbytes
+    assert values.data_ptr() % 4 == 0 and (values.data_ptr() - start) % 64 == 0
+
+
+def test_what_cannot_travel_is_named() -> None:
+    with pytest.raises(BatchError, match=r"column `c` has dtype complex64, which cannot travel"):
+        encode(torch.zeros(2, dtype=torch.complex64), "c")
+    with pytest.raises(BatchError, match=r"column `o` cannot travel: Object of type object is not JSON"):
+        encode(object_array([object()]), "o")
+    with pytest.raises(BatchError, match=r"column `n` cannot travel: Out of range float"):
+        encode(object_array([float("nan")]), "n")
+
+
+def test_damaged_buffers_are_typed_errors() -> None:
+    """Truncations and flipped bytes: each is read as an error of the format or as a column, never as a crash."""
+    randomness = random.Random(7)
+    originals = [
+        encode(jagged(torch.arange(40, dtype=torch.int32), [10, 30]), "x"),
+        encode(torch.rand(5, 3), "x"),
+        encode(object_array(["a", {"b": 1}]), "x"),
+        encode(jagged(torch.ones(40, dtype=torch.bool), [10, 30]), "x"),
+    ]
+    refused = 0
+    for _ in range(4000):
+        buffer = randomness.choice(originals).copy()
+        if randomness.random() < 0.3:
+            buffer = buffer[: randomness.randrange(len(buffer))]
+        for _ in range(randomness.randrange(1, 4)):
+            if len(buffer):
+                buffer[randomness.randrange(min(len(buffer), 160))] = randomness.randrange(256)
+        try:
+            decode(buffer)
+        except WireError:
+            refused += 1
+    assert refused > 1000
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b'{"kind":"pickle"}', 'unknown kind of column "pickle"'),
+        (b'{"kind":"dense","dtype":"object","shape":[1]}', "header is incomplete"),
+        (b'{"kind":"dense","dtype":"int32","shape":[-1]}', "cannot have shape"),
+        (b'{"kind":"dense","dtype":"int32","shape":[9]}', "takes 36 bytes, but 0 are there"),
+        (b'{"kind":"jagged","dtype":"int32","shape":[9],"rows":1000000}', "1000000 row lengths do not fit"),
+        (b"[1]", "not a JSON object"),
+        (b"{", "not JSON"),
+    ],
+)
+def test_lying_headers_are_refused(header: bytes, message: str) -> None:
+    buffer = np.frombuffer(b"mrl1" + len(header).to_bytes(4, "little") + header, dtype=np.uint8)
+    with pytest.raises(WireError, match=message):
+        decode(buffer)
+
+
+def test_foreign_bytes_are_refused() -> None:
+    with pytest.raises(WireError, match="not a column of this format"):
+        decode(np.frombuffer(b"\x80\x05\x95 a pickle, for instance", dtype=np.uint8))
+
+
+def test_gather_takes_rows_from_several_parts() -> None:
+    first, second = from_rows([[1], [2, 2]]), from_rows([[3, 3, 3], []])
+    rows = gather([first, second], np.array([1, 0, 1, 0]), np.array([0, 1, 1, 0]))
+    assert [row.tolist() for row in rows.unbind()] == [[3, 3, 3], [2, 2], [], [1]]
+    dense = gather([torch.tensor([1.0, 2.0]), torch.tensor([3.0])], np.array([1, 0]), np.array([0, 1]))
+    assert dense.tolist() == [3.0, 2.0]

@@ -1,0 +1,131 @@
+"""The words that everything else reports through: errors, registry, events."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from mrl.errors import ConfigError, MrlError, NameUnknown, Problem, WorkerDied, did_you_mean
+from mrl.events import Event, EventLog, PhaseBegin, SampleSkipped, Saved, Warned, WorkerFault, read_events
+from mrl.registry import Registry, load_attribute
+
+
+def test_an_error_says_where_what_and_fix() -> None:
+    assert str(MrlError("5 is not 6", where="a.yaml:3", fix="write 6")) == "a.yaml:3: 5 is not 6\n  fix: write 6"
+    assert str(MrlError("5 is not 6")) == "5 is not 6"
+
+
+def test_errors_cross_processes_whole() -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        error = pool.apply(make_error)
+    assert isinstance(error, WorkerDied)
+    assert (error.what, error.where, error.fix, error.role, error.ranks) == ("gone", "node 1", "look", "actor", (2, 3))
+    assert str(error) == "node 1: gone\n  fix: look"
+
+
+def make_error() -> WorkerDied:
+    return WorkerDied("gone", where="node 1", fix="look", role="actor", ranks=[2, 3])
+
+
+def test_a_config_error_lists_every_problem() -> None:
+    error = ConfigError([Problem("a.yaml:1", "x", "bad", "good"), Problem("command line", "", "worse")])
+    assert error.exit_code == 2
+    assert str(error) == "2 problems in the configuration:\n  - a.yaml:1: x: bad (good)\n  - command line: worse"
+
+
+def test_did_you_mean_the_nearest_or_here_are_all() -> None:
+    assert did_you_mean("grpoo", ["grpo", "gae"]) == 'did you mean "grpo"?'
+    assert did_you_mean("zzz", ["grpo", "gae"]) == "known: gae, grpo"
+
+
+def test_a_registry_knows_names_and_paths() -> None:
+    registry: Registry[object] = Registry("reward")
+    registry.register("exact")(print)
+    assert registry.resolve("exact") is print and "exact" in registry and list(registry) == ["exact"]
+    assert registry.resolve("json:dumps") is json.dumps
+    with pytest.raises(NameUnknown, match='unknown reward "exat"\n  fix: did you mean "exact"\\? Or name your own'):
+        registry.resolve("exat")
+    with pytest.raises(ValueError, match='reward "exact" is registered twice'):
+        registry.register("exact")(len)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module:f", 'no module "no_such_module" \\(from "no_such_module:f"\\)'),
+        ("json.no_such:f", 'no module "json.no_such"'),
+        ("json:dunps", '"json" has no "dunps"\n  fix: did you mean "dumps"\\?'),
+    ],
+)
+def test_a_wrong_path_says_which_half(path: str, message: str) -> None:
+    with pytest.raises(NameUnknown, match=message):
+        load_attribute(path)
+
+
+def test_a_module_that_fails_to_import_is_not_called_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_plugin.py").write_text("import a_library_that_is_missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_library_that_is_missing"):
+        load_attribute("broken_plugin:f")
+
+
+def test_events_come_back_as_they_were_written(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    events: list[Event] = [
+        PhaseBegin("rollout", 3),
+        WorkerFault("actor", 2, "node-1", "update_actor", "died", "killed", 1.5),
+        SampleSkipped(7, "too_long", "9000 of 8192 tokens"),
+        Saved("checkpoint", 3, "a/b", 1000, 0.5),
+    ]
+    for event in events:
+        log.write(event)
+    log.close()
+    assert [recorded.event for recorded in read_events(log.path)] == events
+    assert log.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_every_kind_of_event_has_a_name_of_its_own() -> None:
+    assert all(kind and cls.kind == kind for kind, cls in Event.registry.items())
+    assert len({cls.__name__ for cls in Event.registry.values()}) == len(Event.registry)
+
+
+def test_writers_do_not_interleave(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=write_many, args=(path, name)) for name in ("a", "b", "c")]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    seen = [recorded.event for recorded in read_events(path)]
+    assert len(seen) == 600
+    assert all(isinstance(event, Warned) and len(event.message) == 2000 for event in seen)
+
+
+def write_many(path: Path, name: str) -> None:
+    log = EventLog(path)
+    for _ in range(200):
+        log.write(Warned(name, name * 2000))
+
+
+def test_a_line_cut_short_by_a_crash_is_left_out_and_a_foreign_one_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    EventLog(path).write(PhaseBegin("rollout", 1))
+    with path.open("a") as file:
+        file.write('{"time": 1, "kind": "phase_be')
+    assert len(list(read_events(path))) == 1
+    with path.open("a") as file:
+        file.write("\n")
+    with pytest.raises(MrlError, match=r"events.jsonl:2: not an event of this version of mrl"):
+        list(read_events(path))
+
+
+def test_events_hold_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "canary-canary")
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write(Warned("login", "canary-canary was refused"))
+    assert "canary" not in log.path.read_text()
+    assert "<redacted:WANDB_API_KEY> was refused" in log.path.read_text()
