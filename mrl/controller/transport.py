@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import ray
 from ray import ObjectRef
 from torch import Tensor
@@ -19,7 +20,7 @@ from mrl.errors import BatchError
 from mrl.protocol import DataProto, RemoteColumn
 from mrl.protocol import columns as column_ops
 from mrl.protocol.columns import Column, Index
-from mrl.protocol.wire import Buffer, decode, encode
+from mrl.protocol.wire import Wire, decode, encode
 
 _INLINE_BYTES = 64 * 1024
 """A smaller column rides in the call itself: a visit to the object store costs more than it saves."""
@@ -27,14 +28,14 @@ _INLINE_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class ColumnPlan:
-    """How a worker puts one column together: from a buffer in the request, or from parts that come beside it."""
+    """How a worker puts one column together: from bytes in the request, or from parts that come beside it."""
 
-    buffer: Buffer | None
+    wire: Wire | None
     parts: tuple[int, ...] = ()
     """Positions of the parts among the call's object arguments."""
-    part_of_row: Index | None = None
+    part_of_row: npt.NDArray[np.int32] | None = None
     """None where the single part is the column as it stands."""
-    row_in_part: Index | None = None
+    row_in_part: npt.NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Answer:
 
     value: Any = None
     meta_info: dict[str, Any] = field(default_factory=dict)
-    lengths: dict[str, np.ndarray[Any, Any] | None] = field(default_factory=dict)
-    scalars: dict[str, Buffer] = field(default_factory=dict)
+    lengths: dict[str, npt.NDArray[np.int32] | None] = field(default_factory=dict)
+    scalars: dict[str, Wire] = field(default_factory=dict)
 
 
 def plan_shard(shard: DataProto, reads: Sequence[str]) -> tuple[ShardPlan, list[ObjectRef]]:
@@ -66,32 +67,32 @@ def plan_shard(shard: DataProto, reads: Sequence[str]) -> tuple[ShardPlan, list[
 
 def _plan_column(column: Column | RemoteColumn, name: str, references: dict[ObjectRef, int]) -> ColumnPlan:
     if not isinstance(column, RemoteColumn):
-        buffer = encode(column, name)
-        if buffer.nbytes <= _INLINE_BYTES:
-            return ColumnPlan(buffer)
-        return ColumnPlan(None, (references.setdefault(ray.put(buffer), len(references)),))
+        wire = encode(column, name)
+        if wire.nbytes <= _INLINE_BYTES:
+            return ColumnPlan(wire)
+        return ColumnPlan(None, (references.setdefault(ray.put(wire), len(references)),))
     parts = tuple(references.setdefault(part, len(references)) for part in column.parts)
     if column.is_whole_part():
         return ColumnPlan(None, parts)
-    return ColumnPlan(None, parts, column.part_of_row.astype(np.int64), column.row_in_part.astype(np.int64))
+    return ColumnPlan(None, parts, column.part_of_row, column.row_in_part)
 
 
-def assemble_shard(plan: ShardPlan, objects: Sequence[Buffer]) -> DataProto:
+def assemble_shard(plan: ShardPlan, objects: Sequence[Wire]) -> DataProto:
     """The shard's batch, in the worker. A column that is one whole part is read where it lies."""
     columns = {name: _assemble_column(column, objects) for name, column in plan.columns.items()}
     return DataProto(columns, plan.row_ids, dict(plan.meta_info))
 
 
-def _assemble_column(plan: ColumnPlan, objects: Sequence[Buffer]) -> Column:
-    if plan.buffer is not None:
-        return decode(plan.buffer)
+def _assemble_column(plan: ColumnPlan, objects: Sequence[Wire]) -> Column:
+    if plan.wire is not None:
+        return decode(plan.wire)
     parts = [decode(objects[part]) for part in plan.parts]
     if plan.part_of_row is None or plan.row_in_part is None:
         return parts[0]
     return column_ops.gather(parts, plan.part_of_row, plan.row_in_part)
 
 
-def pack_answer(result: DataProto, row_ids: Index, writes: Sequence[str], method: str) -> tuple[Answer, list[Buffer | None]]:
+def pack_answer(result: DataProto, row_ids: Index, writes: Sequence[str], method: str) -> tuple[Answer, list[Wire | None]]:
     """What a worker sends back for a batch that a method returned, after checking that it is what was promised."""
     columns = result.columns()
     if set(columns) != set(writes):
@@ -105,17 +106,17 @@ def pack_answer(result: DataProto, row_ids: Index, writes: Sequence[str], method
     if not np.array_equal(result.row_ids, row_ids):
         raise BatchError(f"{method} returned other rows than it was given", fix="return one row for each, with its row_ids")
     answer = Answer(meta_info=result.meta_info)
-    buffers: list[Buffer | None] = []
+    wires: list[Wire | None] = []
     for name in writes:
         column = result[name]
-        buffer = encode(column, name)
+        wire = encode(column, name)
         if isinstance(column, Tensor) and column.dim() == 1 and not column.is_nested:
-            answer.scalars[name] = buffer
-            buffers.append(None)
+            answer.scalars[name] = wire
+            wires.append(None)
         else:
             answer.lengths[name] = column_ops.row_lengths(column) if column_ops.is_jagged(column) else None
-            buffers.append(buffer)
-    return answer, buffers
+            wires.append(wire)
+    return answer, wires
 
 
 def unpack_answer(answer: Answer, references: Sequence[ObjectRef], row_ids: Index, writes: Sequence[str]) -> DataProto:

@@ -21,7 +21,7 @@ from mrl.controller.worker import Place, Rendezvous, Worker
 from mrl.controller.worker_log import log_path, redirect_output
 from mrl.errors import MrlError
 from mrl.protocol import DataProto
-from mrl.protocol.wire import Buffer
+from mrl.protocol.wire import Wire
 from mrl.redaction import redact_text
 from mrl.registry import load_attribute
 
@@ -113,15 +113,15 @@ class WorkerHost:
             raise _as_failure(error) from None
         return self._methods
 
-    def call(self, request: Request, *objects: Buffer) -> Any:
+    def call(self, request: Request, *objects: Wire) -> Any:
         """Run one method. Written columns are returned as objects of their own, behind the answer."""
         try:
-            answer, buffers = self._run(request, objects)
+            answer, wires = self._run(request, objects)
         except BaseException as error:
             raise _as_failure(error) from None
-        return (answer, *buffers) if buffers else answer
+        return (answer, *wires) if wires else answer
 
-    def _run(self, request: Request, objects: tuple[Buffer, ...]) -> tuple[Answer | None, list[Buffer | None]]:
+    def _run(self, request: Request, objects: tuple[Wire, ...]) -> tuple[Answer | None, list[Wire | None]]:
         method = getattr(self._worker, request.method)
         if request.shard is None:
             return Answer(method(*request.args, **request.kwargs)), []

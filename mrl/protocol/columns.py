@@ -114,19 +114,19 @@ def take(column: Column, rows: Index) -> Column:
     return with_offsets(column.values()[start:end], offsets[first : first + count + 1] - start)
 
 
-def gather(parts: Sequence[Column], part_of_row: Index, row_in_part: Index) -> Column:
+def gather(parts: Sequence[Column], part_of_row: npt.NDArray[np.integer], row_in_part: npt.NDArray[np.integer]) -> Column:
     """The column whose row i is row `row_in_part[i]` of part `part_of_row[i]`; each value is copied once."""
     where = list(zip(part_of_row.tolist(), row_in_part.tolist(), strict=True))
     if is_jagged(parts[0]):
         tensors = [part for part in parts if isinstance(part, Tensor)]
-        values, bounds = [part.values() for part in tensors], [part.offsets().tolist() for part in tensors]
-        rows = [values[part][bounds[part][row] : bounds[part][row + 1]] for part, row in where]
-        return jagged(torch.cat(rows) if rows else values[0][:0], [len(row) for row in rows])
+        pieces = [part.values().split(row_lengths(part).tolist()) for part in tensors]
+        rows = [pieces[part][row] for part, row in where]
+        return jagged(torch.cat(rows) if rows else tensors[0].values()[:0], [len(row) for row in rows])
     if isinstance(parts[0], np.ndarray):
         return object_array([parts[part][row] for part, row in where])
     dense = [part for part in parts if isinstance(part, Tensor)]
     if len(dense) == 1:
-        return dense[0][torch.from_numpy(row_in_part)]
+        return dense[0][torch.from_numpy(row_in_part).long()]
     return torch.stack([dense[part][row] for part, row in where]) if where else dense[0][:0]
 
 

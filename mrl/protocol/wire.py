@@ -1,9 +1,10 @@
-"""The wire format: one contiguous buffer per column, read in place, and no pickle.
+"""The wire format: a column as a short head and one contiguous body, read in place, and no pickle.
 
-    magic, header length | header (JSON) | row lengths, int32 (jagged only) | values
+    head: magic, header length | header (JSON) | row lengths, int32 (jagged only)       body: values
 
-Sections start at multiples of 64 bytes. What follows from something else is not sent: offsets follow from
-lengths, a mask that is all true from its number of rows. Reading checks every size before it is used.
+The body is the column's own memory, so that storing it is its only copy: an object store lays head and body side by
+side in one object. What follows from something else is not sent: offsets follow from lengths, a mask that is all
+true from its number of rows. Reading checks every size before it is used.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import struct
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +24,22 @@ from mrl.protocol.columns import Column, is_jagged, object_array, offsets_of, ro
 
 Buffer = npt.NDArray[np.uint8]
 
+
+class Wire(NamedTuple):
+    """One column, as it travels."""
+
+    head: Buffer
+    body: Buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole."""
+        return self.head.nbytes + self.body.nbytes
+
+
+
 _MAGIC = b"mrl1"
 _PREFIX = struct.Struct("<4sI")
-_ALIGNMENT = 64
 _LARGEST_HEADER = 1 << 16
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -42,8 +56,8 @@ with warnings.catch_warnings():
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))
 
 
-def encode(column: Column, name: str) -> Buffer:
-    """The buffer that stands for a column."""
+def encode(column: Column, name: str) -> Wire:
+    """The bytes that stand for a column; the body may share the column's memory."""
     if isinstance(column, np.ndarray):
         return _encode_objects(column, name)
     lengths = row_lengths(column) if is_jagged(column) else None
@@ -54,15 +68,14 @@ def encode(column: Column, name: str) -> Buffer:
     header: dict[str, Any] = {"kind": "dense" if lengths is None else "jagged", "dtype": dtype, "shape": list(values.shape)}
     if lengths is not None:
         header["rows"] = len(lengths)
-    if lengths is not None and values.dtype == torch.bool and bool(values.all()):
+    body = values.view(-1).view(torch.uint8).numpy() if values.numel() else np.zeros(0, dtype=np.uint8)
+    if lengths is not None and values.dtype == torch.bool and bool(body.all()):
         header["constant"] = True
-        payload = np.zeros(0, dtype=np.uint8)
-    else:
-        payload = values.view(-1).view(torch.uint8).numpy() if values.numel() else np.zeros(0, dtype=np.uint8)
-    return _assemble(header, lengths, payload)
+        body = body[:0]
+    return Wire(_head(header, lengths), body)
 
 
-def _encode_objects(column: npt.NDArray[np.object_], name: str) -> Buffer:
+def _encode_objects(column: npt.NDArray[np.object_], name: str) -> Wire:
     try:
         text = json.dumps(column.tolist(), ensure_ascii=False, allow_nan=False).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError) as error:
@@ -70,30 +83,24 @@ def _encode_objects(column: npt.NDArray[np.object_], name: str) -> Buffer:
             f"column `{name}` cannot travel: {error}",
             fix="object columns hold JSON values: strings, numbers, booleans, lists, dicts",
         ) from error
-    return _assemble({"kind": "objects", "rows": len(column), "bytes": len(text)}, None, np.frombuffer(text, dtype=np.uint8))
+    header = {"kind": "objects", "rows": len(column), "bytes": len(text)}
+    return Wire(_head(header, None), np.frombuffer(text, dtype=np.uint8))
 
 
-def _assemble(header: dict[str, Any], lengths: npt.NDArray[np.int32] | None, payload: Buffer) -> Buffer:
+def _head(header: dict[str, Any], lengths: npt.NDArray[np.int32] | None) -> Buffer:
     text = json.dumps(header, separators=(",", ":")).encode()
-    lengths_at = _aligned(_PREFIX.size + len(text))
-    values_at = _aligned(lengths_at + (0 if lengths is None else lengths.nbytes))
-    buffer = np.empty(values_at + payload.nbytes, dtype=np.uint8)
-    buffer[:values_at] = 0
-    buffer[: _PREFIX.size] = np.frombuffer(_PREFIX.pack(_MAGIC, len(text)), dtype=np.uint8)
-    buffer[_PREFIX.size : _PREFIX.size + len(text)] = np.frombuffer(text, dtype=np.uint8)
-    if lengths is not None:
-        buffer[lengths_at : lengths_at + lengths.nbytes] = lengths.view(np.uint8)
-    buffer[values_at:] = payload
-    return buffer
+    text += b" " * (-(_PREFIX.size + len(text)) % lengths.itemsize if lengths is not None else 0)  # aligns the lengths
+    tail = b"" if lengths is None else lengths.tobytes()
+    return np.frombuffer(_PREFIX.pack(_MAGIC, len(text)) + text + tail, dtype=np.uint8)
 
 
-def decode(buffer: Buffer) -> Column:
-    """The column that a buffer stands for; tensors share the buffer's memory and must not be written to."""
-    header, sections_at = _read_header(buffer)
+def decode(wire: Wire) -> Column:
+    """The column that the bytes stand for; tensors share the body's memory and must not be written to."""
+    header, rest = _read_header(wire.head)
     try:
         kind = header["kind"]
         if kind == "objects":
-            return _decode_objects(buffer[sections_at:], int(header["rows"]), int(header["bytes"]))
+            return _decode_objects(wire.body, int(header["rows"]), int(header["bytes"]))
         if kind not in ("dense", "jagged"):
             raise WireError(f'unknown kind of column "{kind}"')
         rows = int(header["rows"]) if kind == "jagged" else None
@@ -102,38 +109,38 @@ def decode(buffer: Buffer) -> Column:
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"the column's header is incomplete: {error!r}") from error
     if rows is None:
-        return _read_values(buffer[sections_at:], shape, dtype)
-    lengths = _read_lengths(buffer[sections_at:], rows)
+        return _read_values(wire.body, shape, dtype)
+    lengths = _read_lengths(rest, rows)
     offsets = offsets_of(torch.from_numpy(lengths))
     if not shape or (rows and int(lengths.min()) < 0) or int(offsets[-1]) != shape[0]:
         raise WireError(f"row lengths add up to {int(offsets[-1])}, but the column has shape {shape}")
     if header.get("constant"):
         return with_offsets(torch.ones(shape, dtype=torch.bool), offsets)
-    return with_offsets(_read_values(buffer[_aligned(sections_at + lengths.nbytes) :], shape, dtype), offsets)
+    return with_offsets(_read_values(wire.body, shape, dtype), offsets)
 
 
-def _read_header(buffer: Buffer) -> tuple[dict[str, Any], int]:
-    """The header, and where the sections behind it begin."""
-    if len(buffer) < _PREFIX.size:
-        raise WireError(f"{len(buffer)} bytes are too few for a column")
-    magic, size = _PREFIX.unpack(buffer[: _PREFIX.size].tobytes())
+def _read_header(head: Buffer) -> tuple[dict[str, Any], Buffer]:
+    """The header, and what follows it in the head."""
+    if len(head) < _PREFIX.size:
+        raise WireError(f"{len(head)} bytes are too few for a column")
+    magic, size = _PREFIX.unpack(head[: _PREFIX.size].tobytes())
     if magic != _MAGIC:
         raise WireError(f"not a column of this format: it begins with {magic!r}, not {_MAGIC!r}")
-    if size > _LARGEST_HEADER or _PREFIX.size + size > len(buffer):
-        raise WireError(f"the header claims {size} bytes of a buffer of {len(buffer)}")
+    if size > _LARGEST_HEADER or _PREFIX.size + size > len(head):
+        raise WireError(f"the header claims {size} bytes of a head of {len(head)}")
     try:
-        header = json.loads(buffer[_PREFIX.size : _PREFIX.size + size].tobytes())
+        header = json.loads(head[_PREFIX.size : _PREFIX.size + size].tobytes())
     except ValueError as error:
         raise WireError(f"the column's header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise WireError("the column's header is not a JSON object")
-    return header, _aligned(_PREFIX.size + size)
+    return header, head[_PREFIX.size + size :]
 
 
 def _read_lengths(section: Buffer, rows: int) -> npt.NDArray[np.int32]:
-    if rows < 0 or rows * 4 > len(section):
+    if rows < 0 or rows * 4 != len(section):
         raise WireError(f"{rows} row lengths do not fit the {len(section)} bytes that follow the header")
-    return section[: rows * 4].view(np.int32)
+    return section.view(np.int32)
 
 
 def _read_values(section: Buffer, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -159,6 +166,3 @@ def _decode_objects(section: Buffer, rows: int, num_bytes: int) -> npt.NDArray[n
         raise WireError(f"an object column of {rows} rows does not hold a list of that length")
     return object_array(items)
 
-
-def _aligned(position: int) -> int:
-    return -(-position // _ALIGNMENT) * _ALIGNMENT

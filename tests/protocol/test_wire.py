@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mrl.errors import BatchError, WireError
 from mrl.protocol.columns import Column, from_rows, gather, is_jagged, jagged, object_array, row_lengths
-from mrl.protocol.wire import decode, encode
+from mrl.protocol.wire import Wire, decode, encode
 
 DTYPES = [torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.uint8, torch.bool]
 
@@ -76,12 +76,9 @@ def test_nothing_is_sent_that_follows_from_lengths() -> None:
     assert bool(decode(mask).values().all()) and decode(mask).values().shape == (160_000,)
 
 
-def test_reading_copies_nothing() -> None:
-    buffer = encode(jagged(torch.arange(1000, dtype=torch.int32), [400, 600]), "x")
-    values = decode(buffer).values()
-    start = buffer.__array_interface__["data"][0]
-    assert start <= values.data_ptr() < start + buffer.nbytes
-    assert values.data_ptr() % 4 == 0 and (values.data_ptr() - start) % 64 == 0
+def test_neither_writing_nor_reading_copies_the_values() -> None:
+    column = jagged(torch.arange(1000, dtype=torch.int32), [400, 600])
+    assert decode(encode(column, "x")).values().data_ptr() == column.values().data_ptr()
 
 
 def test_what_cannot_travel_is_named() -> None:
@@ -104,14 +101,14 @@ def test_damaged_buffers_are_typed_errors() -> None:
     ]
     refused = 0
     for _ in range(4000):
-        buffer = randomness.choice(originals).copy()
+        head, body = (part.copy() for part in randomness.choice(originals))
         if randomness.random() < 0.3:
-            buffer = buffer[: randomness.randrange(len(buffer))]
+            head, body = head[: randomness.randrange(len(head))], body[: randomness.randrange(len(body) + 1)]
         for _ in range(randomness.randrange(1, 4)):
-            if len(buffer):
-                buffer[randomness.randrange(min(len(buffer), 160))] = randomness.randrange(256)
+            if len(head):
+                head[randomness.randrange(len(head))] = randomness.randrange(256)
         try:
-            decode(buffer)
+            decode(Wire(head, body))
         except WireError:
             refused += 1
     assert refused > 1000
@@ -130,14 +127,14 @@ def test_damaged_buffers_are_typed_errors() -> None:
     ],
 )
 def test_lying_headers_are_refused(header: bytes, message: str) -> None:
-    buffer = np.frombuffer(b"mrl1" + len(header).to_bytes(4, "little") + header, dtype=np.uint8)
+    head = np.frombuffer(b"mrl1" + len(header).to_bytes(4, "little") + header, dtype=np.uint8)
     with pytest.raises(WireError, match=message):
-        decode(buffer)
+        decode(Wire(head, head[:0]))
 
 
 def test_foreign_bytes_are_refused() -> None:
     with pytest.raises(WireError, match="not a column of this format"):
-        decode(np.frombuffer(b"\x80\x05\x95 a pickle, for instance", dtype=np.uint8))
+        decode(Wire(np.frombuffer(b"\x80\x05\x95 a pickle, for instance", dtype=np.uint8), np.zeros(0, dtype=np.uint8)))
 
 
 def test_gather_takes_rows_from_several_parts() -> None:

@@ -1,0 +1,212 @@
+"""What it costs to move a batch from the worker that made it to the worker that reads it.
+
+In one run: this DataProto; the padded TensorDict of the field's trainers, pickled by Ray; and TransferQueue's
+SimpleStorage with jagged columns, in an environment of its own. Prompts have 1,024 tokens and 8 samples each, responses
+2,500 tokens on average and 8,192 at most; six columns: prompts, responses, response_mask, rollout_log_probs,
+scores, uid.
+
+    python -m venv .venv-peers/transferqueue
+    .venv-peers/transferqueue/bin/pip install torch==2.13.0 "ray[default]==2.55.1" tensordict==0.15.3 TransferQueue==0.1.11
+    python benchmarks/data_plane.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.data_plane_workers import LONGEST_RESPONSE, PaddedEnd
+from benchmarks.harness import Benchmark, Timing, interleave, parser, speedup
+from mrl.config.mesh import Mesh
+from mrl.config.schema import ClusterConfig, DeadlinesConfig, PlacementConfig
+from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
+from mrl.controller.transport import store
+from mrl.events import EventLog
+from mrl.protocol import DataProto
+from mrl.protocol.columns import jagged, object_array
+from mrl.protocol.wire import encode
+
+PROMPT_TOKENS = 1024
+SAMPLES_PER_PROMPT = 8
+MEAN_RESPONSE = 2500
+PEER = Path(__file__).resolve().parent.parent / ".venv-peers" / "transferqueue" / "bin" / "python"
+
+
+def response_lengths(count: int, mean: int, seed: int) -> list[int]:
+    """Log-normal lengths, long-tailed as responses are, with exactly this mean and the longest allowed."""
+    randomness = random.Random(seed)
+    drawn = [randomness.lognormvariate(0.0, 0.6) for _ in range(count)]
+    scale = mean * count / sum(drawn)
+    lengths = [min(LONGEST_RESPONSE, max(1, round(length * scale))) for length in drawn]
+    while (missing := mean * count - sum(lengths)) != 0:
+        row = randomness.randrange(count)
+        lengths[row] = min(LONGEST_RESPONSE, max(1, lengths[row] + missing))
+    return lengths
+
+
+class Peer:
+    """TransferQueue behind a pipe: another interpreter with other packages."""
+
+    def __init__(self, python: Path) -> None:
+        script = Path(__file__).resolve().parent / "peers" / "transfer_queue_hop.py"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self._process = subprocess.Popen(
+            [str(python), str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """One request, one answer."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None, "both ends of the pipe were asked for"
+        stdin.write(json.dumps(request) + "\n")
+        stdin.flush()
+        answer: dict[str, Any] = json.loads(stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        """Let it end by itself, or end it."""
+        assert self._process.stdin is not None, "the pipe was asked for"
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+
+
+def socket_bytes() -> int:
+    """Bytes that this process's TCP connections have carried so far, as the kernel counted them."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # not a socket, or closed meanwhile
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    total += sum(struct.unpack_from("QQ", info, 120))  # bytes acknowledged and bytes received
+    return total
+
+
+def prompts_of(count: int) -> DataProto:
+    """The prompts, stored once each, and a row for every sample of them."""
+    num_prompts = count // SAMPLES_PER_PROMPT
+    tokens = torch.zeros(num_prompts * PROMPT_TOKENS, dtype=torch.int32)
+    batch = DataProto.from_dict(
+        {"prompts": jagged(tokens, [PROMPT_TOKENS] * num_prompts)}, {"uid": [f"prompt-{row}" for row in range(num_prompts)]}
+    )
+    return store(batch).repeat(SAMPLES_PER_PROMPT)
+
+
+def bytes_of(count: int, lengths: list[int]) -> int:
+    """All bytes of the six columns as they lie in the object store."""
+    total, num_prompts = sum(lengths), count // SAMPLES_PER_PROMPT
+    columns: dict[str, Any] = {
+        "prompts": jagged(torch.zeros(num_prompts * PROMPT_TOKENS, dtype=torch.int32), [PROMPT_TOKENS] * num_prompts),
+        "responses": jagged(torch.zeros(total, dtype=torch.int32), lengths),
+        "response_mask": jagged(torch.ones(total, dtype=torch.bool), lengths),
+        "rollout_log_probs": jagged(torch.zeros(total), lengths),
+        "scores": torch.zeros(count),
+        "uid": object_array([f"prompt-{row}" for row in range(num_prompts)]),
+    }
+    return sum(encode(column, name).nbytes for name, column in columns.items())
+
+
+def make_groups(context: RunContext, lengths: dict[str, list[int]]) -> tuple[RayWorkerGroup, RayWorkerGroup]:
+    """Producer and consumer, each a process of its own."""
+    workers = "benchmarks.data_plane_workers"
+    producer = RayWorkerGroup("actor", RayClassWithInitArgs(f"{workers}:Producer", lengths), Mesh(1), context)
+    return producer, RayWorkerGroup("critic", RayClassWithInitArgs(f"{workers}:Consumer"), Mesh(1), context)
+
+
+def measure(bench: Benchmark, context: RunContext, peer: Peer | None, repeats: int) -> None:
+    """Every size, every way, in turns."""
+    import ray  # after mrl.controller, which settles how Ray authenticates
+
+    sizes = (256, 512)
+    lengths = {str(count): response_lengths(count, MEAN_RESPONSE, seed=count) for count in sizes}
+    lengths |= {f"short {count}": response_lengths(count, MEAN_RESPONSE // 10, seed=count) for count in sizes}
+    producer, consumer = make_groups(context, lengths)
+    padded = [ray.remote(PaddedEnd).options(num_cpus=0).remote() for _ in range(2)]
+    for count in sizes:
+        batch = prompts_of(count)
+
+        def hop(name: str, batch: DataProto = batch) -> None:
+            consumer.consume(batch.union(producer.produce(batch, name)))
+
+        padded_bytes = ray.get(padded[0].make.remote(lengths[str(count)], PROMPT_TOKENS))
+        ways: dict[str, Callable[[], object]] = {
+            "mrl": lambda count=count: hop(str(count)),
+            "padded": lambda: ray.get(padded[1].consume.remote(padded[0].produce.remote())),
+        }
+        peer_seconds: list[float] = []
+        if peer is not None:
+            peer.ask(lengths=lengths[str(count)], prompt_tokens=PROMPT_TOKENS)
+            ways["queue"] = lambda: peer_seconds.append(peer.ask(hop=True)["seconds"])
+        times = interleave(ways, repeats=repeats, warm_ups=3)
+        if peer is not None:
+            times["queue"] = Timing(tuple(peer_seconds[-repeats:]))
+        our_bytes = bytes_of(count, lengths[str(count)])
+        through_driver = {name: driver_bytes(lambda name=name: hop(name)) for name in (str(count), f"short {count}")}
+        row: dict[str, Any] = {"samples": count}
+        for name, timing in times.items():
+            row |= timing.columns(name)
+        row |= {"mrl_MB": our_bytes / 1e6, "padded_MB": padded_bytes / 1e6}
+        row |= {"driver_kB": through_driver[str(count)] / 1e3, "driver_kB_short": through_driver[f"short {count}"] / 1e3}
+        bench.row(**row)
+        for name in ways.keys() - {"mrl"}:
+            bench.goal(f"{count} samples: times faster than {name}", speedup(times["mrl"], times[name]), at_least=10)
+        bench.goal(f"{count} samples: times fewer bytes than padded", padded_bytes / our_bytes, at_least=20)
+        growth = through_driver[str(count)] / through_driver[f"short {count}"]
+        bench.goal(f"{count} samples: driver bytes at 10 times the length, relative", growth, at_most=1.1)
+    producer.shutdown()
+    consumer.shutdown()
+
+
+def driver_bytes(hop: Callable[[], None], repeats: int = 20) -> float:
+    """Bytes through the driver's sockets per hop."""
+    before = socket_bytes()
+    for _ in range(repeats):
+        hop()
+    return (socket_bytes() - before) / repeats
+
+
+def main() -> int:
+    """Measure, print, and say whether the goals are met."""
+    arguments = parser(__doc__ or "").parse_args()
+    bench = Benchmark("data_plane")
+    cluster = ClusterConfig(devices_per_node=2, device="cpu")
+    deadlines = DeadlinesConfig()
+    placement = PlacementConfig(pools={"producer": 1, "consumer": 1}, roles={"actor": "producer", "critic": "consumer"})
+    peer = Peer(PEER) if PEER.exists() else None
+    if peer is None:
+        bench.row(samples="TransferQueue did not run: no environment for it (see the first lines of this file)")
+    with tempfile.TemporaryDirectory() as directory, ray_cluster(cluster):
+        events = EventLog(Path(directory) / "events.jsonl")
+        resources = ResourcePoolManager(placement, cluster, deadlines)
+        resources.create(Path(directory), events)
+        measure(bench, RunContext(Path(directory), events, deadlines, resources), peer, arguments.repeats)
+        resources.release()
+    if peer is not None:
+        peer.close()
+    return bench.finish(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
