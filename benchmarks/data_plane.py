@@ -6,7 +6,8 @@ SimpleStorage with jagged columns, in an environment of its own. Prompts have 1,
 scores, uid.
 
     python -m venv .venv-peers/transferqueue
-    .venv-peers/transferqueue/bin/pip install torch==2.13.0 "ray[default]==2.55.1" tensordict==0.15.3 TransferQueue==0.1.11
+    .venv-peers/transferqueue/bin/pip install torch==2.13.0 "ray[default]==2.55.1" tensordict==0.15.3 \
+        TransferQueue==0.1.11
     python benchmarks/data_plane.py
 """
 
@@ -22,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,9 @@ from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged, object_array
 from mrl.protocol.wire import encode
 
+import ray  # isort: skip - after mrl.controller, which settles how Ray authenticates
+
+SIZES = (256, 512)
 PROMPT_TOKENS = 1024
 SAMPLES_PER_PROMPT = 8
 MEAN_RESPONSE = 2500
@@ -76,7 +81,8 @@ class Peer:
     def ask(self, **request: Any) -> dict[str, Any]:
         """One request, one answer."""
         stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None, "both ends of the pipe were asked for"
+        assert stdin is not None, "this end of the pipe was asked for"
+        assert stdout is not None, "so was this one"
         stdin.write(json.dumps(request) + "\n")
         stdin.flush()
         answer: dict[str, Any] = json.loads(stdout.readline())
@@ -96,11 +102,11 @@ def socket_bytes() -> int:
     """Bytes that this process's TCP connections have carried so far, as the kernel counted them."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # not a socket, or closed meanwhile
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    total += sum(struct.unpack_from("QQ", info, 120))  # bytes acknowledged and bytes received
+        # What is no socket, or was closed meanwhile, raises and does not count.
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                total += sum(struct.unpack_from("QQ", info, 120))  # bytes acknowledged and bytes received
     return total
 
 
@@ -109,7 +115,8 @@ def prompts_of(count: int) -> DataProto:
     num_prompts = count // SAMPLES_PER_PROMPT
     tokens = torch.zeros(num_prompts * PROMPT_TOKENS, dtype=torch.int32)
     batch = DataProto.from_dict(
-        {"prompts": jagged(tokens, [PROMPT_TOKENS] * num_prompts)}, {"uid": [f"prompt-{row}" for row in range(num_prompts)]}
+        {"prompts": jagged(tokens, [PROMPT_TOKENS] * num_prompts)},
+        {"uid": [f"prompt-{row}" for row in range(num_prompts)]},
     )
     return store(batch).repeat(SAMPLES_PER_PROMPT)
 
@@ -135,48 +142,66 @@ def make_groups(context: RunContext, lengths: dict[str, list[int]]) -> tuple[Ray
     return producer, RayWorkerGroup("critic", RayClassWithInitArgs(f"{workers}:Consumer"), Mesh(1), context)
 
 
+class Hops:
+    """Every way of one hop, at one number of samples."""
+
+    def __init__(self, groups: tuple[RayWorkerGroup, RayWorkerGroup], padded: list[Any], peer: Peer | None) -> None:
+        self._producer, self._consumer = groups
+        self._padded = padded
+        self._peer = peer
+        self.peer_seconds: list[float] = []
+        """TransferQueue's own times: the pipe to its interpreter is not its fault."""
+
+    def prepare(self, count: int, lengths: list[int]) -> int:
+        """Have every way's samples made; the bytes of the padded ones."""
+        self._batch = prompts_of(count)
+        self._name = str(count)
+        if self._peer is not None:
+            self._peer.ask(lengths=lengths, prompt_tokens=PROMPT_TOKENS)
+        made: int = ray.get(self._padded[0].make.remote(lengths, PROMPT_TOKENS))
+        return made
+
+    def mrl(self, name: str = "") -> None:
+        """One hop of the samples of that name."""
+        made = self._producer.produce(self._batch, name or self._name)
+        self._consumer.consume(self._batch.union(made))
+
+    def padded(self) -> None:
+        """One hop of the padded batch."""
+        ray.get(self._padded[1].consume.remote(self._padded[0].produce.remote()))
+
+    def queue(self) -> None:
+        """One hop through TransferQueue."""
+        assert self._peer, "asked for only where there is one"
+        self.peer_seconds.append(self._peer.ask(hop=True)["seconds"])
+
+
 def measure(bench: Benchmark, context: RunContext, peer: Peer | None, repeats: int) -> None:
     """Every size, every way, in turns."""
-    import ray  # after mrl.controller, which settles how Ray authenticates
-
-    sizes = (256, 512)
-    lengths = {str(count): response_lengths(count, MEAN_RESPONSE, seed=count) for count in sizes}
-    lengths |= {f"short {count}": response_lengths(count, MEAN_RESPONSE // 10, seed=count) for count in sizes}
-    producer, consumer = make_groups(context, lengths)
-    padded = [ray.remote(PaddedEnd).options(num_cpus=0).remote() for _ in range(2)]
-    for count in sizes:
-        batch = prompts_of(count)
-
-        def hop(name: str, batch: DataProto = batch) -> None:
-            consumer.consume(batch.union(producer.produce(batch, name)))
-
-        padded_bytes = ray.get(padded[0].make.remote(lengths[str(count)], PROMPT_TOKENS))
-        ways: dict[str, Callable[[], object]] = {
-            "mrl": lambda count=count: hop(str(count)),
-            "padded": lambda: ray.get(padded[1].consume.remote(padded[0].produce.remote())),
-        }
-        peer_seconds: list[float] = []
+    lengths = {str(count): response_lengths(count, MEAN_RESPONSE, seed=count) for count in SIZES}
+    lengths |= {f"short {count}": response_lengths(count, MEAN_RESPONSE // 10, seed=count) for count in SIZES}
+    groups = make_groups(context, lengths)
+    hops = Hops(groups, [ray.remote(PaddedEnd).options(num_cpus=0).remote() for _ in range(2)], peer)
+    for count in SIZES:
+        padded_bytes, our_bytes = hops.prepare(count, lengths[str(count)]), bytes_of(count, lengths[str(count)])
+        ways: dict[str, Callable[[], object]] = {"mrl": hops.mrl, "padded": hops.padded}
         if peer is not None:
-            peer.ask(lengths=lengths[str(count)], prompt_tokens=PROMPT_TOKENS)
-            ways["queue"] = lambda: peer_seconds.append(peer.ask(hop=True)["seconds"])
+            ways["queue"] = hops.queue
         times = interleave(ways, repeats=repeats, warm_ups=3)
         if peer is not None:
-            times["queue"] = Timing(tuple(peer_seconds[-repeats:]))
-        our_bytes = bytes_of(count, lengths[str(count)])
-        through_driver = {name: driver_bytes(lambda name=name: hop(name)) for name in (str(count), f"short {count}")}
-        row: dict[str, Any] = {"samples": count}
+            times["queue"] = Timing(tuple(hops.peer_seconds[-repeats:]))
+        through, short = driver_bytes(partial(hops.mrl, str(count))), driver_bytes(partial(hops.mrl, f"short {count}"))
+        columns: dict[str, Any] = {}
         for name, timing in times.items():
-            row |= timing.columns(name)
-        row |= {"mrl_MB": our_bytes / 1e6, "padded_MB": padded_bytes / 1e6}
-        row |= {"driver_kB": through_driver[str(count)] / 1e3, "driver_kB_short": through_driver[f"short {count}"] / 1e3}
-        bench.row(**row)
-        for name in ways.keys() - {"mrl"}:
+            columns |= {f"{name}_ms": 1e3 * timing.median_s, f"{name}_spread_ms": 1e3 * timing.spread_s}
+        columns |= {"mrl_MB": our_bytes / 1e6, "padded_MB": padded_bytes / 1e6}
+        bench.row(samples=count, **columns, driver_kB=through / 1e3, driver_kB_short=short / 1e3)
+        for name in sorted(ways.keys() - {"mrl"}):
             bench.goal(f"{count} samples: times faster than {name}", speedup(times["mrl"], times[name]), at_least=10)
         bench.goal(f"{count} samples: times fewer bytes than padded", padded_bytes / our_bytes, at_least=20)
-        growth = through_driver[str(count)] / through_driver[f"short {count}"]
-        bench.goal(f"{count} samples: driver bytes at 10 times the length, relative", growth, at_most=1.1)
-    producer.shutdown()
-    consumer.shutdown()
+        bench.goal(f"{count} samples: driver bytes, relative, at 10 times the length", through / short, at_most=1.1)
+    for group in groups:
+        group.shutdown()
 
 
 def driver_bytes(hop: Callable[[], None], repeats: int = 20) -> float:

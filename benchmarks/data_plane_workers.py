@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 from mrl.controller import Dispatch, Place, Worker, register
 from mrl.protocol import DataProto
-from mrl.protocol.columns import jagged
+from mrl.protocol.columns import jagged, values_of
 
 LONGEST_RESPONSE = 8192
 
@@ -38,7 +38,7 @@ class Consumer(Worker):
     )
     def consume(self, batch: DataProto) -> float:
         """Touch every token and log-prob."""
-        return sum(float(batch[name].values().sum()) for name in ("prompts", "responses", "rollout_log_probs"))
+        return sum(float(values_of(batch[name]).sum()) for name in ("prompts", "responses", "rollout_log_probs"))
 
 
 class PaddedEnd:

@@ -78,6 +78,10 @@ class BatchError(MrlError):
     """Columns or rows of a batch that do not fit what is asked of them."""
 
 
+class RewardError(MrlError):
+    """A reward that is missing, not a finite number, or on a token that the model did not write."""
+
+
 class WireError(MrlError):
     """Bytes that are not a batch: truncated, of another format, or inconsistent."""
 

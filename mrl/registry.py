@@ -23,7 +23,9 @@ def load_attribute(path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and not module_name.startswith(error.name):
             raise  # the module exists; something that it imports does not
-        raise NameUnknown(f'no module "{module_name}" (from "{path}")', fix="is it installed, or on PYTHONPATH?") from error
+        raise NameUnknown(
+            f'no module "{module_name}" (from "{path}")', fix="is it installed, or on PYTHONPATH?"
+        ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [name for name in vars(found) if not name.startswith("_")]

@@ -44,7 +44,9 @@ def test_did_you_mean_the_nearest_or_here_are_all() -> None:
 def test_a_registry_knows_names_and_paths() -> None:
     registry: Registry[object] = Registry("reward")
     registry.register("exact")(print)
-    assert registry.resolve("exact") is print and "exact" in registry and list(registry) == ["exact"]
+    assert registry.resolve("exact") is print
+    assert "exact" in registry
+    assert list(registry) == ["exact"]
     assert registry.resolve("json:dumps") is json.dumps
     with pytest.raises(NameUnknown, match='unknown reward "exat"\n  fix: did you mean "exact"\\? Or name your own'):
         registry.resolve("exat")

@@ -4,18 +4,49 @@ import pytest
 
 from mrl.redaction import is_secret_key, redact, redact_text
 
-ENVIRONMENT = {"HF_TOKEN": "tok-in-env-1", "MY_SECRET": "short", "HOME": "/root", "RAY_AUTH_TOKEN_PATH": "/etc/hostname"}
+ENVIRONMENT = {
+    "HF_TOKEN": "tok-in-env-1",
+    "MY_SECRET": "short",
+    "HOME": "/root",
+    "RAY_AUTH_TOKEN_PATH": "/etc/hostname",
+}
 
 
 @pytest.mark.parametrize(
-    "key", ["token", "hub_token", "HF_TOKEN", "api_key", "WANDB_API_KEY", "secret", "aws_secret_key", "password", "db.passwd", "credentials", "auth", "private-key"]
+    "key",
+    [
+        "token",
+        "hub_token",
+        "HF_TOKEN",
+        "api_key",
+        "WANDB_API_KEY",
+        "secret",
+        "aws_secret_key",
+        "password",
+        "db.passwd",
+        "credentials",
+        "auth",
+        "private-key",
+    ],
 )
 def test_secret_keys(key: str) -> None:
     assert is_secret_key(key)
 
 
 @pytest.mark.parametrize(
-    "key", ["max_tokens_per_device", "tokenizer", "pad_token", "eos_token", "stop_token", "key", "author", "keyboard", "token_level_rewards", "num_tokens"]
+    "key",
+    [
+        "max_tokens_per_device",
+        "tokenizer",
+        "pad_token",
+        "eos_token",
+        "stop_token",
+        "key",
+        "author",
+        "keyboard",
+        "token_level_rewards",
+        "num_tokens",
+    ],
 )
 def test_ordinary_keys(key: str) -> None:
     assert not is_secret_key(key)
@@ -25,7 +56,10 @@ def test_ordinary_keys(key: str) -> None:
     ("text", "clean"),
     [
         ("login with tok-in-env-1 failed", "login with <redacted:HF_TOKEN> failed"),
-        ("short words stay, even where an environment secret is one", "short words stay, even where an environment secret is one"),
+        (
+            "short words stay, even where an environment secret is one",
+            "short words stay, even where an environment secret is one",
+        ),
         ("hf_abcdefghijklmnopqrstuvwxyz", "<redacted>"),
         ("key=sk-abcdefghijklmnop1234", "key=<redacted>"),
         ("https://user:pa55word@host/path", "https://<redacted>@host/path"),

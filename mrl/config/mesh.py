@@ -37,7 +37,10 @@ class Mesh:
     etp: int = 1
 
     def __post_init__(self) -> None:
-        for name, size in (("tp x cp x pp", self.tp * self.cp * self.pp), ("etp x ep x pp", self.etp * self.ep * self.pp)):
+        for name, size in (
+            ("tp x cp x pp", self.tp * self.cp * self.pp),
+            ("etp x ep x pp", self.etp * self.ep * self.pp),
+        ):
             if self.world_size < size or self.world_size % size:
                 raise PlacementError(
                     f"{self.world_size} devices are not a multiple of {name} = {size}",

@@ -1,5 +1,7 @@
 """The single controller: pools of devices, groups of workers, calls that end, and reports that name the culprit."""
 
+from __future__ import annotations
+
 import os
 import sys
 

@@ -51,7 +51,10 @@ class Call:
         while True:
             left_s = self._deadline_s - (time.monotonic() - self._began)
             try:
-                return ray.get(references, timeout=max(0.0, min(left_s, self._crew.deadlines.heartbeat_s)))
+                answers: list[Any] = ray.get(
+                    references, timeout=max(0.0, min(left_s, self._crew.deadlines.heartbeat_s))
+                )
+                return answers
             except GetTimeoutError:
                 stopped = self._look(looks_stopped)
                 if stopped or left_s <= self._crew.deadlines.heartbeat_s:
@@ -81,11 +84,17 @@ class Call:
         culprits = blame(faults)
         report = self._describe(culprits[0], seconds)
         for fault in culprits[1:]:
-            report += f"\n  so did {self._crew.name(fault.rank)} {fault.detail}" 
+            report += f"\n  so did {self._crew.name(fault.rank)} {fault.detail}"
         for fault in culprits:
             self._crew.events.write(
                 WorkerFault(
-                    self._crew.role, fault.rank, self._crew.node(fault.rank), self._phase, fault.kind, fault.detail, seconds
+                    self._crew.role,
+                    fault.rank,
+                    self._crew.node(fault.rank),
+                    self._phase,
+                    fault.kind,
+                    fault.detail,
+                    seconds,
                 )
             )
         everyone_raised = len(faults) == len(references) and all(fault.kind == "raised" for fault in faults)
@@ -110,7 +119,9 @@ class Call:
                     faults.append(Fault(rank, "died", "its process is gone"))
                 else:
                     stopped = views[rank].is_stopped
-                    kind, detail = ("stopped", "a signal or a debugger holds it") if stopped else ("silent", "no answer in time")
+                    kind, detail = (
+                        ("stopped", "a signal or a debugger holds it") if stopped else ("silent", "no answer in time")
+                    )
                     faults.append(Fault(rank, kind, detail, trace=self._crew.stack(rank)))
             elif (fault := _fault_of(rank, reference)) is not None:
                 faults.append(fault)
@@ -118,7 +129,9 @@ class Call:
 
     def _describe(self, fault: Fault, seconds: float) -> str:
         what = {"died": "died", "raised": "raised", "stopped": "is stopped", "silent": "did not answer"}
-        lines = [f"{self._crew.name(fault.rank)} {what[fault.kind]} in {self._phase} after {seconds:.1f} s: {fault.detail}"]
+        lines = [
+            f"{self._crew.name(fault.rank)} {what[fault.kind]} in {self._phase} after {seconds:.1f} s: {fault.detail}"
+        ]
         if fault.kind == "died":
             lines += self._crew.memory_hint(fault.rank)
         if fault.trace:

@@ -43,8 +43,8 @@ def _joined(address: str, allow_insecure: bool) -> Iterator[None]:
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         raise PlacementError(
             f"no Ray cluster answers at {address}: {error}",
-            fix="is it running, does the address hold, and is RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) the token that it "
-            "was started with? For one without tokens: RAY_AUTH_MODE=disabled and cluster.allow_insecure_ray=true",
+            fix="is it running, does the address hold, and is RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) the token "
+            "that it was started with? Without tokens: RAY_AUTH_MODE=disabled and cluster.allow_insecure_ray=true",
         ) from error
     try:
         yield
@@ -54,7 +54,7 @@ def _joined(address: str, allow_insecure: bool) -> Iterator[None]:
 
 @contextmanager
 def _started_here(config: ClusterConfig) -> Iterator[None]:
-    """A Ray of this machine alone. Its sockets and logs are in a private directory: Ray itself leaves them open to all."""
+    """A Ray of this machine alone, its sockets and logs in a private directory: Ray would leave them open to all."""
     if config.nodes != 1:
         raise PlacementError(
             f"cluster.nodes is {config.nodes}, but without cluster.ray_address Ray is started on this machine only",
@@ -75,7 +75,11 @@ def _started_here(config: ClusterConfig) -> Iterator[None]:
     slots = {"num_cpus": config.devices_per_node} if config.device == "cpu" else {}
     try:
         ray.init(
-            include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=str(directory / "ray"), **slots
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _temp_dir=str(directory / "ray"),
+            **slots,
         )
         yield
     finally:

@@ -43,7 +43,9 @@ class Member:
 class Crew:
     """The processes of one role, by rank."""
 
-    def __init__(self, role: str, mesh: Mesh, run_directory: Path, events: EventLog, deadlines: DeadlinesConfig) -> None:
+    def __init__(
+        self, role: str, mesh: Mesh, run_directory: Path, events: EventLog, deadlines: DeadlinesConfig
+    ) -> None:
         self.role = role
         self.mesh = mesh
         self.events = events
@@ -67,7 +69,8 @@ class Crew:
         axes = ((name, getattr(self.mesh, name)) for name in ("tp", "cp", "dp", "pp", "ep"))
         layout = " ".join(f"{name}{getattr(at, name)}" for name, size in axes if size > 1)
         member = self._members[rank]
-        return f"{self.role} rank {rank}{f' ({layout})' if layout else ''} on node {member.node.name}, pid {member.process.pid},"
+        place = f" ({layout})" if layout else ""
+        return f"{self.role} rank {rank}{place} on node {member.node.name}, pid {member.process.pid},"
 
     def look(self, ranks: Sequence[int]) -> dict[int, ProcessView]:
         """The state of these ranks' processes. Where a node does not answer, its processes count as gone."""

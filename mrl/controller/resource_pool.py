@@ -47,14 +47,16 @@ class RayResourcePool:
     def request(self) -> None:
         """Ask Ray for the devices: for each node a group of bundles that cannot be torn apart."""
         resource = {"CPU": 1.0} if self.kind == "cpu" else {"GPU": 1.0, "CPU": 1.0}
-        self._groups = [placement_group([dict(resource)] * size, strategy="STRICT_PACK") for size in self._bundles_per_node]
+        self._groups = [
+            placement_group([dict(resource)] * size, strategy="STRICT_PACK") for size in self._bundles_per_node
+        ]
 
     def waiting(self) -> list[PlacementGroup]:
         """The groups that Ray has not placed yet."""
         return [group for group in self._groups if not group.wait(0)]
 
     def order(self) -> None:
-        """Put the placed devices in the order of their nodes' names, so that neighbours in rank are neighbours in wire."""
+        """Put the placed devices in the order of their nodes' names, so that ranks that are near are near by wire."""
         names = {node["NodeID"]: (node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in ray.nodes()}
         placed = []
         for group in self._groups:
@@ -62,7 +64,9 @@ class RayResourcePool:
             node_id = nodes[0]
             placed.append((tuple(map(_natural, names[node_id])), node_id, group))
         placed.sort(key=lambda entry: entry[:2])
-        self.devices = [Device(group, bundle, node_id) for _, node_id, group in placed for bundle in range(group.bundle_count)]
+        self.devices = [
+            Device(group, bundle, node_id) for _, node_id, group in placed for bundle in range(group.bundle_count)
+        ]
 
     def release(self) -> None:
         """Give the devices back to Ray; whatever runs on them ends."""
@@ -149,7 +153,9 @@ class ResourcePoolManager:
         try:
             answers = [ray.get(list(question), timeout=self._deadlines.start_s) for question in asked]
         except RayError as error:
-            raise PlacementError(f"a node's agent did not start: {error}", fix="look at Ray's logs on the nodes") from error
+            raise PlacementError(
+                f"a node's agent did not start: {error}", fix="look at Ray's logs on the nodes"
+            ) from error
         for (node_id, agent), ((name, authentication), sees, kills) in zip(agents.items(), answers, strict=True):
             self._nodes[node_id] = NodeView(node_id, name, agent, kills)
             if not sees:
@@ -178,7 +184,9 @@ class ResourcePoolManager:
         free = ray.available_resources().get(resource, 0)
         total = sum(node["Resources"].get(resource, 0) for node in alive)
         lines.append(f"  Ray has {total:g} {resource} on {len(alive)} nodes, {free:g} of them free:")
-        lines += [f"    {node['NodeManagerHostname']}: {node['Resources'].get(resource, 0):g} {resource}" for node in alive]
+        lines += [
+            f"    {node['NodeManagerHostname']}: {node['Resources'].get(resource, 0):g} {resource}" for node in alive
+        ]
         lines += [f"    {node['NodeManagerHostname']}: lost" for node in nodes if not node["Alive"]]
         if len(alive) < self._cluster.nodes:
             lines.append(f"  {self._cluster.nodes - len(alive)} of {self._cluster.nodes} nodes have not joined")

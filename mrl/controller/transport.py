@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import ray
 from ray import ObjectRef
 from torch import Tensor
 
-from mrl.errors import BatchError
+from mrl.errors import BatchError, WireError
 from mrl.protocol import DataProto, RemoteColumn
 from mrl.protocol import columns as column_ops
 from mrl.protocol.columns import Column, Index
@@ -26,73 +26,67 @@ _INLINE_BYTES = 64 * 1024
 """A smaller column rides in the call itself: a visit to the object store costs more than it saves."""
 
 
-@dataclass(frozen=True)
-class ColumnPlan:
-    """How a worker puts one column together: from bytes in the request, or from parts that come beside it."""
+ColumnPlan: TypeAlias = list[Any]
+"""How a worker puts one column together, in values that Ray sends without pickling them:
+`[wire]` where its bytes ride along, `[None, parts]` where it is one stored part as it stands, and
+`[None, parts, part_of_row, row_in_part]` (as bytes) where its rows come from several. `parts` are positions among
+the call's object arguments."""
 
-    wire: Wire | None
-    parts: tuple[int, ...] = ()
-    """Positions of the parts among the call's object arguments."""
-    part_of_row: npt.NDArray[np.int32] | None = None
-    """None where the single part is the column as it stands."""
-    row_in_part: npt.NDArray[np.int32] | None = None
-
-
-@dataclass(frozen=True)
-class ShardPlan:
-    """The rows of one data-parallel shard, as a worker is told of them."""
-
-    row_ids: Index
-    meta_info: dict[str, Any]
-    columns: dict[str, ColumnPlan]
+ShardPlan: TypeAlias = list[Any]
+"""The rows of one data-parallel shard, as a worker is told of them: `[row_ids as bytes, meta_info, {column: plan}]`."""
 
 
 @dataclass
 class Answer:
-    """What comes back to the driver from one rank; written columns are separate objects beside it."""
+    """What comes back to the driver with a shard's columns, which are separate objects beside it."""
 
-    value: Any = None
     meta_info: dict[str, Any] = field(default_factory=dict)
     lengths: dict[str, npt.NDArray[np.int32] | None] = field(default_factory=dict)
     scalars: dict[str, Wire] = field(default_factory=dict)
 
 
 def plan_shard(shard: DataProto, reads: Sequence[str]) -> tuple[ShardPlan, list[ObjectRef]]:
-    """What to send for one shard: the plan, and the objects that it refers to. Columns that are here are stored once."""
+    """What to send for one shard: the plan, and the objects that it refers to. A column that is here is stored once."""
     columns = shard.columns()
     references: dict[ObjectRef, int] = {}
     plans = {name: _plan_column(columns[name], name, references) for name in reads}
-    return ShardPlan(shard.row_ids, shard.meta_info, plans), list(references)
+    return [shard.row_ids.tobytes(), shard.meta_info, plans], list(references)
 
 
 def _plan_column(column: Column | RemoteColumn, name: str, references: dict[ObjectRef, int]) -> ColumnPlan:
     if not isinstance(column, RemoteColumn):
         wire = encode(column, name)
         if wire.nbytes <= _INLINE_BYTES:
-            return ColumnPlan(wire)
-        return ColumnPlan(None, (references.setdefault(ray.put(wire), len(references)),))
-    parts = tuple(references.setdefault(part, len(references)) for part in column.parts)
+            return [[wire.head.tobytes(), wire.body.tobytes()]]
+        return [None, [references.setdefault(ray.put(wire), len(references))]]
+    parts = [references.setdefault(part, len(references)) for part in column.parts]
     if column.is_whole_part():
-        return ColumnPlan(None, parts)
-    return ColumnPlan(None, parts, column.part_of_row, column.row_in_part)
+        return [None, parts]
+    return [None, parts, column.part_of_row.tobytes(), column.row_in_part.tobytes()]
 
 
 def assemble_shard(plan: ShardPlan, objects: Sequence[Wire]) -> DataProto:
     """The shard's batch, in the worker. A column that is one whole part is read where it lies."""
-    columns = {name: _assemble_column(column, objects) for name, column in plan.columns.items()}
-    return DataProto(columns, plan.row_ids, dict(plan.meta_info))
+    row_ids, meta_info, plans = plan
+    columns = {name: _assemble_column(column, objects) for name, column in plans.items()}
+    return DataProto(columns, np.frombuffer(row_ids, dtype=np.int64), meta_info)
 
 
 def _assemble_column(plan: ColumnPlan, objects: Sequence[Wire]) -> Column:
-    if plan.wire is not None:
-        return decode(plan.wire)
-    parts = [decode(objects[part]) for part in plan.parts]
-    if plan.part_of_row is None or plan.row_in_part is None:
-        return parts[0]
-    return column_ops.gather(parts, plan.part_of_row, plan.row_in_part)
+    match plan:
+        case [[head, body]]:
+            return decode(Wire(np.frombuffer(head, dtype=np.uint8), np.frombuffer(body, dtype=np.uint8)))
+        case [None, [part]]:
+            return decode(objects[part])
+        case [None, parts, part_of_row, row_in_part]:
+            rows = (np.frombuffer(index, dtype=np.int32) for index in (part_of_row, row_in_part))
+            return column_ops.gather([decode(objects[part]) for part in parts], *rows)
+    raise WireError(f"not the plan of a column: {plan!r}")
 
 
-def pack_answer(result: DataProto, row_ids: Index, writes: Sequence[str], method: str) -> tuple[Answer, list[Wire | None]]:
+def pack_answer(
+    result: DataProto, row_ids: Index, writes: Sequence[str], method: str
+) -> tuple[Answer, list[Wire | None]]:
     """What a worker sends back for a batch that a method returned, after checking that it is what was promised."""
     columns = result.columns()
     if set(columns) != set(writes):
@@ -104,7 +98,9 @@ def pack_answer(result: DataProto, row_ids: Index, writes: Sequence[str], method
             fix="make @register(writes=...) and the returned columns agree",
         )
     if not np.array_equal(result.row_ids, row_ids):
-        raise BatchError(f"{method} returned other rows than it was given", fix="return one row for each, with its row_ids")
+        raise BatchError(
+            f"{method} returned other rows than it was given", fix="return one row for each, with its row_ids"
+        )
     answer = Answer(meta_info=result.meta_info)
     wires: list[Wire | None] = []
     for name in writes:
@@ -134,7 +130,9 @@ def store(batch: DataProto) -> DataProto:
     """The same batch with its jagged and object columns in the object store, so that calls pass on references only."""
     columns: dict[str, Column | RemoteColumn] = {}
     for name, column in batch.columns().items():
-        if isinstance(column, RemoteColumn) or (isinstance(column, Tensor) and column.dim() == 1 and not column.is_nested):
+        if isinstance(column, RemoteColumn) or (
+            isinstance(column, Tensor) and column.dim() == 1 and not column.is_nested
+        ):
             columns[name] = column
         else:
             lengths = column_ops.row_lengths(column) if column_ops.is_jagged(column) else None
@@ -143,6 +141,6 @@ def store(batch: DataProto) -> DataProto:
 
 
 def fetch(batch: DataProto, timeout_s: float) -> DataProto:
-    """The same batch with every stored column brought here. For samples to show and for tests; a step needs none of it."""
+    """The same batch with every stored column brought here: for samples to show and for tests. A step needs none."""
     plan, references = plan_shard(batch, list(batch.columns()))
     return assemble_shard(plan, ray.get(references, timeout=timeout_s))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mrl.config.mesh import Coordinates, Mesh
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -24,7 +24,8 @@ class Rendezvous:
 
     def store(self, timeout_s: float) -> TCPStore:
         """The key-value store that torch.distributed starts from; rank 0 serves it on its own socket."""
-        from torch.distributed import TCPStore  # workers without tensors never load torch
+        # Here, so that workers without tensors never load torch; it exports the name without saying so to mypy.
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         return TCPStore(
             self.address,

@@ -22,7 +22,7 @@ from mrl.controller.crew import Crew, Member
 from mrl.controller.dispatch import Dispatch, MethodSpec
 from mrl.controller.resource_pool import Device, ResourcePoolManager
 from mrl.controller.transport import plan_shard, unpack_answer
-from mrl.controller.worker_host import Hello, Request, StartOrder, WorkerHost
+from mrl.controller.worker_host import Hello, StartOrder, WorkerHost
 from mrl.errors import BatchError, PlacementError, WorkerError, WorkerSilent, did_you_mean
 from mrl.events import EventLog, WorkersStarted
 from mrl.protocol import DataProto
@@ -91,11 +91,16 @@ class RayWorkerGroup:
         self.role = role
         self.mesh = mesh
         self._context = context
+        self._shard_of_rank = [mesh.coordinates(rank).dp for rank in range(mesh.world_size)]
+        self._speakers = sorted(filter(mesh.holds_answer, range(mesh.world_size)), key=self._shard_of_rank.__getitem__)
+        """The ranks that answer for shard 0, 1, ..., in that order."""
         self._crew = Crew(role, mesh, context.run_directory, context.events, context.deadlines)
         self._actors = [self._make_actor(device, context.resources.device_share(role)) for device in pool.devices]
         hellos = self._greet()
         nodes = [context.resources.node(hello.node_id) for hello in hellos]
-        self._crew.join([Member(*entry) for entry in zip(self._actors, (hello.process for hello in hellos), nodes, strict=True)])
+        self._crew.join(
+            [Member(*entry) for entry in zip(self._actors, (hello.process for hello in hellos), nodes, strict=True)]
+        )
         self._methods = self._start(worker, hellos)
         pids = [hello.process.pid for hello in hellos]
         context.events.write(WorkersStarted(role, mesh.world_size, pids, time.monotonic() - began))
@@ -108,7 +113,8 @@ class RayWorkerGroup:
     def __getattr__(self, name: str) -> GroupMethod:
         methods: dict[str, MethodSpec] = self.__dict__.get("_methods", {})
         if name not in methods:
-            raise AttributeError(f'{self.__dict__.get("role", "the group")} has no registered method "{name}"; {did_you_mean(name, methods)}')
+            role = self.__dict__.get("role", "the group")
+            raise AttributeError(f'{role} has no registered method "{name}"; {did_you_mean(name, methods)}')
         method = GroupMethod(self, methods[name])
         self.__dict__[name] = method
         return method
@@ -116,22 +122,26 @@ class RayWorkerGroup:
     def submit(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProtoFuture[Any]:
         """Start a call of one method on the ranks that its dispatch names."""
         if self._crew.ended:
-            raise WorkerError(f"{self.role}'s workers have ended: {self._crew.ended}", fix="make a new group", role=self.role)
+            raise WorkerError(
+                f"{self.role}'s workers have ended: {self._crew.ended}", fix="make a new group", role=self.role
+            )
         if spec.dispatch is Dispatch.DATA_PARALLEL:
             return self._submit_shards(spec, args, kwargs)
         if spec.dispatch is Dispatch.ALL_TO_ALL:
             self._check_one_per_rank(spec.name, [*args, *kwargs.values()])
-            requests = [
-                Request(spec.name, tuple(arg[rank] for arg in args), {key: arg[rank] for key, arg in kwargs.items()})
-                for rank in range(self.world_size)
-            ]
-        else:
-            num_ranks = 1 if spec.dispatch is Dispatch.RANK_ZERO else self.world_size
-            requests = [Request(spec.name, args, kwargs)] * num_ranks
-        calls = {rank: self._actors[rank].call.remote(request) for rank, request in enumerate(requests)}
+            calls = {
+                rank: actor.call.remote(
+                    spec.name, *(arg[rank] for arg in args), **{key: arg[rank] for key, arg in kwargs.items()}
+                )
+                for rank, actor in enumerate(self._actors)
+            }
+            return self._future(spec, calls, list)
         if spec.dispatch is Dispatch.RANK_ZERO:
-            return self._future(spec, calls, lambda answers: answers[0].value)
-        return self._future(spec, calls, lambda answers: [answer.value for answer in answers])
+            return self._future(
+                spec, {0: self._actors[0].call.remote(spec.name, *args, **kwargs)}, lambda answers: answers[0]
+            )
+        calls = {rank: actor.call.remote(spec.name, *args, **kwargs) for rank, actor in enumerate(self._actors)}
+        return self._future(spec, calls, list)
 
     def shutdown(self) -> None:
         """End all workers."""
@@ -140,34 +150,28 @@ class RayWorkerGroup:
     def _submit_shards(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProtoFuture[Any]:
         shards = self._shards(spec, args)
         plans = [plan_shard(shard, spec.reads) for shard in shards]
-        first_references: dict[int, ObjectRef] = {}
+        answers: dict[int, ObjectRef] = {}
         columns: dict[int, Sequence[ObjectRef]] = {}
         for rank, actor in enumerate(self._actors):
-            shard = self.mesh.coordinates(rank).dp
-            plan, objects = plans[shard]
-            answers = self.mesh.holds_answer(rank)
-            writes = spec.writes if answers else ()
-            request = Request(spec.name, args[1:], kwargs, plan, writes, answers)
-            if writes:
-                returned = actor.call.options(num_returns=1 + len(writes)).remote(request, *objects)
-                first_references[rank], columns[rank] = returned[0], returned[1:]
+            plan, objects = plans[self._shard_of_rank[rank]]
+            speaks = rank in self._speakers
+            message = (spec.name, speaks, [list(args[1:]), kwargs], plan, *objects)
+            if speaks and spec.writes:
+                returned = actor.call_on_shard.options(num_returns=1 + len(spec.writes)).remote(*message)
+                answers[rank], columns[rank] = returned[0], returned[1:]
             else:
-                first_references[rank] = actor.call.remote(request, *objects)
+                answers[rank] = actor.call_on_shard.remote(*message)
 
         def collect(answers: list[Any]) -> Any:
-            speakers = sorted(
-                (rank for rank in range(self.world_size) if self.mesh.holds_answer(rank)),
-                key=lambda rank: self.mesh.coordinates(rank).dp,
-            )
             if not spec.writes:
-                return [answers[rank].value for rank in speakers]
+                return [answers[rank] for rank in self._speakers]
             parts = [
                 unpack_answer(answers[rank], columns[rank], shard.row_ids, spec.writes)
-                for rank, shard in zip(speakers, shards, strict=True)
+                for rank, shard in zip(self._speakers, shards, strict=True)
             ]
             return _join_shards(parts)
 
-        return self._future(spec, first_references, collect)
+        return self._future(spec, answers, collect)
 
     def _shards(self, spec: MethodSpec, args: tuple[Any, ...]) -> list[DataProto]:
         """The batch as one piece per data-parallel rank: cut evenly, or as the caller has cut it."""
@@ -176,9 +180,14 @@ class RayWorkerGroup:
             self._check_columns(spec, given)
             return given.select(*spec.reads).chunk(self.mesh.dp)
         if not isinstance(given, list) or not all(isinstance(piece, DataProto) for piece in given):
-            raise BatchError(f"{spec.name} takes a DataProto first, or a list with one per data-parallel rank, not {type(given).__name__}")
+            raise BatchError(
+                f"{spec.name} takes a DataProto first, or a list with one per data-parallel rank, "
+                f"not {type(given).__name__}"
+            )
         if len(given) != self.mesh.dp:
-            raise BatchError(f"{spec.name} got {len(given)} shards, but {self.role} has data-parallel size {self.mesh.dp}")
+            raise BatchError(
+                f"{spec.name} got {len(given)} shards, but {self.role} has data-parallel size {self.mesh.dp}"
+            )
         for piece in given:
             self._check_columns(spec, piece)
         return [piece.select(*spec.reads) for piece in given]
@@ -195,7 +204,9 @@ class RayWorkerGroup:
         for argument in arguments:
             if not isinstance(argument, list) or len(argument) != self.world_size:
                 size = f"{len(argument)} entries" if isinstance(argument, list) else type(argument).__name__
-                raise BatchError(f"{method} is ALL_TO_ALL: each argument is a list with {self.world_size} entries, not {size}")
+                raise BatchError(
+                    f"{method} is ALL_TO_ALL: each argument is a list with {self.world_size} entries, not {size}"
+                )
 
     def _future(
         self, spec: MethodSpec, references: dict[int, ObjectRef], collect: Callable[[list[Any]], Any]
@@ -203,7 +214,11 @@ class RayWorkerGroup:
         return DataProtoFuture(Call(self._crew, spec.name, references, self._context.deadlines.call_s), collect)
 
     def _make_actor(self, device: Device, share: float) -> Any:
-        claims = {"num_cpus": share} if device.group.bundle_specs[0].get("GPU") is None else {"num_cpus": share, "num_gpus": share}
+        claims = (
+            {"num_cpus": share}
+            if device.group.bundle_specs[0].get("GPU") is None
+            else {"num_cpus": share, "num_gpus": share}
+        )
         strategy = PlacementGroupSchedulingStrategy(device.group, placement_group_bundle_index=device.bundle)
         return ray.remote(WorkerHost).options(**claims, scheduling_strategy=strategy, max_restarts=0).remote()
 
@@ -211,13 +226,15 @@ class RayWorkerGroup:
         """Wait until every process is up and says where it is."""
         greetings = [actor.hello.remote(rank == 0, self._is_on_one_node()) for rank, actor in enumerate(self._actors)]
         try:
-            return ray.get(greetings, timeout=self._context.deadlines.start_s)
+            hellos: list[Hello] = ray.get(greetings, timeout=self._context.deadlines.start_s)
+            return hellos
         except RayError as error:
             ready, waiting = ray.wait(greetings, num_returns=len(greetings), timeout=0)
             ranks = [rank for rank, greeting in enumerate(greetings) if greeting in set(waiting)]
             raise WorkerSilent(
                 f"{len(ready)} of {len(greetings)} processes of {self.role} came up within "
-                f"{self._context.deadlines.start_s:g} s; still missing: ranks {ranks} ({type(error).__name__}: {error})",
+                f"{self._context.deadlines.start_s:g} s; still missing: ranks {ranks} "
+                f"({type(error).__name__}: {error})",
                 role=self.role,
                 ranks=ranks,
             ) from error
@@ -256,7 +273,10 @@ class RayWorkerGroup:
                 sys.path,
             )
             references[rank] = actor.start.remote(order)
-        return Call(self._crew, "start", references, self._context.deadlines.start_s).wait()[0]
+        methods: list[dict[str, MethodSpec]] = Call(
+            self._crew, "start", references, self._context.deadlines.start_s
+        ).wait()
+        return methods[0]
 
 
 def _join_shards(parts: list[DataProto]) -> DataProto:

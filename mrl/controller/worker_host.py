@@ -16,7 +16,7 @@ import ray
 from mrl.config.mesh import Mesh
 from mrl.controller.dispatch import MethodSpec, registered_methods
 from mrl.controller.node_agent import ProcessId, own_process
-from mrl.controller.transport import Answer, ShardPlan, assemble_shard, pack_answer
+from mrl.controller.transport import ShardPlan, assemble_shard, pack_answer
 from mrl.controller.worker import Place, Rendezvous, Worker
 from mrl.controller.worker_log import log_path, redirect_output
 from mrl.errors import MrlError
@@ -53,19 +53,6 @@ class StartOrder:
     environment: dict[str, str]
     python_path: list[str]
     """Where the driver imports from: a class that it can name, its workers can load."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One call of one method on one rank."""
-
-    method: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    shard: ShardPlan | None = None
-    writes: tuple[str, ...] = ()
-    """The columns to send back; empty on a rank that does not answer for its shard."""
-    answers: bool = True
 
 
 class RankFailed(Exception):
@@ -113,26 +100,33 @@ class WorkerHost:
             raise _as_failure(error) from None
         return self._methods
 
-    def call(self, request: Request, *objects: Wire) -> Any:
-        """Run one method. Written columns are returned as objects of their own, behind the answer."""
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run one method and return what it returns."""
         try:
-            answer, wires = self._run(request, objects)
+            return getattr(self._worker, method)(*args, **kwargs)
         except BaseException as error:
             raise _as_failure(error) from None
-        return (answer, *wires) if wires else answer
 
-    def _run(self, request: Request, objects: tuple[Wire, ...]) -> tuple[Answer | None, list[Wire | None]]:
-        method = getattr(self._worker, request.method)
-        if request.shard is None:
-            return Answer(method(*request.args, **request.kwargs)), []
-        result = method(assemble_shard(request.shard, objects), *request.args, **request.kwargs)
-        if not request.answers:
-            return None, []
-        if isinstance(result, DataProto):
-            return pack_answer(result, request.shard.row_ids, request.writes, request.method)
-        if request.writes:
-            raise TypeError(f"{request.method} promises to write {list(request.writes)} but returned {type(result).__name__}")
-        return Answer(result), []
+    def call_on_shard(self, method: str, answers: bool, arguments: list[Any], plan: ShardPlan, *objects: Wire) -> Any:
+        """Run one method on a shard. Columns that it wrote are returned as objects of their own, behind the answer.
+
+        A rank that does not answer for its shard computes all the same, and returns nothing.
+        """
+        try:
+            shard = assemble_shard(plan, objects)
+            args, kwargs = arguments
+            result = getattr(self._worker, method)(shard, *args, **kwargs)
+            if not answers:
+                return None
+            writes = self._methods[method].writes
+            if isinstance(result, DataProto):
+                answer, wires = pack_answer(result, shard.row_ids, writes, method)
+                return (answer, *wires)
+            if writes:
+                raise TypeError(f"{method} promises to write {list(writes)} but returned {type(result).__name__}")
+            return result
+        except BaseException as error:
+            raise _as_failure(error) from None
 
 
 def _as_failure(error: BaseException) -> RankFailed:

@@ -1,5 +1,7 @@
 """The batch: rows of jagged columns, how they travel, and how the driver handles them without holding them."""
 
+from __future__ import annotations
+
 from mrl.protocol.data_proto import DataProto
 from mrl.protocol.remote import RemoteColumn
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,22 @@ Index: TypeAlias = npt.NDArray[np.int64]
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
-def is_jagged(column: object) -> bool:
+def is_jagged(column: object) -> TypeGuard[Tensor]:
     """Whether a column holds one sequence per row."""
     return isinstance(column, Tensor) and column.is_nested
+
+
+def values_of(column: Column) -> Tensor:
+    """All rows' values of a jagged column, one after another."""
+    if not is_jagged(column):
+        raise BatchError("only a jagged column has rows of values")
+    return column.values()
+
+
+def offsets_in(column: Tensor) -> Tensor:
+    """Where the rows of a jagged column begin and end among its values."""
+    offsets: Tensor = column.offsets()  # type: ignore[attr-defined]  # every jagged tensor has them
+    return offsets
 
 
 def jagged(values: Tensor, lengths: npt.ArrayLike | Tensor) -> Tensor:
@@ -74,7 +87,7 @@ def compact(column: Tensor, name: str) -> Tensor:
             f"column `{name}` holds {int(values.abs().max())}, which does not fit the 32-bit ids of a jagged column",
             fix="keep such numbers in a dense column (one per row), or store them as float64",
         )
-    return with_offsets(values.to(torch.int32), column.offsets())
+    return with_offsets(values.to(torch.int32), offsets_in(column))
 
 
 def share_offsets(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -83,7 +96,7 @@ def share_offsets(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     result = dict(columns)
     for name, column in columns.items():
         if column.is_nested:
-            offsets = column.offsets()
+            offsets = offsets_in(column)
             first = shared.setdefault(offsets.numpy().tobytes(), offsets)
             if first is not offsets:
                 result[name] = with_offsets(column.values(), first)
@@ -92,14 +105,14 @@ def share_offsets(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def num_rows(column: Column) -> int:
     """How many rows a column has."""
-    return int(column.offsets().numel()) - 1 if is_jagged(column) else len(column)
+    return int(offsets_in(column).numel()) - 1 if is_jagged(column) else len(column)
 
 
 def row_lengths(column: Column) -> npt.NDArray[np.int32]:
     """Number of values in each row of a jagged column."""
     if not is_jagged(column):
         raise BatchError("only a jagged column has row lengths")
-    return np.diff(column.offsets().numpy()).astype(np.int32)
+    return np.diff(offsets_in(column).numpy()).astype(np.int32)
 
 
 def take(column: Column, rows: Index) -> Column:
@@ -109,17 +122,19 @@ def take(column: Column, rows: Index) -> Column:
         return gather([column], np.zeros(count, dtype=np.int64), rows)
     if not is_jagged(column):
         return column[first : first + count]
-    offsets = column.offsets()
+    offsets = offsets_in(column)
     start, end = int(offsets[first]), int(offsets[first + count])
     return with_offsets(column.values()[start:end], offsets[first : first + count + 1] - start)
 
 
-def gather(parts: Sequence[Column], part_of_row: npt.NDArray[np.integer], row_in_part: npt.NDArray[np.integer]) -> Column:
+def gather(
+    parts: Sequence[Column], part_of_row: npt.NDArray[np.integer], row_in_part: npt.NDArray[np.integer]
+) -> Column:
     """The column whose row i is row `row_in_part[i]` of part `part_of_row[i]`; each value is copied once."""
     where = list(zip(part_of_row.tolist(), row_in_part.tolist(), strict=True))
     if is_jagged(parts[0]):
         tensors = [part for part in parts if isinstance(part, Tensor)]
-        pieces = [part.values().split(row_lengths(part).tolist()) for part in tensors]
+        pieces = [torch.split(part.values(), row_lengths(part).tolist()) for part in tensors]
         rows = [pieces[part][row] for part, row in where]
         return jagged(torch.cat(rows) if rows else tensors[0].values()[:0], [len(row) for row in rows])
     if isinstance(parts[0], np.ndarray):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mrl.errors import BatchError, did_you_mean
 from mrl.protocol import columns as column_ops
-from mrl.protocol.columns import Column, Index, Objects
+from mrl.protocol.columns import Column, Index
 from mrl.protocol.remote import RemoteColumn
 
 if TYPE_CHECKING:
@@ -62,9 +62,13 @@ class DataProto:
         row_ids: npt.ArrayLike | None = None,
     ) -> DataProto:
         """A batch of these columns. Rows are numbered from 0 unless `row_ids` says otherwise."""
-        columns: dict[str, AnyColumn] = {name: column_ops.compact(column, name) for name, column in (tensors or {}).items()}
+        columns: dict[str, AnyColumn] = {
+            name: column_ops.compact(column, name) for name, column in (tensors or {}).items()
+        }
         for name, items in (non_tensors or {}).items():
-            columns[name] = items if isinstance(items, np.ndarray) and items.ndim == 1 else column_ops.object_array(list(items))
+            columns[name] = (
+                items if isinstance(items, np.ndarray) and items.ndim == 1 else column_ops.object_array(list(items))
+            )
         if row_ids is None:
             row_ids = np.arange(_num_rows(next(iter(columns.values()))) if columns else 0)
         return cls(columns, np.asarray(row_ids, dtype=np.int64), dict(meta_info or {}))
@@ -88,7 +92,9 @@ class DataProto:
             raise BatchError(f"no column `{name}`", fix=did_you_mean(name, columns))
         column = columns[name]
         if isinstance(column, RemoteColumn):
-            raise BatchError(f"column `{name}` is not here ({column.describe()})", fix="fetch it first, if the driver must hold it")
+            raise BatchError(
+                f"column `{name}` is not here ({column.describe()})", fix="fetch it first, if the driver must hold it"
+            )
         return column
 
     def lengths(self, name: str) -> npt.NDArray[np.int32]:
@@ -142,7 +148,9 @@ class DataProto:
         """The same rows in another order; anything but a permutation is an error."""
         index = np.asarray(order, dtype=np.int64)
         if not np.array_equal(np.sort(index), np.arange(len(self))):
-            raise BatchError(f"not an order of {len(self)} rows: {index[:8].tolist()}...", fix="use take() to leave rows out")
+            raise BatchError(
+                f"not an order of {len(self)} rows: {index[:8].tolist()}...", fix="use take() to leave rows out"
+            )
         return self.take(index)
 
     def repeat(self, times: int) -> DataProto:
@@ -185,7 +193,9 @@ class DataProto:
         if renumber:
             row_ids = np.arange(len(row_ids))
         elif len(np.unique(row_ids)) != len(row_ids):
-            raise BatchError("some rows are in more than one batch", fix="pass renumber=True if they are different rows")
+            raise BatchError(
+                "some rows are in more than one batch", fix="pass renumber=True if they are different rows"
+            )
         parts = [batch.columns() for batch in batches]
         merged = {name: _concat([columns[name] for columns in parts], name) for name in names}
         return cls(merged, row_ids, _merge_meta_info([batch.meta_info for batch in batches]))
@@ -236,5 +246,7 @@ def _concat(columns: Sequence[AnyColumn], name: str) -> AnyColumn:
     if len(stored) == len(columns):
         return RemoteColumn.concat(stored)
     if stored:
-        raise BatchError(f"column `{name}` is stored in one batch and here in another", fix="store or fetch it in all of them")
+        raise BatchError(
+            f"column `{name}` is stored in one batch and here in another", fix="store or fetch it in all of them"
+        )
     return column_ops.concat([column for column in columns if not isinstance(column, RemoteColumn)], name)

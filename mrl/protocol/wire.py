@@ -37,7 +37,6 @@ class Wire(NamedTuple):
         return self.head.nbytes + self.body.nbytes
 
 
-
 _MAGIC = b"mrl1"
 _PREFIX = struct.Struct("<4sI")
 _LARGEST_HEADER = 1 << 16
@@ -64,8 +63,14 @@ def encode(column: Column, name: str) -> Wire:
     values = (column.values() if is_jagged(column) else column).detach().cpu().contiguous()
     dtype = str(values.dtype).removeprefix("torch.")
     if dtype not in _DTYPES:
-        raise BatchError(f"column `{name}` has dtype {dtype}, which cannot travel", fix=f"use one of {', '.join(_DTYPES)}")
-    header: dict[str, Any] = {"kind": "dense" if lengths is None else "jagged", "dtype": dtype, "shape": list(values.shape)}
+        raise BatchError(
+            f"column `{name}` has dtype {dtype}, which cannot travel", fix=f"use one of {', '.join(_DTYPES)}"
+        )
+    header: dict[str, Any] = {
+        "kind": "dense" if lengths is None else "jagged",
+        "dtype": dtype,
+        "shape": list(values.shape),
+    }
     if lengths is not None:
         header["rows"] = len(lengths)
     body = values.view(-1).view(torch.uint8).numpy() if values.numel() else np.zeros(0, dtype=np.uint8)
@@ -165,4 +170,3 @@ def _decode_objects(section: Buffer, rows: int, num_bytes: int) -> npt.NDArray[n
     if not isinstance(items, list) or len(items) != rows:
         raise WireError(f"an object column of {rows} rows does not hold a list of that length")
     return object_array(items)
-

@@ -21,7 +21,10 @@ def test_ranks_stand_where_megatron_puts_them(world: int, tp: int, cp: int, pp: 
     mesh = Mesh(world, tp, cp, pp, ep, etp)
     dense = parallel_state.RankGenerator(tp=tp, ep=1, dp=mesh.dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
     expert = parallel_state.RankGenerator(tp=etp, ep=ep, dp=mesh.edp, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
-    for generator, names in ((dense, {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"}), (expert, {"tp": "etp", "ep": "ep", "dp": "edp"})):
+    for generator, names in (
+        (dense, {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"}),
+        (expert, {"tp": "etp", "ep": "ep", "dp": "edp"}),
+    ):
         for megatron_name, name in names.items():
             for group in generator.get_ranks(megatron_name):
                 assert [getattr(mesh.coordinates(rank), name) for rank in group] == list(range(len(group)))
@@ -35,7 +38,9 @@ def test_one_rank_answers_for_each_shard() -> None:
 
 
 def test_a_layout_that_does_not_fit_says_what_would() -> None:
-    with pytest.raises(PlacementError, match=r"6 devices are not a multiple of tp x cp x pp = 4\n  fix: give the role 4 devices"):
+    with pytest.raises(
+        PlacementError, match=r"6 devices are not a multiple of tp x cp x pp = 4\n  fix: give the role 4 devices"
+    ):
         Mesh(6, tp=4)
     with pytest.raises(PlacementError, match=r"etp x ep x pp = 8"):
         Mesh(4, tp=2, ep=8)

@@ -52,7 +52,8 @@ def test_a_killed_worker_is_the_culprit_not_its_neighbours(run_context: RunConte
     assert message.startswith("critic rank 2 (tp0 dp1) on node ")
     assert "died in die after" in message
     assert "| about to be killed" in message, "the tail of its log is shown"
-    assert caught.value.ranks == (2,) and caught.value.role == "critic"
+    assert caught.value.ranks == (2,)
+    assert caught.value.role == "critic"
     fault, released = witness(run_context)
     assert (fault.role, fault.rank, fault.phase, fault.fault) == ("critic", 2, "die", "died")
     assert set(released.ranks) <= {0, 1, 3}
@@ -162,7 +163,10 @@ def fault(rank: int, kind: str, at: float = 0.0, trace: str = "") -> Fault:
         ([fault(0, "raised", 2.0), fault(1, "raised", 1.0), fault(2, "silent")], [1]),
         ([fault(0, "silent", trace="torch/distributed/x.py"), fault(1, "stopped")], [1]),
         ([fault(0, "silent", trace="torch/distributed/x.py"), fault(1, "silent", trace="mine.py")], [1]),
-        ([fault(0, "silent", trace="torch/distributed/x.py"), fault(1, "silent", trace="torch/distributed/x.py")], [0, 1]),
+        (
+            [fault(0, "silent", trace="torch/distributed/x.py"), fault(1, "silent", trace="torch/distributed/x.py")],
+            [0, 1],
+        ),
         ([fault(0, "died"), fault(3, "died")], [0, 3]),
     ],
 )

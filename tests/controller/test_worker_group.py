@@ -43,7 +43,14 @@ def test_data_parallel_splits_once_and_collects_from_who_holds_the_answer(rank_w
     assert sorted(made.stored) == ["responses", "rollout_log_probs"], "sequences stay where they were made"
     assert made["scores"].tolist() == [3, 4, 5, 6, 7, 8], "numbers per row come along"
     rows = fetch(made, timeout_s=5)["responses"].unbind()
-    assert [(len(row), set(row.tolist())) for row in rows] == [(3, {0}), (4, {0}), (5, {0}), (6, {1}), (7, {1}), (8, {1})]
+    assert [(len(row), set(row.tolist())) for row in rows] == [
+        (3, {0}),
+        (4, {0}),
+        (5, {0}),
+        (6, {1}),
+        (7, {1}),
+        (8, {1}),
+    ]
 
 
 def test_rows_rebalanced_between_shards_arrive_whole(rank_workers: RayWorkerGroup) -> None:
@@ -92,10 +99,22 @@ def test_a_call_costs_little(rank_workers: RayWorkerGroup) -> None:
             lambda group: group.count(prompts()),
             "count needs `responses`; nobody wrote it\n  fix: columns now: prompts, uid",
         ),
-        (lambda group: group.generate(prompts(1), extra=1), "1 rows cannot be split over 2 shards: each needs at least one"),
-        (lambda group: group.generate([prompts()], extra=1), "generate got 1 shards, but actor has data-parallel size 2"),
-        (lambda group: group.generate("rows", extra=1), "generate takes a DataProto first, or a list with one per data-parallel rank, not str"),
-        (lambda group: group.double([1, 2]), "double is ALL_TO_ALL: each argument is a list with 4 entries, not 2 entries"),
+        (
+            lambda group: group.generate(prompts(1), extra=1),
+            "1 rows cannot be split over 2 shards: each needs at least one",
+        ),
+        (
+            lambda group: group.generate([prompts()], extra=1),
+            "generate got 1 shards, but actor has data-parallel size 2",
+        ),
+        (
+            lambda group: group.generate("rows", extra=1),
+            "generate takes a DataProto first, or a list with one per data-parallel rank, not str",
+        ),
+        (
+            lambda group: group.double([1, 2]),
+            "double is ALL_TO_ALL: each argument is a list with 4 entries, not 2 entries",
+        ),
     ],
 )
 def test_a_wrong_call_is_refused_before_it_is_sent(rank_workers: RayWorkerGroup, call: object, message: str) -> None:

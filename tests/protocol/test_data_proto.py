@@ -99,7 +99,8 @@ def test_operations_leave_their_input_alone() -> None:
     batch = make_batch()
     before = rows_of(batch)
     batch.repeat(2), batch.reorder([3, 2, 1, 0]), batch.select("scores"), batch.take([1]), batch.chunk(2)
-    assert rows_of(batch) == before and list(batch.columns()) == ["responses", "scores", "uid"]
+    assert rows_of(batch) == before
+    assert list(batch.columns()) == ["responses", "scores", "uid"]
 
 
 def test_row_operations_on_a_stored_column_move_no_values() -> None:
@@ -112,7 +113,8 @@ def test_row_operations_on_a_stored_column_move_no_values() -> None:
     assert column.row_in_part.tolist() == [1, 0, 0, 1, 2, 3]
     assert mixed.lengths("responses").tolist() == [6, 1, 5, 2, 3, 4]
     beginning = mixed.take([1, 3]).stored["responses"]
-    assert beginning.parts == ("part a",) and beginning.row_in_part.tolist() == [0, 1]
+    assert beginning.parts == ("part a",)
+    assert beginning.row_in_part.tolist() == [0, 1]
     assert not beginning.is_whole_part(), "two rows of a part of four are not the part"
     assert mixed.take([1, 3, 4, 5]).stored["responses"].is_whole_part()
     assert mixed.repeat(2).stored["responses"].parts == ("part a", "part b")
@@ -144,7 +146,10 @@ def test_float_rows_stay_floats_beside_empty_ones() -> None:
         (lambda: jagged(torch.zeros(5), [2, 2]), "row lengths add up to 4, but there are 5 values"),
         (lambda: make_batch()["respones"], 'no column `respones`\n  fix: did you mean "responses"?'),
         (lambda: make_batch().select("score"), 'no column `score` to select\n  fix: did you mean "scores"?'),
-        (lambda: make_batch().union(make_batch()), "both batches have a column `responses`: jagged int32, 4 rows, 10 values"),
+        (
+            lambda: make_batch().union(make_batch()),
+            "both batches have a column `responses`: jagged int32, 4 rows, 10 values",
+        ),
         (
             lambda: make_batch().select("scores").union(make_batch(4, first_id=2).select("uid")),
             "different rows: 2 ids are missing [0, 1], 2 are not asked for [4, 5]",
@@ -166,15 +171,23 @@ def test_float_rows_stay_floats_beside_empty_ones() -> None:
             ),
             "column `a` cannot be concatenated: its parts are dense float32 and dense float32[2]",
         ),
-        (lambda: DataProto.from_dict({"a": torch.zeros(2)}, row_ids=[7, 7]), "row ids must be unique; given twice or more: [7]"),
-        (lambda: stored(make_batch(), "responses", "p")["responses"], "column `responses` is not here (stored, 4 rows, 10 values in 1 parts)"),
+        (
+            lambda: DataProto.from_dict({"a": torch.zeros(2)}, row_ids=[7, 7]),
+            "row ids must be unique; given twice or more: [7]",
+        ),
+        (
+            lambda: stored(make_batch(), "responses", "p")["responses"],
+            "column `responses` is not here (stored, 4 rows, 10 values in 1 parts)",
+        ),
         (
             lambda: DataProto.concat([stored(make_batch(2), "responses", "p"), make_batch(2, first_id=2)]),
             "column `responses` is stored in one batch and here in another",
         ),
         (lambda: make_batch().lengths("scores"), "only a jagged column has row lengths"),
         (
-            lambda: DataProto.concat([make_batch(1), DataProto(make_batch(1, first_id=1).columns(), np.array([1]), {"step": 4})]),
+            lambda: DataProto.concat(
+                [make_batch(1), DataProto(make_batch(1, first_id=1).columns(), np.array([1]), {"step": 4})]
+            ),
             "meta_info `step` differs between batches: 3 and 4",
         ),
     ],

@@ -12,7 +12,16 @@ from mrl.errors import BatchError, WireError
 from mrl.protocol.columns import Column, from_rows, gather, is_jagged, jagged, object_array, row_lengths
 from mrl.protocol.wire import Wire, decode, encode
 
-DTYPES = [torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.uint8, torch.bool]
+DTYPES = [
+    torch.int32,
+    torch.int64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.float16,
+    torch.uint8,
+    torch.bool,
+]
 
 
 def same(left: Column, right: Column) -> bool:
@@ -73,7 +82,8 @@ def test_nothing_is_sent_that_follows_from_lengths() -> None:
     mask = encode(jagged(torch.ones(160_000, dtype=torch.bool), lengths), "response_mask")
     assert 160_000 * 4 <= tokens.nbytes <= 160_000 * 4 + 1024
     assert mask.nbytes <= 1024, "a mask that is all true follows from its lengths"
-    assert bool(decode(mask).values().all()) and decode(mask).values().shape == (160_000,)
+    assert bool(decode(mask).values().all())
+    assert decode(mask).values().shape == (160_000,)
 
 
 def test_neither_writing_nor_reading_copies_the_values() -> None:

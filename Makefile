@@ -1,0 +1,37 @@
+# Everything a developer runs. A fresh clone needs Python 3.11 or 3.12 and nothing else: each target first makes
+# .venv (a few minutes, once). `make PYTHON=/path/to/python3.12 install` chooses another Python.
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow lint clean
+
+# An environment that stands keeps its Python; otherwise the first that really runs and can make environments.
+SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
+PYTHON ?= $(shell for python in .venv/bin/python python3.11 python3.12 python3; do \
+            if $$python -c '$(SUPPORTED)' >/dev/null 2>&1; then echo $$python; break; fi; done)
+BIN := .venv/bin
+
+help: ## print this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+install: ## make .venv with the whole CPU stack; nothing to do when it is complete
+	@python='$(PYTHON)'; if [ -z "$$python" ]; then \
+	  echo "No Python 3.11 or 3.12 with venv found. Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
+	  exit 1; fi; "$$python" -I launch/install.py
+
+demo: install ## train a small model on this machine, to see it work
+	@$(BIN)/mrl demo
+
+test: install ## all tests but the slow ones
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: install ## the slow tests
+	$(BIN)/python -m pytest -m slow
+
+lint: install ## style, types, and the rules of the house
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+clean: ## remove .venv and every cache
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build ./*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,142 @@
+"""What every benchmark shares: interleaved timing, rows, goals, the machine, and one JSON file.
+
+    bench = Benchmark("data_plane")
+    times = interleave({"ours": ours, "peer": peer}, repeats=5)
+    bench.row(name="hop", **times["ours"].columns("ours"), speedup=speedup(times["ours"], times["peer"]))
+    bench.goal("speedup of a hop", speedup(times["ours"], times["peer"]), at_least=10)
+    return bench.finish(arguments)
+
+The exit status is 1 where a goal is missed. A difference smaller than the spread of the timings is reported as none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.cli import machine
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long one thing took, each time that it was done."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        """The middle one, which a single disturbed repeat cannot move."""
+        return statistics.median(self.seconds)
+
+    @property
+    def spread_s(self) -> float:
+        """From the fastest to the slowest."""
+        return max(self.seconds) - min(self.seconds)
+
+    def columns(self, name: str) -> dict[str, float]:
+        """Median and spread as columns of a row."""
+        return {f"{name}_s": self.median_s, f"{name}_spread_s": self.spread_s}
+
+
+def interleave(candidates: Mapping[str, Callable[[], object]], *, repeats: int, warm_ups: int = 1) -> dict[str, Timing]:
+    """Time every candidate `repeats` times in turns, so that a disturbance of the machine meets all of them alike."""
+    for candidate in candidates.values():
+        for _ in range(warm_ups):
+            candidate()
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    order = list(candidates)
+    for _ in range(repeats):
+        for name in order:
+            begin = time.perf_counter()
+            candidates[name]()
+            seconds[name].append(time.perf_counter() - begin)
+        order.reverse()  # nobody always follows the same neighbour
+    return {name: Timing(tuple(measured)) for name, measured in seconds.items()}
+
+
+def speedup(ours: Timing, peer: Timing) -> float:
+    """How many times faster we are; exactly 1 where the difference drowns in the spread."""
+    if abs(peer.median_s - ours.median_s) <= max(ours.spread_s, peer.spread_s):
+        return 1.0
+    return peer.median_s / ours.median_s
+
+
+class Benchmark:
+    """Collects the rows and goals of one benchmark."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.rows: list[dict[str, Any]] = []
+        self.goals: list[dict[str, Any]] = []
+        self._load_before = os.getloadavg()
+
+    def row(self, **columns: Any) -> None:
+        """One line of the table."""
+        self.rows.append(columns)
+
+    def goal(self, name: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> None:
+        """What the benchmark must reach, one bound; a value that is not a number misses it."""
+        if at_least is not None and at_most is None:
+            goal, met = f">= {at_least:g}", value >= at_least
+        elif at_most is not None and at_least is None:
+            goal, met = f"<= {at_most:g}", value <= at_most
+        else:
+            raise ValueError(f'goal "{name}" needs either at_least or at_most')
+        self.goals.append({"name": name, "goal": goal, "value": value, "met": met})
+
+    def report(self) -> dict[str, Any]:
+        """Everything that the JSON file holds. The machine is described, not named."""
+        described = {
+            "cpu": machine.cpu_model(),
+            "cores": machine.usable_cpus(),
+            "memory_bytes": machine.memory_bytes(),
+            "gpus": machine.gpus(),
+            "load_average_before": self._load_before,
+            "load_average_after": os.getloadavg(),
+        }
+        versions = machine.versions()
+        return {
+            "benchmark": self.name,
+            "machine": described,
+            "versions": versions,
+            "rows": self.rows,
+            "goals": self.goals,
+        }
+
+    def finish(self, arguments: argparse.Namespace) -> int:
+        """Print the table and the goals, write the JSON file, and return the exit status."""
+        print("\n".join(table(self.rows)))
+        for goal in self.goals:
+            print(
+                f"{'met   ' if goal['met'] else 'MISSED'}  {goal['name']}: {_shown(goal['value'])}, goal {goal['goal']}"
+            )
+        if arguments.json:
+            arguments.json.write_text(json.dumps(self.report(), indent=2) + "\n")
+        return 0 if all(goal["met"] for goal in self.goals) else 1
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The arguments that every benchmark takes."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    made.add_argument("--repeats", type=int, default=5, help="timings of each candidate (default 5)")
+    return made
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Rows as aligned lines under their column names; a row may lack columns."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    cells = [columns, *([_shown(row.get(column, "")) for column in columns] for row in rows)]
+    widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

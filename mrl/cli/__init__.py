@@ -1,0 +1,1 @@
+"""The `mrl` command: one module per verb."""

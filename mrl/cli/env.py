@@ -1,0 +1,104 @@
+"""`mrl env`: versions, devices, and what of the stack really works on this machine, for a person or a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mrl
+from mrl.cli import machine
+from mrl.redaction import redact
+
+EXAMPLE = "mrl env --json"
+
+# Each is tried in a process of its own: an import can crash, hang, or change the process that does it.
+_PROBES = {
+    "Megatron": "import megatron.core",
+    "vLLM": "from vllm import LLM",
+    "Transformer Engine": "import transformer_engine.pytorch",
+    "NCCL": (
+        "import torch, torch.distributed as distributed\n"
+        "if not distributed.is_nccl_available(): raise SystemExit('this build of torch has no NCCL')\n"
+        "if not torch.cuda.is_available(): raise SystemExit('no CUDA device')"
+    ),
+}
+_LONGEST_REASON = 200
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `mrl env`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--timeout", type=float, default=120, metavar="SECONDS", help="for each import tried (default 120)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report; what is missing is part of it, not a failure."""
+    report = redact(collect(arguments.timeout))
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print("\n".join(describe(report)))
+    return 0
+
+
+def collect(timeout_s: float) -> dict[str, Any]:
+    """Everything that `mrl env` reports."""
+    with ThreadPoolExecutor() as threads:
+        usable = dict(zip(_PROBES, threads.map(lambda code: probe(code, timeout_s), _PROBES.values()), strict=True))
+    return {
+        "mrl": {"version": mrl.__version__, "revision": machine.git_revision(Path(mrl.__file__).parent.parent)},
+        "versions": machine.versions(),
+        "devices": {
+            "cpu": machine.cpu_model(),
+            "usable_cpus": machine.usable_cpus(),
+            "memory_bytes": machine.memory_bytes(),
+            "gpus": machine.gpus(),
+        },
+        "usable": usable,
+    }
+
+
+def probe(code: str, timeout_s: float) -> dict[str, Any]:
+    """Whether a piece of Python runs in a new process, and otherwise the last line of what it said."""
+    try:
+        tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return {"usable": False, "why": f"no answer within {timeout_s:g} s"}
+    if tried.returncode == 0:
+        return {"usable": True, "why": ""}
+    lines = [line.strip() for line in tried.stderr.splitlines() if line.strip()]
+    return {"usable": False, "why": lines[-1][:_LONGEST_REASON] if lines else f"exit status {tried.returncode}"}
+
+
+def describe(report: dict[str, Any]) -> Iterator[str]:
+    """The report as lines for a person."""
+    own, devices = report["mrl"], report["devices"]
+    yield f"mrl {own['version']}" + (f" at {own['revision']}" if own["revision"] else "")
+    yield "\nversions"
+    yield from _aligned({name: version or "not installed" for name, version in report["versions"].items()})
+    yield "\ndevices"
+    shown = {
+        "processor": f"{devices['cpu']}, {devices['usable_cpus']:g} usable",
+        "memory": f"{devices['memory_bytes'] / 2**30:.1f} GiB",
+    }
+    for index, gpu in enumerate(devices["gpus"]):
+        memory = "memory of the host" if gpu["memory_mib"] is None else f"{gpu['memory_mib'] / 1024:.1f} GiB"
+        shown[f"GPU {index}"] = f"{gpu['name']}, {memory}, driver {gpu['driver']}"
+    yield from _aligned(shown if devices["gpus"] else shown | {"GPUs": "none"})
+    yield "\nusable"
+    yield from _aligned(
+        {name: "yes" if found["usable"] else f"no: {found['why']}" for name, found in report["usable"].items()}
+    )
+
+
+def _aligned(pairs: dict[str, str]) -> Iterator[str]:
+    width = max(map(len, pairs))
+    yield from (f"  {name:<{width}}  {value}" for name, value in pairs.items())

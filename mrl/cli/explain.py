@@ -1,0 +1,199 @@
+"""`mrl explain`: what a configuration means in numbers: batch arithmetic, and which rank is where in each layout."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+from mrl.cli.show import split_arguments
+from mrl.config.arithmetic import (
+    longest_sample_tokens,
+    num_engines,
+    role_batch,
+    role_devices,
+    role_mesh,
+    samples_per_step,
+    updates_per_step,
+)
+from mrl.config.load import Resolved, load_config
+from mrl.config.mesh import Mesh
+from mrl.config.schema import Config
+
+EXAMPLE = "mrl explain configs/laptop-ppo.yaml actor.parallel.tp=1"
+_LONGEST_TABLE = 16  # with more ranks, those of a node share a line
+
+Row = Sequence[str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `mrl explain`."""
+    parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="a file, and overrides")
+    parser.add_argument("--all-ranks", action="store_true", help="one line per rank however many there are")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the explanation."""
+    (path,), overrides = split_arguments(arguments.config, most_files=1)
+    for line in explain(load_config(path, overrides), all_ranks=arguments.all_ranks):
+        print(line)
+    return 0
+
+
+def explain(resolved: Resolved, *, all_ranks: bool) -> Iterator[str]:
+    """The explanation, line by line, without secrets."""
+    config = resolved.config
+    lines = [f"{resolved.path}", "", *_batch(config), *_placement(config)]
+    for role in config.trained_roles():
+        lines += ["", *_trained_role(config, role, all_ranks=all_ranks)]
+    lines += ["", *_rollout(config, all_ranks=all_ranks)]
+    if resolved.warnings:
+        lines += ["", "Not checked:", *(f"  - {warning}" for warning in resolved.warnings)]
+    for line in lines:
+        yield resolved.secrets.hide(line).rstrip()
+
+
+def _batch(config: Config) -> Iterator[str]:
+    batch, rollout = config.batch, config.rollout
+    samples = samples_per_step(batch)
+    per_epoch = samples // batch.samples_per_update
+    yield "Batch:"
+    yield from _aligned(
+        [
+            (
+                "samples per step",
+                f"prompts_per_step {batch.prompts_per_step} x samples_per_prompt {batch.samples_per_prompt}",
+                f"{samples}",
+            ),
+            (
+                "updates per epoch",
+                f"samples per step {samples} / samples_per_update {batch.samples_per_update}",
+                f"{per_epoch}",
+            ),
+            (
+                "optimizer steps per step",
+                f"updates per epoch {per_epoch} x epochs_per_step {batch.epochs_per_step}",
+                f"{updates_per_step(batch)}",
+            ),
+            (
+                "longest sample",
+                f"max_prompt_tokens {rollout.max_prompt_tokens} + max_response_tokens {rollout.max_response_tokens}",
+                f"{longest_sample_tokens(rollout)} tokens",
+            ),
+        ]
+    )
+
+
+def _placement(config: Config) -> Iterator[str]:
+    cluster, pools = config.cluster, config.placement.pools
+    present = cluster.nodes * cluster.devices_per_node
+    kind = "CPU slots" if cluster.device == "cpu" else "GPUs"
+    yield ""
+    placed = sum(pools.values())
+    yield f"Devices: {cluster.nodes} x {cluster.devices_per_node} = {present} {kind}, {placed} of them in pools"
+    rows = []
+    for pool, size in pools.items():
+        roles = [role for role, of in config.placement.roles.items() if of == pool]
+        rows.append((pool, str(size), _who(config, roles)))
+    yield from _aligned(rows)
+    if cluster.nodes > 1:
+        yield "  Below, nodes are counted within each pool; Ray names them when the run starts."
+
+
+def _who(config: Config, roles: list[str]) -> str:
+    """The roles of a pool with those that live in their processes or beside them."""
+    names = []
+    for role in roles:
+        names.append(role)
+        if role == "actor":
+            names += ["rollout"] + (
+                [f"reference (kl.where: {config.algorithm.kl.where})"] if _has_reference(config) else []
+            )
+    return ", ".join(names) + (" take turns" if len(names) > 1 else "")
+
+
+def _has_reference(config: Config) -> bool:
+    return config.algorithm.kl.where != "none"
+
+
+def _trained_role(config: Config, role: str, *, all_ranks: bool) -> Iterator[str]:
+    mesh, share, model = role_mesh(config, role), role_batch(config, role), config.trained_roles()[role]
+    chunks = f" ({model.parallel.vpp} model chunks each)" if model.parallel.vpp > 1 else ""
+    sequence = ", sequence parallel" if model.parallel.sequence_parallel else ""
+    yield (
+        f"{role}: {mesh.world_size} ranks = tp {mesh.tp} x cp {mesh.cp} x dp {mesh.dp} x pp {mesh.pp}{chunks}{sequence}"
+        + (
+            f"; expert layers etp {mesh.etp} x ep {mesh.ep} x edp {mesh.edp} x pp {mesh.pp}"
+            if _has_expert_axes(mesh)
+            else ""
+        )
+    )
+    if role == "actor" and _has_reference(config):
+        yield "  The reference model is this role's frozen copy: same processes, same layout."
+    room = share.tokens_per_micro_batch
+    yield from _aligned(
+        [
+            (
+                "samples per update and data-parallel rank",
+                f"samples_per_update {config.batch.samples_per_update} / dp {mesh.dp}",
+                f"{share.samples_per_rank}",
+            ),
+            (
+                "room of a micro-batch",
+                f"max_tokens_per_device {model.max_tokens_per_device} x cp {mesh.cp}",
+                f"{room} tokens",
+            ),
+            (
+                "micro-batches per update, at most",
+                f"{share.samples_per_rank} / floor({room} / longest sample {share.longest_sample_tokens}), rounded up",
+                f"{share.most_micro_batches}",
+            ),
+        ]
+    )
+    yield from _rank_table(mesh, config.cluster.devices_per_node, all_ranks=all_ranks)
+
+
+def _has_expert_axes(mesh: Mesh) -> bool:
+    return mesh.ep > 1 or mesh.etp > 1
+
+
+def _rank_table(mesh: Mesh, devices_per_node: int, *, all_ranks: bool) -> Iterator[str]:
+    axes = ["tp", "cp", "dp", "pp"] + (["etp", "ep", "edp"] if _has_expert_axes(mesh) else [])
+    ranks = [
+        {"rank": rank, "node": rank // devices_per_node, "device": rank % devices_per_node}
+        | {axis: dataclasses.asdict(mesh.coordinates(rank))[axis] for axis in axes}
+        for rank in range(mesh.world_size)
+    ]
+    yield from _table(["rank", "node", "device", *axes], ranks, all_ranks=all_ranks)
+
+
+def _rollout(config: Config, *, all_ranks: bool) -> Iterator[str]:
+    devices, tp = role_devices(config, "actor"), config.rollout.tp
+    yield f"rollout: {num_engines(config)} engines of tp {tp} on the {devices} devices of the actor"
+    here = config.cluster.devices_per_node
+    ranks = [
+        {"rank": rank, "node": rank // here, "device": rank % here, "engine": rank // tp, "tp": rank % tp}
+        for rank in range(devices)
+    ]
+    yield from _table(["rank", "node", "device", "engine", "tp"], ranks, all_ranks=all_ranks)
+
+
+def _table(columns: Sequence[str], ranks: list[dict[str, int]], *, all_ranks: bool) -> Iterator[str]:
+    """One line per rank, or per node where that would be long; nodes are counted within the pool."""
+    groups = [[rank] for rank in ranks]
+    if len(ranks) > _LONGEST_TABLE and not all_ranks:
+        nodes = sorted({rank["node"] for rank in ranks})
+        groups = [[rank for rank in ranks if rank["node"] == node] for node in nodes]
+    rows = [[_span(rank[column] for rank in group) for column in columns] for group in groups]
+    yield from _aligned([columns, *rows])
+
+
+def _span(values: Iterable[int]) -> str:
+    present = sorted(set(values))
+    return str(present[0]) if len(present) == 1 else f"{present[0]}-{present[-1]}"
+
+
+def _aligned(rows: Sequence[Row]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))

@@ -1,0 +1,93 @@
+"""The `mrl` command: finds the verb, loads its module, and turns errors into messages and exit codes.
+
+A verb is a module with `EXAMPLE` (one line to copy), `add_arguments(parser)` and `run(arguments) -> exit code`.
+Only the module of the verb at hand is loaded, so help and the light verbs answer at once on a login node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+import mrl
+from mrl.errors import MrlError, did_you_mean
+from mrl.redaction import redact_text
+
+VERBS = {
+    "show": ("mrl.cli.show", "print the resolved configuration, the difference of two, or the schema"),
+    "explain": ("mrl.cli.explain", "say what a configuration means: batch arithmetic, which rank is where"),
+    "env": ("mrl.cli.env", "list versions and devices, and what of the stack works on this machine"),
+    "demo": ("mrl.cli.demo", "train a small model on this machine, to see it work"),
+}
+QUICK_START = """\
+mrl trains large language models with reinforcement learning. Begin with:
+  mrl env                  what works on this machine
+  mrl show --schema        every key of a configuration, and what it means
+  mrl --help               all verbs; mrl VERB --help for one of them
+"""
+EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 2, 130, 141  # the last two as a shell reports SIGINT and SIGPIPE
+
+
+class Verb(Protocol):
+    """What the module of a verb offers."""
+
+    EXAMPLE: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; return its exit code."""
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # here, so that a reader who went away is noticed here too
+        return code
+    except MrlError as error:
+        print(redact_text(str(error)), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes once more on its way out; that must not fail as well.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE_CLOSED
+
+
+def _run(argv: list[str]) -> int:
+    if not argv:
+        print(QUICK_START, end="")
+        return 0
+    name, *rest = argv
+    if name.startswith("-"):
+        _top_parser().parse_args(argv)  # --help and --version leave from here, anything else is an error
+    if name not in VERBS:
+        print(f'mrl: unknown verb "{name}"; {did_you_mean(name, VERBS)}', file=sys.stderr)
+        return EXIT_USAGE
+    module, summary = VERBS[name]
+    verb = cast(Verb, importlib.import_module(module))
+    parser = argparse.ArgumentParser(
+        prog=f"mrl {name}",
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=f"example:\n  {verb.EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verb.add_arguments(parser)
+    return verb.run(parser.parse_args(rest))
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in VERBS.items())
+    parser = argparse.ArgumentParser(
+        prog="mrl",
+        usage="mrl [--help | --version] VERB ...",
+        description=f"verbs:\n{verbs}",
+        epilog="example:\n  mrl env",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"mrl {mrl.__version__}")
+    return parser

@@ -1,0 +1,69 @@
+"""The numbers that follow from a configuration: samples, updates, micro-batches, devices, replicas."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mrl.config.mesh import Mesh
+from mrl.config.schema import BatchConfig, Config, ParallelConfig, RolloutConfig
+
+
+@dataclass(frozen=True)
+class RoleBatch:
+    """What one data-parallel rank of a role does in one update."""
+
+    samples_per_rank: int
+    tokens_per_micro_batch: int
+    """What a micro-batch may hold: `max_tokens_per_device` on each context-parallel device."""
+    longest_sample_tokens: int
+
+    @property
+    def most_micro_batches(self) -> int:
+        """Micro-batches when every sample has its full length; shorter samples need fewer."""
+        return math.ceil(self.samples_per_rank / (self.tokens_per_micro_batch // self.longest_sample_tokens))
+
+
+def samples_per_step(batch: BatchConfig) -> int:
+    """Responses generated in one step."""
+    return batch.prompts_per_step * batch.samples_per_prompt
+
+
+def updates_per_step(batch: BatchConfig) -> int:
+    """Optimizer steps in one step."""
+    return samples_per_step(batch) // batch.samples_per_update * batch.epochs_per_step
+
+
+def longest_sample_tokens(rollout: RolloutConfig) -> int:
+    """Tokens of a sample whose prompt and response are both at their limit."""
+    return rollout.max_prompt_tokens + rollout.max_response_tokens
+
+
+def role_devices(config: Config, role: str) -> int:
+    """Devices of the pool that a role runs on."""
+    return config.placement.pools[config.placement.roles[role]]
+
+
+def make_mesh(parallel: ParallelConfig, world_size: int) -> Mesh:
+    """The layout of a role over `world_size` devices."""
+    return Mesh(world_size, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, ep=parallel.ep, etp=parallel.etp)
+
+
+def role_mesh(config: Config, role: str) -> Mesh:
+    """The layout of a role over the devices of its pool."""
+    return make_mesh(config.trained_roles()[role].parallel, role_devices(config, role))
+
+
+def role_batch(config: Config, role: str) -> RoleBatch:
+    """The share of an update that one data-parallel rank of a role works on."""
+    model = config.trained_roles()[role]
+    return RoleBatch(
+        samples_per_rank=config.batch.samples_per_update // role_mesh(config, role).dp,
+        tokens_per_micro_batch=model.max_tokens_per_device * model.parallel.cp,
+        longest_sample_tokens=longest_sample_tokens(config.rollout),
+    )
+
+
+def num_engines(config: Config) -> int:
+    """Rollout engines on the actor's devices."""
+    return role_devices(config, "actor") // config.rollout.tp

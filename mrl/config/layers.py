@@ -1,0 +1,63 @@
+"""Where values come from: layers of nested keys, each key with its origin, laid one over the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mrl.config.keys import KeyPath
+
+COMMAND_LINE = "command line"
+_MISSING = object()
+UNUSABLE = object()  # a value that is wrong in itself and already reported
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The keys that one source sets (a file, an override, or several merged): their values and where each stands."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[KeyPath, str] = field(default_factory=dict)
+
+    def origin(self, path: KeyPath, otherwise: str) -> str:
+        """Where `path` stands, or the nearest section around it; `otherwise` when nothing of it was written."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]]
+        return otherwise
+
+
+def merge(below: Layer, above: Layer) -> Layer:
+    """`above` laid over `below`: sections merge, everything else (lists, null) replaces."""
+    values = _merge_values(below.values, above.values)
+    # An origin must not outlive its value: a section that was replaced takes the origins of its keys along.
+    new = {path: origin for path, origin in above.origins.items() if not _passes_through(path, above, below)}
+    return Layer(values, {path: origin for path, origin in (below.origins | new).items() if holds(values, path)})
+
+
+def _passes_through(path: KeyPath, above: Layer, below: Layer) -> bool:
+    """Whether an override only goes through a section that stands already, on its way to a key of it."""
+    sections = all(isinstance(_value(layer.values, path), dict) for layer in (above, below))
+    return above.origins[path] == COMMAND_LINE and path in below.origins and sections
+
+
+def _merge_values(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        under = merged.get(name)
+        merged[name] = _merge_values(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def holds(values: Any, path: KeyPath) -> bool:
+    """Whether nested mappings have this key."""
+    return _value(values, path) is not _MISSING
+
+
+def _value(values: Any, path: KeyPath) -> Any:
+    for name in path:
+        if not isinstance(values, Mapping) or name not in values:
+            return _MISSING
+        values = values[name]
+    return values

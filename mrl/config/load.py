@@ -1,0 +1,85 @@
+"""`load_config`: files and overrides in, the typed configuration out, or all that is wrong with it at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mrl.config.convert import convert
+from mrl.config.interpolation import interpolate
+from mrl.config.keys import KeyPath
+from mrl.config.layers import Layer, holds, merge
+from mrl.config.model_rules import check_model_rules, unchecked
+from mrl.config.model_shape import read_model_shape
+from mrl.config.passthrough import check_passthrough
+from mrl.config.rules import check_rules
+from mrl.config.schema import Config
+from mrl.config.secrets import Secrets
+from mrl.config.sources import read_chain, read_overrides
+from mrl.config.yaml_source import SourceError
+from mrl.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration that passed every check, with where each value came from."""
+
+    path: str
+    config: Config
+    warnings: tuple[str, ...]
+    """What could not be checked on this machine, and why."""
+    secrets: Secrets
+    _layer: Layer
+
+    def origin(self, path: KeyPath) -> str:
+        """`file.yaml:12`, `command line` or `default`."""
+        return self._layer.origin(path, "default") if holds(self._layer.values, path) else "default"
+
+
+def load_config(path: str, overrides: Iterable[str] = ()) -> Resolved:
+    """The configuration of a file with `key.path=value` overrides; ConfigError lists everything that is wrong."""
+    try:
+        file_layer = read_chain(path)
+    except SourceError as error:
+        raise _config_error(error.problems + read_overrides(overrides)[1], Secrets()) from None
+    override_layer, problems = read_overrides(overrides)
+    layer = merge(file_layer, override_layer)
+    interpolated = interpolate(layer, path)
+    problems += interpolated.problems
+
+    def origin(key: KeyPath) -> str:
+        return layer.origin(key, path)
+
+    config, mistakes = convert(interpolated.values, interpolated.secrets, origin)
+    problems += mistakes
+    warnings: list[str] = []
+    if config is not None and not problems:
+        problems, warnings = _check(config, interpolated.secrets)
+        problems = [dataclasses.replace(problem, where=origin(tuple(problem.key.split(".")))) for problem in problems]
+    if config is None or problems:
+        raise _config_error(problems, interpolated.secrets)
+    hidden = tuple(interpolated.secrets.hide(warning) for warning in warnings)
+    return Resolved(path, config, hidden, interpolated.secrets, Layer(interpolated.values, layer.origins))
+
+
+def _check(config: Config, secrets: Secrets) -> tuple[list[Problem], list[str]]:
+    problems, warnings = check_passthrough(config)
+    problems += check_rules(config)
+    shape = read_model_shape(config.model.path)
+    if isinstance(shape, Problem):
+        problems.append(shape)
+    else:
+        warnings += unchecked(config, shape)
+        problems += check_model_rules(config, shape) if shape is not None else ()
+    for key, text in (("run.name", config.run.name), ("run.dir", config.run.dir)):
+        if secrets.hide(text) != text:
+            problems.append(
+                Problem("", key, "holds a secret, and would name a directory", "name the run by something public")
+            )
+    return problems, warnings
+
+
+def _config_error(problems: Sequence[Problem], secrets: Secrets) -> ConfigError:
+    hidden = [Problem(*(secrets.hide(text) for text in dataclasses.astuple(problem))) for problem in problems]
+    return ConfigError(hidden)

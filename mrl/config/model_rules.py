@@ -1,0 +1,87 @@
+"""Rules between a layout and the model: layers over stages, heads over tensor ranks, experts over expert ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config.model_shape import ModelShape
+from mrl.config.nearest import near_divisors, nearest
+from mrl.config.schema import Config, TrainedModelConfig
+from mrl.errors import Problem
+
+_OWN_SPLITS = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+def check_model_rules(config: Config, shape: ModelShape) -> Iterator[Problem]:
+    """Every problem between the layouts and the model."""
+    for role, model in config.trained_roles().items():
+        yield from _layers(role, model, shape)
+        yield from _heads(f"{role}.parallel.tp", model.parallel.tp, shape)
+        yield from _experts(role, model, shape)
+    yield from _heads("rollout.tp", config.rollout.tp, shape)
+
+
+def unchecked(config: Config, shape: ModelShape | None) -> Iterator[str]:
+    """What the rules could not check, and why."""
+    if shape is None:
+        yield f'layers, heads and experts against the layouts: "{config.model.path}" is not a directory on this machine'
+        return
+    for what, size in (("layers", shape.layers), ("attention heads", shape.heads)):
+        if size is None:
+            yield f"{what} against the layouts: the model's config.json does not give their number"
+    for role, model in config.trained_roles().items():
+        for key in _own_splits(model):
+            yield f"layers over the pipeline stages of the {role}: {role}.megatron.{key} splits them"
+
+
+def _own_splits(model: TrainedModelConfig) -> list[str]:
+    return [key for key in _OWN_SPLITS if model.megatron.get(key)]
+
+
+def _layers(role: str, model: TrainedModelConfig, shape: ModelShape) -> Iterator[Problem]:
+    pp, vpp = model.parallel.pp, model.parallel.vpp
+    if shape.layers is None or shape.layers % (pp * vpp) == 0 or _own_splits(model):
+        return
+    if shape.layers % pp:
+        key, sizes = "pp", near_divisors(pp, shape.layers)
+    else:
+        key, sizes = "vpp", near_divisors(vpp, shape.layers // pp)
+    what = f"{shape.layers} layers do not split into pp x vpp = {pp * vpp} equal parts"
+    yield Problem("", f"{role}.parallel.{key}", what, nearest(f"{role}.parallel.{key}", sizes))
+
+
+def _heads(key: str, tp: int, shape: ModelShape) -> Iterator[Problem]:
+    if shape.heads is not None and shape.heads % tp:
+        yield Problem(
+            "", key, f"{tp} does not divide {shape.heads} attention heads", nearest(key, near_divisors(tp, shape.heads))
+        )
+    elif shape.kv_heads is not None and shape.kv_heads % tp and tp % shape.kv_heads:
+        what = f"{tp} is neither a divisor nor a multiple of {shape.kv_heads} key-value heads"
+        yield Problem("", key, what, nearest(key, near_divisors(tp, shape.kv_heads)))
+
+
+def _experts(role: str, model: TrainedModelConfig, shape: ModelShape) -> Iterator[Problem]:
+    at, key = model.parallel, f"{role}.parallel.ep"
+    if shape.experts is None:
+        for name, size in (("ep", at.ep), ("etp", at.etp)):
+            if size > 1:
+                yield Problem(
+                    "", f"{role}.parallel.{name}", f"{size}, but the model has no experts", f"{role}.parallel.{name}=1"
+                )
+        return
+    if shape.experts % at.ep:
+        yield Problem(
+            "",
+            key,
+            f"{at.ep} does not divide {shape.experts} experts",
+            nearest(key, near_divisors(at.ep, shape.experts)),
+        )
+    if at.tp > 1 and not at.sequence_parallel:
+        key = f"{role}.parallel.sequence_parallel"
+        yield Problem("", key, "a model with experts and tp > 1 needs it", f"{key}=true")

@@ -1,0 +1,51 @@
+"""The few numbers of a model that layouts must divide, read from its `config.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.errors import Problem
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_NAMES = {
+    "layers": ("num_hidden_layers",),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads",),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a model; None where its `config.json` does not say."""
+
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    experts: int | None = None
+
+
+def read_model_shape(path: str) -> ModelShape | Problem | None:
+    """The shape of a local model, None for one that is on the hub, or what is wrong with the path."""
+    directory = os.path.expanduser(path)
+    if not os.path.exists(directory):
+        if _HUB_NAME.fullmatch(path):
+            return None
+        return Problem("", "model.path", f'"{path}" is neither a directory here nor a name on the hub')
+    file = Path(directory, "config.json")
+    try:
+        sizes = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        return Problem(
+            "", "model.path", f'"{file}" cannot be read: {error.strerror}', "is it a Hugging Face model directory?"
+        )
+    except (ValueError, RecursionError):
+        return Problem("", "model.path", f'"{file}" is not JSON')
+    if not isinstance(sizes, dict):
+        return Problem("", "model.path", f'"{file}" holds no keys and values')
+    found = {field: next((sizes[name] for name in names if name in sizes), None) for field, names in _NAMES.items()}
+    return ModelShape(**{field: size if isinstance(size, int) and size > 0 else None for field, size in found.items()})

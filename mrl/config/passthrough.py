@@ -1,0 +1,142 @@
+"""Keys that are handed on to Megatron and vLLM: their names are checked against the installed libraries' sources.
+
+The sources are read, not imported: importing either library would load torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mrl.config.keys import KeyPath
+from mrl.config.schema import Config
+from mrl.errors import Problem, did_you_mean
+
+
+@dataclass(frozen=True)
+class Target:
+    """The class that a section is handed to, and the keys of it that mrl sets itself."""
+
+    package: str
+    files: tuple[str, ...]
+    class_name: str
+    owned: Mapping[str, str]
+    """Key -> who sets it, in words that follow "set by"."""
+
+
+_TRANSFORMER = Target(
+    package="megatron",
+    files=("core/model_parallel_config.py", "core/transformer/transformer_config.py"),
+    class_name="TransformerConfig",
+    owned={
+        "tensor_model_parallel_size": "{role}.parallel.tp",
+        "pipeline_model_parallel_size": "{role}.parallel.pp",
+        "virtual_pipeline_model_parallel_size": "{role}.parallel.vpp",
+        "context_parallel_size": "{role}.parallel.cp",
+        "expert_model_parallel_size": "{role}.parallel.ep",
+        "expert_tensor_parallel_size": "{role}.parallel.etp",
+        "sequence_parallel": "{role}.parallel.sequence_parallel",
+        "num_layers": "the model's config.json",
+        "hidden_size": "the model's config.json",
+        "ffn_hidden_size": "the model's config.json",
+        "num_attention_heads": "the model's config.json",
+        "num_query_groups": "the model's config.json",
+        "num_moe_experts": "the model's config.json",
+    },
+)
+_DDP = Target(
+    package="megatron",
+    files=("core/distributed/distributed_data_parallel_config.py",),
+    class_name="DistributedDataParallelConfig",
+    owned={},
+)
+_OPTIMIZER = Target(
+    package="megatron", files=("core/optimizer/optimizer_config.py",), class_name="OptimizerConfig", owned={}
+)
+_ENGINE = Target(
+    package="vllm",
+    files=("engine/arg_utils.py",),
+    class_name="AsyncEngineArgs",
+    owned={
+        "model": "model.path",
+        "tensor_parallel_size": "rollout.tp",
+        "pipeline_parallel_size": "rollout.tp (an engine has no pipeline)",
+        "data_parallel_size": "rollout.tp (the actor's pool holds as many engines as fit)",
+        "max_model_len": "rollout.max_prompt_tokens and rollout.max_response_tokens",
+        "trust_remote_code": "mrl, to false: code from a model's repository is never run",
+    },
+)
+
+
+def check_passthrough(config: Config) -> tuple[list[Problem], list[str]]:
+    """Problems with handed-on keys, and what could not be checked because the library is not installed."""
+    problems: list[Problem] = []
+    unchecked: list[str] = []
+    for path, target, values in _sections(config):
+        if not values:
+            continue
+        known = _field_names(target.package, target.files, target.class_name)
+        if known is None:
+            where = f"{target.class_name} of {target.package} is not found on this machine"
+            unchecked.append(f"the {len(values)} keys of {'.'.join(path)}: {where}")
+        problems += _check(path, values, target, known)
+    return problems, unchecked
+
+
+def _sections(config: Config) -> Iterator[tuple[KeyPath, Target, dict[str, Any]]]:
+    for role, model in config.trained_roles().items():
+        yield (role, "megatron"), _TRANSFORMER, model.megatron
+        yield (role, "ddp"), _DDP, model.ddp
+        yield (role, "optimizer"), _OPTIMIZER, model.optimizer
+    yield ("rollout", "vllm"), _ENGINE, config.rollout.vllm
+
+
+def _check(path: KeyPath, values: dict[str, Any], target: Target, known: frozenset[str] | None) -> Iterator[Problem]:
+    for name in values:
+        key = ".".join((*path, name))
+        if name in target.owned:
+            yield Problem("", key, f"set by {target.owned[name].format(role=path[0])}", "remove this key")
+        elif known is not None and name not in known:
+            near = did_you_mean(name, known - target.owned.keys())
+            fix = "" if near.startswith("known:") else near  # the names of a whole library would be no help
+            yield Problem("", key, f"{target.class_name} of the installed {target.package} has no such field", fix)
+
+
+@cache
+def _field_names(package: str, files: tuple[str, ...], class_name: str) -> frozenset[str] | None:
+    """The fields of a class with those of its bases; None where the library does not have them in these files."""
+    classes: dict[str, ast.ClassDef] = {}
+    for file in files:
+        path = _installed_file(package, file)
+        if path is None:
+            return None
+        statements = ast.parse(path.read_text(encoding="utf-8")).body
+        classes |= {statement.name: statement for statement in statements if isinstance(statement, ast.ClassDef)}
+    try:
+        return frozenset(_annotated_names(class_name, classes))
+    except KeyError:  # the class or a base has moved: no list of names is better than half of one
+        return None
+
+
+def _installed_file(package: str, file: str) -> Path | None:
+    # Only the top-level package may be looked up: finding a submodule imports the packages around it.
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if (path := Path(folder, file)).is_file():
+            return path
+    return None
+
+
+def _annotated_names(class_name: str, classes: Mapping[str, ast.ClassDef]) -> Iterator[str]:
+    definition = classes[class_name]
+    for base in definition.bases:
+        if isinstance(base, ast.Name):
+            yield from _annotated_names(base.id, classes)
+    for statement in definition.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id

@@ -1,0 +1,117 @@
+"""The resolved configuration, the difference of two, and the schema, as text that holds no secret."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from mrl.config.keys import KeyPath, describe_type, dotted, fields_of
+from mrl.config.load import Resolved
+from mrl.config.schema import Config
+
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./@+-]*")
+_NOT_TEXT = {"true", "false", "yes", "no", "on", "off", "null"}
+_WIDEST = 64  # origins stand in one column, but no further right than this
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One value as it may be shown, and where it came from."""
+
+    path: KeyPath
+    text: str
+    origin: str
+    value: Any = field(repr=False)
+    """The real one, to compare with: two different secrets are shown alike."""
+
+
+def leaves(resolved: Resolved) -> Iterator[Leaf]:
+    """Every value of a configuration, in the order of the schema."""
+    yield from _leaves(resolved, dataclasses.asdict(resolved.config), ())
+
+
+def render(resolved: Resolved) -> str:
+    """YAML that loads as the same configuration, with the origin of each value beside it."""
+    lines: list[tuple[str, str]] = []
+    sections: KeyPath = ()
+    for leaf in leaves(resolved):
+        *parents, name = leaf.path
+        for depth, parent in enumerate(parents):
+            if tuple(parents[: depth + 1]) != sections[: depth + 1]:
+                lines.append((f"{'  ' * depth}{_scalar(parent)}:", ""))
+        sections = tuple(parents)
+        lines.append((f"{'  ' * len(parents)}{_scalar(name)}: {leaf.text}", leaf.origin))
+    column = min(_WIDEST, max(len(text) for text, _ in lines))
+    return "".join(f"{text:<{column}}  # {origin}\n" if origin else f"{text}\n" for text, origin in lines)
+
+
+def render_difference(before: Resolved, after: Resolved) -> str:
+    """The values that differ, one line each side; empty where none does."""
+    old, new = ({leaf.path: leaf for leaf in leaves(resolved)} for resolved in (before, after))
+    lines = [f"- {before.path}", f"+ {after.path}"]
+    for path in [*old, *(path for path in new if path not in old)]:
+        sides = [(sign, side[path]) for sign, side in (("-", old), ("+", new)) if path in side]
+        # Types count: 1, 1.0 and true are equal in Python.
+        if len(sides) == 1 or repr(sides[0][1].value) != repr(sides[1][1].value):
+            lines += [f"{sign} {dotted(path)}: {leaf.text}  # {leaf.origin}" for sign, leaf in sides]
+    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
+def render_schema() -> str:
+    """Every key with its type, its default and what it means; keys that two sections share are listed once."""
+    return "".join(f"{line}\n" for line in _schema_lines(Config, (), {}))
+
+
+def _schema_lines(section: type, path: KeyPath, listed: dict[type, KeyPath]) -> Iterator[str]:
+    indent = "  " * len(path)
+    for name, key in fields_of(section).items():
+        default = "required" if key.required else f"default {_flow(key.default)}"
+        doc = f"{indent}    {' '.join(key.doc.split())}"
+        if key.section is None:
+            yield f"{indent}{name}: {describe_type(key.annotation)}; {default}"
+            yield doc
+            continue
+        first = listed.setdefault(key.section, (*path, name))
+        yield f"{indent}{name}:"
+        yield doc + (" Default null." if key.default is None and not key.required else "")
+        if first == (*path, name):
+            yield from _schema_lines(key.section, first, listed)
+        else:
+            yield f"{indent}    Its keys are those of {dotted(first)}."
+
+
+def _leaves(resolved: Resolved, value: Any, path: KeyPath) -> Iterator[Leaf]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(resolved, inner, (*path, name))
+    else:
+        shown = resolved.secrets.shown(path, value)
+        hidden_path = tuple(resolved.secrets.hide(name) for name in path)
+        origin = " ".join(resolved.secrets.hide(resolved.origin(path)).split())
+        yield Leaf(hidden_path, _flow(shown), origin, value)
+
+
+def _flow(value: Any) -> str:
+    """A value as YAML on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_scalar(str(name))}: {_flow(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_flow(item) for item in value) + "]"
+    return _scalar(value)
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str):
+        if _PLAIN.fullmatch(value) and value.lower() not in _NOT_TEXT:
+            return value
+        # What reads as an interpolation must not become one, so its backslashes are doubled and one is put before it.
+        literal = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+        return json.dumps(literal, ensure_ascii=not literal.isprintable())
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}[str(value)]
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)

@@ -1,0 +1,219 @@
+"""Rules between keys. Each is a small function that yields problems, with the nearest values that would work.
+
+A rule may be met by a configuration that breaks another one, so each says nothing where what it needs
+is missing: the other rule reports that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from mrl.config.arithmetic import longest_sample_tokens, role_devices, samples_per_step
+from mrl.config.nearest import near_divisors, near_multiples, nearest
+from mrl.config.schema import Config
+from mrl.errors import Problem, did_you_mean
+
+Rule = Callable[[Config], Iterator[Problem]]
+_ROLES = ("actor", "critic")
+
+
+def check_rules(config: Config) -> Iterator[Problem]:
+    """Every problem between the keys of a configuration; where they stand is left to the caller."""
+    for rule in RULES:
+        yield from rule(config)
+
+
+def pools_fit_the_cluster(config: Config) -> Iterator[Problem]:
+    """The pools together take no more devices than there are."""
+    cluster, pools = config.cluster, config.placement.pools
+    wanted, present = sum(pools.values()), cluster.nodes * cluster.devices_per_node
+    parts = " + ".join(f"{name} {size}" for name, size in pools.items())
+    if wanted > present:
+        what = f"{parts} = {wanted} devices; the cluster has {cluster.nodes} x {cluster.devices_per_node} = {present}"
+        yield Problem(
+            "", "placement.pools", what, nearest("cluster.nodes", [math.ceil(wanted / cluster.devices_per_node)])
+        )
+
+
+def several_nodes_share_a_ray_cluster(config: Config) -> Iterator[Problem]:
+    """Ray that is started here spans this machine only."""
+    if config.cluster.nodes > 1 and config.cluster.ray_address is None:
+        what = f"{config.cluster.nodes} nodes, but without cluster.ray_address Ray is started on this machine only"
+        yield Problem("", "cluster.nodes", what, "cluster.ray_address=auto, or cluster.nodes=1")
+
+
+def roles_have_pools(config: Config) -> Iterator[Problem]:
+    """Each role that is trained has a pool, and each pool a role."""
+    placement, trained = config.placement, config.trained_roles()
+    for role, pool in placement.roles.items():
+        key = f"placement.roles.{role}"
+        if role not in _ROLES:
+            yield Problem("", key, "unknown role", did_you_mean(role, _ROLES))
+        elif role not in trained:
+            yield Problem("", key, f"there is no {role} section", f"add one, or set {key}=null")
+        if pool not in placement.pools:
+            yield Problem("", key, f'there is no pool "{pool}"', did_you_mean(pool, placement.pools))
+    for role in trained:
+        if role not in placement.roles:
+            fix = f"placement.roles.{role}={next(iter(placement.pools), 'POOL')}"
+            yield Problem("", "placement.roles", f"the {role} has no pool", fix)
+    for pool in placement.pools:
+        if pool not in placement.roles.values():
+            yield Problem(
+                "", f"placement.pools.{pool}", "no role uses this pool", f"remove it: placement.pools.{pool}=null"
+            )
+
+
+def layouts_fit_their_pools(config: Config) -> Iterator[Problem]:
+    """The devices of a role are a multiple of what its dense and its expert layout need."""
+    for role, devices in _placed(config):
+        at = config.trained_roles()[role].parallel
+        for formula, size in (("tp x cp x pp", at.tp * at.cp * at.pp), ("etp x ep x pp", at.etp * at.ep * at.pp)):
+            if devices % size:
+                pool = config.placement.roles[role]
+                fix = nearest(f"placement.pools.{pool}", near_multiples(devices, size))
+                yield Problem(
+                    "",
+                    f"{role}.parallel",
+                    f'{formula} = {size} does not divide the {devices} devices of pool "{pool}"',
+                    fix,
+                )
+
+
+def tensor_parallel_stays_in_a_node(config: Config) -> Iterator[Problem]:
+    """Tensor parallelism needs the links inside a machine."""
+    here = config.cluster.devices_per_node
+    for role, devices in _placed(config):
+        sizes = {f"{role}.parallel.tp": config.trained_roles()[role].parallel.tp}
+        if role == "actor":
+            sizes["rollout.tp"] = config.rollout.tp
+        for key, tp in sizes.items():
+            if tp > here:
+                yield Problem("", key, f"{tp} is more than the {here} devices of a node", nearest(key, [here]))
+            elif devices > here and here % tp:
+                what = f"{tp} does not divide the {here} devices of a node: some groups would span two nodes"
+                yield Problem("", key, what, nearest(key, near_divisors(tp, here)))
+
+
+def options_need_their_axis(config: Config) -> Iterator[Problem]:
+    """Sequence parallelism and interleaving do nothing without the axis that they refine."""
+    for role, model in config.trained_roles().items():
+        at = model.parallel
+        if at.sequence_parallel and at.tp == 1:
+            key = f"{role}.parallel.sequence_parallel"
+            yield Problem("", key, "needs tensor parallelism, and tp is 1", f"{key}=false, or {role}.parallel.tp=2")
+        if at.vpp > 1 and at.pp == 1:
+            key = f"{role}.parallel.vpp"
+            yield Problem(
+                "", key, f"{at.vpp} chunks per stage need a pipeline, and pp is 1", f"{key}=1, or {role}.parallel.pp=2"
+            )
+
+
+def engines_fill_the_actors_pool(config: Config) -> Iterator[Problem]:
+    """The rollout engines share the actor's devices among them."""
+    for role, devices in _placed(config):
+        if role == "actor" and devices % config.rollout.tp:
+            what = f"{config.rollout.tp} does not divide the {devices} devices of the actor's pool"
+            yield Problem("", "rollout.tp", what, nearest("rollout.tp", near_divisors(config.rollout.tp, devices)))
+
+
+def steps_split_over_ranks(config: Config) -> Iterator[Problem]:
+    """The samples of a step are shared equally among the data-parallel ranks of each role."""
+    batch, total, common = config.batch, samples_per_step(config.batch), _common_data_parallel_size(config)
+    # Where the update is right by itself, what is proposed for the step fits it as well.
+    multiple = batch.samples_per_update if batch.samples_per_update % common == 0 else common
+    step = multiple // math.gcd(multiple, batch.samples_per_prompt)
+    for roles, dp in _data_parallel_sizes(config):
+        if total % dp:
+            size = f"data-parallel size {dp} ({roles})"
+            what = f"prompts_per_step x samples_per_prompt = {total} is not a multiple of {size}"
+            key = "batch.prompts_per_step"
+            yield Problem("", key, what, nearest(key, near_multiples(batch.prompts_per_step, step)))
+
+
+def updates_split_the_step(config: Config) -> Iterator[Problem]:
+    """A step is a whole number of updates, and an update is shared equally among the data-parallel ranks."""
+    update, total, common = (
+        config.batch.samples_per_update,
+        samples_per_step(config.batch),
+        _common_data_parallel_size(config),
+    )
+    key = "batch.samples_per_update"
+    step_splits = total % common == 0  # if not, the rule above asks for another step first
+    fix = nearest(key, near_divisors(update, total, common) if step_splits else near_multiples(update, common))
+    if step_splits and total % update:
+        yield Problem("", key, f"{update} does not divide prompts_per_step x samples_per_prompt = {total}", fix)
+        return
+    for roles, dp in _data_parallel_sizes(config):
+        if update % dp:
+            yield Problem("", key, f"{update} is not a multiple of data-parallel size {dp} ({roles})", fix)
+
+
+def samples_fit_a_micro_batch(config: Config) -> Iterator[Problem]:
+    """The longest sample fits into one micro-batch."""
+    rollout, longest = config.rollout, longest_sample_tokens(config.rollout)
+    for role, model in config.trained_roles().items():
+        limit, cp = model.max_tokens_per_device, model.parallel.cp
+        if longest > limit * cp:
+            key = f"{role}.max_tokens_per_device"
+            lengths = (
+                f"max_prompt_tokens + max_response_tokens = {rollout.max_prompt_tokens} + {rollout.max_response_tokens}"
+            )
+            room = f"{limit} x cp {cp} = {limit * cp}" if cp > 1 else str(limit)
+            yield Problem(
+                "",
+                key,
+                f"a sample of {lengths} = {longest} does not fit in {room}",
+                f"smallest: {key}={math.ceil(longest / cp)}",
+            )
+
+
+def critic_serves_the_advantage(config: Config) -> Iterator[Problem]:
+    """GAE reads a critic's values, and of the known estimators only GAE does."""
+    advantage = config.algorithm.advantage
+    if advantage == "gae" and config.critic is None:
+        yield Problem(
+            "", "algorithm.advantage", "gae needs a critic", "add a critic section, or algorithm.advantage=grpo"
+        )
+    if config.critic is not None and advantage != "gae" and ":" not in advantage:
+        yield Problem(
+            "", "critic", f"{advantage} does not read a critic's values", "critic=null, or algorithm.advantage=gae"
+        )
+
+
+def _placed(config: Config) -> Iterator[tuple[str, int]]:
+    """The roles that have a pool, with its devices."""
+    for role in config.trained_roles():
+        if config.placement.roles.get(role) in config.placement.pools:
+            yield role, role_devices(config, role)
+
+
+def _data_parallel_sizes(config: Config) -> Iterator[tuple[str, int]]:
+    """The data-parallel sizes that occur, each with the names of its roles."""
+    roles_of: dict[int, list[str]] = {}
+    for role, devices in _placed(config):
+        at = config.trained_roles()[role].parallel
+        if devices % (at.tp * at.cp * at.pp) == 0:
+            roles_of.setdefault(devices // (at.tp * at.cp * at.pp), []).append(role)
+    for dp, roles in roles_of.items():
+        yield " and ".join(roles), dp
+
+
+def _common_data_parallel_size(config: Config) -> int:
+    return math.lcm(*(dp for _, dp in _data_parallel_sizes(config)))
+
+
+RULES: tuple[Rule, ...] = (
+    pools_fit_the_cluster,
+    several_nodes_share_a_ray_cluster,
+    roles_have_pools,
+    layouts_fit_their_pools,
+    tensor_parallel_stays_in_a_node,
+    options_need_their_axis,
+    engines_fill_the_actors_pool,
+    steps_split_over_ranks,
+    updates_split_the_step,
+    samples_fit_a_micro_batch,
+    critic_serves_the_advantage,
+)

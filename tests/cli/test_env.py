@@ -1,0 +1,76 @@
+"""`mrl env` reports what is really there."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+
+import omegaconf
+import pytest
+
+from mrl.cli import env, machine
+from mrl.cli.main import main
+
+
+def test_a_probe_says_yes_only_when_the_code_ran() -> None:
+    assert env.probe("import json", timeout_s=30) == {"usable": True, "why": ""}
+
+
+def test_a_probe_gives_the_last_line_of_the_failure() -> None:
+    found = env.probe("import no_such_library", timeout_s=30)
+    assert found == {"usable": False, "why": "ModuleNotFoundError: No module named 'no_such_library'"}
+
+
+def test_a_probe_survives_a_crash_and_a_hang() -> None:
+    assert env.probe("import os; os.abort()", timeout_s=30) == {"usable": False, "why": "exit status -6"}
+    assert env.probe("import time; time.sleep(60)", timeout_s=0.3) == {"usable": False, "why": "no answer within 0.3 s"}
+
+
+def test_versions_are_those_installed() -> None:
+    versions = machine.versions()
+    assert versions["python"] == platform.python_version()
+    assert versions["omegaconf"] == omegaconf.__version__
+
+
+def test_devices_are_within_those_of_the_machine() -> None:
+    assert 0 < machine.usable_cpus() <= (os.cpu_count() or 1)
+    assert 2**28 < machine.memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert machine.cpu_model()
+
+
+def test_no_revision_outside_a_checkout(tmp_path: Path) -> None:
+    assert machine.git_revision(tmp_path) is None
+
+
+def test_the_report_as_json_and_as_text_without_secrets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "correct-horse-battery")
+    monkeypatch.setattr(env, "_PROBES", {"Fine": "pass", "Broken": "raise SystemExit('token correct-horse-battery')"})
+    assert main(["env", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["usable"] == {
+        "Fine": {"usable": True, "why": ""},
+        "Broken": {"usable": False, "why": "token <redacted:HUB_TOKEN>"},
+    }
+    assert set(report) == {"mrl", "versions", "devices", "usable"}
+    assert main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  Fine    yes" in lines
+    assert "  Broken  no: token <redacted:HUB_TOKEN>" in lines
+
+
+def test_gpus_are_described_with_memory_and_driver() -> None:
+    gpus = [{"name": "A", "memory_mib": 81559, "driver": "1.2"}, {"name": "B", "memory_mib": None, "driver": "1.2"}]
+    report = {
+        "mrl": {"version": "1", "revision": None},
+        "versions": {"torch": None},
+        "devices": {"cpu": "C", "usable_cpus": 1.5, "memory_bytes": 2**31, "gpus": gpus},
+        "usable": {"X": {"usable": True, "why": ""}},
+    }
+    lines = list(env.describe(report))
+    assert "  torch  not installed" in lines
+    assert "  GPU 0      A, 79.6 GiB, driver 1.2" in lines
+    assert "  GPU 1      B, memory of the host, driver 1.2" in lines

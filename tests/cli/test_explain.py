@@ -1,0 +1,117 @@
+"""`mrl explain`: the arithmetic and the rank tables, as a reader sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mrl.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def explain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    monkeypatch.chdir(ROOT)
+
+    def run(*arguments: str) -> str:
+        capsys.readouterr()
+        assert main(["explain", *arguments]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_golden(explain: Callable[..., str]) -> None:
+    assert (
+        explain("configs/laptop-grpo.yaml", "batch.epochs_per_step=3")
+        == """\
+configs/laptop-grpo.yaml
+
+Batch:
+  samples per step          prompts_per_step 4 x samples_per_prompt 8        32
+  updates per epoch         samples per step 32 / samples_per_update 16      2
+  optimizer steps per step  updates per epoch 2 x epochs_per_step 3          6
+  longest sample            max_prompt_tokens 256 + max_response_tokens 256  512 tokens
+
+Devices: 1 x 4 = 4 CPU slots, 4 of them in pools
+  laptop  4  actor, rollout, reference (kl.where: loss) take turns
+
+actor: 4 ranks = tp 2 x cp 1 x dp 2 x pp 1
+  The reference model is this role's frozen copy: same processes, same layout.
+  samples per update and data-parallel rank  samples_per_update 16 / dp 2                      8
+  room of a micro-batch                      max_tokens_per_device 1024 x cp 1                 1024 tokens
+  micro-batches per update, at most          8 / floor(1024 / longest sample 512), rounded up  4
+  rank  node  device  tp  cp  dp  pp
+  0     0     0       0   0   0   0
+  1     0     1       1   0   0   0
+  2     0     2       0   0   1   0
+  3     0     3       1   0   1   0
+
+rollout: 4 engines of tp 1 on the 4 devices of the actor
+  rank  node  device  engine  tp
+  0     0     0       0       0
+  1     0     1       1       0
+  2     0     2       2       0
+  3     0     3       3       0
+
+Not checked:
+  - layers, heads and experts against the layouts: "Qwen/Qwen2.5-0.5B-Instruct" is not a directory on this machine
+"""
+    )
+
+
+def test_many_ranks_share_a_line_per_node(explain: Callable[..., str]) -> None:
+    text = explain("configs/ppo-llama3.1-70b-8n8g.yaml")
+    assert "Devices: 8 x 8 = 64 GPUs, 64 of them in pools\n" in text
+    assert "actor: 64 ranks = tp 8 x cp 1 x dp 2 x pp 4, sequence parallel\n" in text
+    assert "  16-23  2     0-7     0-7  0   0   1\n" in text
+    assert "  16-23  2     0-7     2       0-7\n" in text, "one engine per machine"
+    assert (
+        "micro-batches per update, at most          128 / floor(16384 / longest sample 6144), rounded up  64\n" in text
+    )
+
+
+def test_all_ranks(explain: Callable[..., str]) -> None:
+    text = explain("configs/ppo-llama3.1-70b-8n8g.yaml", "--all-ranks")
+    assert "  63    7     7       7   0   1   3\n" in text
+    assert text.count("\n") > 3 * 64
+
+
+def test_expert_axes_are_shown_where_there_are_any(explain: Callable[..., str]) -> None:
+    assert "edp" not in explain("configs/laptop-ppo.yaml")
+    text = explain("configs/laptop-ppo.yaml", "actor.parallel={tp: 2, ep: 2, sequence_parallel: true}")
+    assert (
+        "actor: 4 ranks = tp 2 x cp 1 x dp 2 x pp 1, sequence parallel; expert layers etp 1 x ep 2 x edp 2 x pp 1"
+        in text
+    )
+    assert "  rank  node  device  tp  cp  dp  pp  etp  ep  edp\n" in text
+    assert "  3     0     3       1   0   1   0   0    1   1\n" in text
+
+
+def test_context_parallel_room_and_model_chunks(explain: Callable[..., str]) -> None:
+    overrides = ["actor.parallel={tp: 1, cp: 2, pp: 2, vpp: 3}", "actor.max_tokens_per_device=300"]
+    text = explain("configs/laptop-ppo.yaml", *overrides)
+    assert "actor: 4 ranks = tp 1 x cp 2 x dp 1 x pp 2 (3 model chunks each)\n" in text
+    assert "max_tokens_per_device 300 x cp 2 " in text
+    assert " 600 tokens\n" in text
+    assert "16 / floor(600 / longest sample 512), rounded up  16\n" in text
+
+
+def test_no_reference_without_divergence(explain: Callable[..., str]) -> None:
+    text = explain("configs/laptop-ppo.yaml", "algorithm.kl.where=none")
+    assert "reference" not in text
+    assert "  laptop  4  actor, rollout, critic take turns\n" in text
+
+
+def test_mistakes_and_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("MRL_TEST_TOKEN", "canary-5up3r-hidden")
+    assert main(["explain", "configs/laptop-ppo.yaml", "configs/laptop-grpo.yaml"]) == 2
+    assert "name a configuration file; 2 given" in capsys.readouterr().err
+    assert main(["explain", "configs/laptop-ppo.yaml", "model.path=org/${oc.env:MRL_TEST_TOKEN}"]) == 0
+    shown = capsys.readouterr()
+    assert 'layouts: "<redacted>" is not a directory' in shown.out
+    assert "canary" not in shown.out + shown.err

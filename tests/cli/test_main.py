@@ -1,0 +1,129 @@
+"""The frame around the verbs: quick start, mistakes, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+import mrl
+from mrl.cli import main as frame
+from mrl.cli.main import VERBS, main
+from mrl.errors import ConfigError, Problem, WorkerDied
+
+RUN = [sys.executable, "-c", "import sys; from mrl.cli.main import main; sys.exit(main())"]
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Replace a verb's `run` by one that raises `error`."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr("mrl.cli.demo.run", run)
+
+
+def test_no_verb_prints_a_quick_start_of_four_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"mrl {mrl.__version__}\n"
+
+
+def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    for name, (_, summary) in VERBS.items():
+        assert any(line.split() == [name, *summary.split()] for line in shown.splitlines())
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_help_of_every_verb_has_one_example_that_calls_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([name, "--help"])
+    assert left.value.code == 0
+    examples = capsys.readouterr().out.partition("example:\n")[2].split("\n")
+    assert examples[0].split()[:2] == ["mrl", name]
+    assert examples[1:] == [""]
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_the_example_of_every_verb_parses(name: str) -> None:
+    verb = importlib.import_module(VERBS[name][0])
+    parser = argparse.ArgumentParser()
+    verb.add_arguments(parser)
+    parser.parse_args(verb.EXAMPLE.split()[2:])
+
+
+def test_an_unknown_verb_is_named_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["shwo"]) == 2
+    assert capsys.readouterr().err == 'mrl: unknown verb "shwo"; did you mean "show"?\n'
+
+
+def test_an_unknown_option_is_a_usage_error() -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--nonsense"])
+    assert left.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError([Problem("a.yaml:3", "actor.lr", "must be positive")]), 2),
+        (WorkerDied("rank 3 ended", fix="see its log"), 1),
+    ],
+    ids=["the user's mistake", "a failed run"],
+)
+def test_our_errors_are_messages_and_exit_codes(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(monkeypatch, error)
+    assert main(["demo"]) == code
+    assert capsys.readouterr().err == f"{error}\n"
+
+
+def test_messages_hide_the_secrets_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "correct-horse-battery")
+    stand_in(monkeypatch, WorkerDied("it said correct-horse-battery"))
+    main(["demo"])
+    assert capsys.readouterr().err == "it said <redacted:HUB_TOKEN>\n"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError):
+        main(["demo"])
+
+
+def test_an_interrupt_leaves_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    stand_in(monkeypatch, KeyboardInterrupt())
+    assert main(["demo"]) == frame.EXIT_INTERRUPTED == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    finished = subprocess.run(
+        [*RUN, "show", "--schema"], stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(write_end)
+    assert finished.returncode == frame.EXIT_PIPE_CLOSED == 141
+    assert finished.stderr == ""
+
+
+def test_demo_pretends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo"]) == 1
+    assert "the trainer is not part of mrl" in capsys.readouterr().err

@@ -1,0 +1,66 @@
+"""The light verbs answer at once and load nothing heavy: they run on login nodes where nothing else is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "tensordict", "pyarrow", "numpy")
+CONFIG = "configs/laptop-ppo.yaml"
+LIGHT = [
+    (),
+    ("--help",),
+    ("--version",),
+    ("show", "--help"),
+    ("explain", "--help"),
+    ("show", "--schema"),
+    ("show", CONFIG),
+    ("explain", CONFIG),
+]
+
+PROGRAM = """
+import sys
+from mrl.cli.main import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as left:
+    code = left.code
+loaded = [name for name in HEAVY if sys.modules.get(name)]
+sys.exit(f"loaded: {loaded}" if loaded else code)
+"""
+INSTALLED = f"HEAVY = {HEAVY!r}{PROGRAM}"
+NOT_INSTALLED = f"import sys\nsys.modules.update(dict.fromkeys({HEAVY!r}))\n{INSTALLED}"  # None: importing it fails
+
+
+def mrl(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("program", [INSTALLED, NOT_INSTALLED], ids=["installed", "not installed"])
+@pytest.mark.parametrize("arguments", LIGHT, ids=" ".join)
+def test_light_commands_load_and_need_no_heavy_library(program: str, arguments: tuple[str, ...]) -> None:
+    finished = mrl(program, *arguments)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.strip()
+
+
+@pytest.mark.parametrize("arguments", LIGHT[:5], ids=" ".join)
+def test_help_answers_within_half_a_second(arguments: tuple[str, ...]) -> None:
+    def seconds() -> float:
+        begin = time.perf_counter()
+        assert mrl(INSTALLED, *arguments).returncode == 0
+        return time.perf_counter() - begin
+
+    assert min(seconds() for _ in range(3)) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("program", "said"), [(INSTALLED, "loaded: ['numpy']"), (NOT_INSTALLED, "ModuleNotFoundError")]
+)
+def test_a_heavy_import_would_be_noticed(program: str, said: str) -> None:
+    finished = mrl(program.replace("import main\n", "import main\nimport numpy\n"), "--version")
+    assert finished.returncode != 0
+    assert said in finished.stderr

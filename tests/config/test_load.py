@@ -1,0 +1,218 @@
+"""Loading: layers, origins, interpolation, strict types, and everything that must be accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mrl.config.load import Resolved, load_config
+from mrl.config.schema import Config, DeadlinesConfig, ParallelConfig
+from mrl.errors import ConfigError
+
+PRESETS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+Write = Callable[..., str]
+
+
+def origin(resolved: Resolved, key: str) -> str:
+    return resolved.origin(tuple(key.split(".")))
+
+
+def test_values_arrive_typed(valid: str, write: Write) -> None:
+    config = load_config(write(valid)).config
+    assert config.run.name == "demo"
+    assert config.placement.pools == {"train": 4}
+    assert config.actor.parallel == ParallelConfig(tp=2)
+    assert config.actor.optimizer == {"lr": 1e-6}
+    assert type(config.actor.optimizer["lr"]) is float, "plain YAML loaders read 1e-6 as text"
+    assert config.deadlines == DeadlinesConfig(resources_s=120, start_s=300, call_s=1800, heartbeat_s=5, release_s=2)
+    assert load_config("run.yaml", ["deadlines.call_s=60"]).config.deadlines.call_s == 60.0
+
+
+def test_nothing_of_omegaconf_is_left(valid: str, write: Write) -> None:
+    def walk(value: object) -> None:
+        assert not type(value).__module__.startswith("omegaconf")
+        if isinstance(value, dict):
+            for inner in value.values():
+                walk(inner)
+        if isinstance(value, list):
+            for inner in value:
+                walk(inner)
+
+    text = valid + "  vllm: {hf_overrides: {a: [1, {b: 2}], c: '${run.name}', d: '${actor.optimizer}'}}\n"
+    config = load_config(write(text)).config
+    assert config.rollout.vllm["hf_overrides"] == {"a": [1, {"b": 2}], "c": "demo", "d": {"lr": 1e-6}}
+    walk(dataclasses.asdict(config))
+    for section in (config.actor.optimizer, config.rollout.vllm, config.placement.pools):
+        assert type(section) is dict
+
+
+def test_origins_name_file_line_and_command_line(valid: str, write: Write) -> None:
+    resolved = load_config(write(valid), ["batch.epochs_per_step=2", "rollout={tp: 2}"])
+    assert origin(resolved, "cluster.device") == "run.yaml:5"
+    assert origin(resolved, "actor.optimizer.lr") == "run.yaml:22"
+    assert origin(resolved, "cluster.nodes") == "default"
+    assert origin(resolved, "batch.epochs_per_step") == "command line"
+    assert origin(resolved, "rollout.tp") == "command line"
+    assert origin(resolved, "rollout.max_prompt_tokens") == "run.yaml:27"
+
+
+def test_a_chain_of_files(valid: str, write: Write) -> None:
+    write(valid, "base/ppo.yaml")
+    write(
+        "extends: ppo.yaml\nbatch: {prompts_per_step: 16}\nactor: {optimizer: {weight_decay: 0.1}}\n", "base/more.yaml"
+    )
+    path = write("extends: base/more.yaml\nbatch:\n  samples_per_prompt: 2\n")
+    resolved = load_config(path, ["actor.optimizer.lr=0.5"])
+    assert resolved.config.batch.prompts_per_step == 16
+    assert resolved.config.batch.samples_per_prompt == 2
+    assert resolved.config.actor.optimizer == {"lr": 0.5, "weight_decay": 0.1}, "sections merge"
+    assert origin(resolved, "batch.prompts_per_step") == "base/more.yaml:2"
+    assert origin(resolved, "batch.samples_per_prompt") == "run.yaml:3"
+    assert origin(resolved, "batch.samples_per_update") == "base/ppo.yaml:18"
+
+
+def test_the_parent_path_is_relative_to_the_file(valid: str, write: Write) -> None:
+    write(valid, "one/base.yaml")
+    assert load_config(write("extends: ../one/base.yaml\n", "two/run.yaml")).config.run.name == "demo"
+
+
+def test_a_mistake_in_a_parent_names_the_parent(valid: str, write: Write) -> None:
+    write(valid.replace("device: cpu", "device: tpu"), "base.yaml")
+    with pytest.raises(ConfigError, match=r"base\.yaml:5: cluster\.device"):
+        load_config(write("extends: base.yaml\n"))
+
+
+def test_lists_replace(valid: str, write: Write) -> None:
+    write(valid + "  vllm: {hf_overrides: {a: [1, 2, 3]}}\n", "base.yaml")
+    path = write("extends: base.yaml\nrollout: {vllm: {hf_overrides: {a: [4]}}}\n")
+    assert load_config(path).config.rollout.vllm == {"hf_overrides": {"a": [4]}}
+
+
+def test_null_takes_a_section_and_an_entry_out(valid: str, write: Write) -> None:
+    write(valid, "base.yaml")
+    path = write("extends: base.yaml\ncritic: null\nplacement: {roles: {critic: null}}\nalgorithm: {advantage: grpo}\n")
+    resolved = load_config(path)
+    assert resolved.config.critic is None
+    assert resolved.config.placement.roles == {"actor": "train"}
+    assert origin(resolved, "critic") == "run.yaml:2"
+
+
+def test_a_section_after_null_starts_afresh(valid: str, write: Write) -> None:
+    write(valid, "base.yaml")
+    write("extends: base.yaml\ncritic: null\n", "without.yaml")
+    path = write("extends: without.yaml\ncritic: {max_tokens_per_device: 2048}\n")
+    resolved = load_config(path)
+    assert resolved.config.critic is not None
+    assert resolved.config.critic.parallel.tp == 1, "the grandparent's tp=2 went with its section"
+    assert origin(resolved, "critic.parallel.tp") == "default"
+
+
+def test_null_is_a_value_where_keys_are_handed_on(valid: str, write: Write) -> None:
+    assert load_config(write(valid), ["rollout.vllm.quantization=null"]).config.rollout.vllm == {"quantization": None}
+
+
+def test_interpolation(valid: str, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MRL_TEST_DIR", "from-environment")
+    monkeypatch.setenv("MRL_TEST_PROMPTS", "16")
+    text = valid.replace("name: demo", "name: demo\n  dir: ${oc.env:MRL_TEST_DIR}/${run.name}")
+    text = text.replace("prompts_per_step: 8", "prompts_per_step: ${oc.decode:${oc.env:MRL_TEST_PROMPTS}}")
+    config = load_config(write(text)).config
+    assert config.run.dir == "from-environment/demo"
+    assert config.batch.prompts_per_step == 16
+    assert load_config("run.yaml", ["run.dir=${oc.env:MRL_TEST_UNSET,plan-b}"]).config.run.dir == "plan-b"
+
+
+def test_interpolation_sees_the_merged_configuration(valid: str, write: Write) -> None:
+    write(valid.replace("name: demo", "name: demo-${batch.prompts_per_step}"), "base.yaml")
+    path = write("extends: base.yaml\nbatch: {prompts_per_step: 16}\n")
+    assert load_config(path).config.run.name == "demo-16"
+    assert load_config(path, ["batch.prompts_per_step=24"]).config.run.name == "demo-24"
+
+
+def test_a_section_taken_over_by_interpolation(valid: str, write: Write) -> None:
+    resolved = load_config(write(valid), ["critic=${actor}", "actor.parallel.tp=1"])
+    assert resolved.config.critic == resolved.config.actor
+    assert origin(resolved, "critic.parallel.tp") == "command line"
+    assert origin(resolved, "critic.parallel.pp") == "default"
+
+
+def test_the_later_override_wins(valid: str, write: Write) -> None:
+    assert load_config(write(valid), ["run.name=a", "run.name=b"]).config.run.name == "b"
+
+
+def test_override_values_may_hold_anything(valid: str, write: Write) -> None:
+    assert load_config(write(valid), ["run.dir=a=b"]).config.run.dir == "a=b"
+    assert load_config("run.yaml", ['run.dir="a: b"']).config.run.dir == "a: b"
+    assert load_config("run.yaml", ["deadlines.call_s=1e-3"]).config.deadlines.call_s == 0.001
+    assert load_config("run.yaml", ["actor.parallel={tp: 4}"]).config.actor.parallel.tp == 4
+    assert load_config("run.yaml", ["cluster.ray_address="]).config.cluster.ray_address is None
+
+
+def test_a_byte_order_mark_and_windows_lines(valid: str, write: Write) -> None:
+    resolved = load_config(write(b"\xef\xbb\xbf" + valid.replace("\n", "\r\n").encode()))
+    assert resolved.config.run.name == "demo"
+    assert origin(resolved, "cluster.device") == "run.yaml:5"
+
+
+def test_aliases_are_values(valid: str, write: Write) -> None:
+    text = valid.replace("parallel: {tp: 2}", "parallel: &split {tp: 2}", 1).replace(
+        "critic:\n  parallel: {tp: 2}", "critic:\n  parallel: *split"
+    )
+    assert load_config(write(text)).config.critic == dataclasses.replace(load_config(write(valid)).config.critic)
+
+
+def test_a_pipeline_split_by_hand_is_not_checked_and_said_so(valid: str, write: Write) -> None:
+    write('{"num_hidden_layers": 5, "num_attention_heads": 4}', "model/config.json")
+    overrides = ["model.path=model", "actor.parallel={pp: 2}"]
+    with pytest.raises(ConfigError, match="5 layers do not split into"):
+        load_config(write(valid), overrides)
+    resolved = load_config(
+        "run.yaml", [*overrides, "actor.parallel.tp=1", "actor.megatron.num_layers_in_first_pipeline_stage=3"]
+    )
+    assert resolved.warnings == (
+        "layers over the pipeline stages of the actor: actor.megatron.num_layers_in_first_pipeline_stage splits them",
+    )
+
+
+def test_a_model_config_that_says_little_is_said_so(valid: str, write: Write) -> None:
+    write('{"hidden_size": 8}', "model/config.json")
+    assert load_config(write(valid), ["model.path=model"]).warnings == (
+        "layers against the layouts: the model's config.json does not give their number",
+        "attention heads against the layouts: the model's config.json does not give their number",
+    )
+
+
+def test_a_hub_name_is_not_checked_and_said_so(valid: str, write: Write) -> None:
+    (warning,) = load_config(write(valid)).warnings
+    assert warning == 'layers, heads and experts against the layouts: "tiny/model" is not a directory on this machine'
+
+
+def test_an_advantage_of_ones_own_may_have_a_critic_or_none(valid: str, write: Write) -> None:
+    overrides = ["algorithm.advantage=my_package.advantages:mine"]
+    assert load_config(write(valid), overrides).config.critic is not None
+    assert load_config("run.yaml", [*overrides, "critic=null", "placement.roles.critic=null"]).config.critic is None
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_presets_pass_and_stay_short(preset: Path) -> None:
+    resolved = load_config(str(preset))
+    assert isinstance(resolved.config, Config)
+    keys = [line for line in preset.read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    assert len(keys) <= 40
+    assert preset.read_text().startswith("# ")
+
+
+def test_there_are_presets() -> None:
+    assert {preset.stem for preset in PRESETS} >= {"laptop-ppo", "laptop-grpo", "ppo-llama3.1-70b-8n8g"}
+
+
+def test_an_unknown_key_of_an_override_is_the_command_lines_mistake(valid: str, write: Write) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(valid), ["actor.paralel.tp=2", "actor.parallel.tpp=2"])
+    assert [(problem.where, problem.key) for problem in caught.value.problems] == [
+        ("command line", "actor.paralel"),
+        ("command line", "actor.parallel.tpp"),
+    ]

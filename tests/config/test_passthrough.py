@@ -1,0 +1,83 @@
+"""Handed-on keys: real names where the libraries are, a visible warning where they are not."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mrl.config import passthrough
+from mrl.config.load import load_config
+from mrl.errors import ConfigError
+
+OVERRIDES = ["actor.megatron.nonsense=1", "rollout.vllm={enforce_eager: true, nonsense: 1}"]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    passthrough._field_names.cache_clear()
+    yield
+    passthrough._field_names.cache_clear()
+
+
+def test_without_the_libraries_nothing_is_silent(
+    valid: str, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert load_config(write(valid), OVERRIDES).warnings[:3] == (
+        "the 1 keys of actor.megatron: TransformerConfig of megatron is not found on this machine",
+        "the 1 keys of actor.optimizer: OptimizerConfig of megatron is not found on this machine",
+        "the 2 keys of rollout.vllm: AsyncEngineArgs of vllm is not found on this machine",
+    )
+
+
+def test_what_mrl_sets_is_refused_without_the_libraries(
+    valid: str, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"rollout\.vllm\.trust_remote_code: set by mrl"):
+        load_config(write(valid), ["rollout.vllm.trust_remote_code=true"])
+
+
+@pytest.mark.parametrize(
+    "source", ["class Other: pass\n", "class TransformerConfig(Moved):\n    x: int = 1\n"], ids=["class", "base"]
+)
+def test_a_class_that_has_moved_is_a_warning(
+    source: str, tmp_path: Path, valid: str, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in passthrough._TRANSFORMER.files:
+        write(source, f"megatron/{file}")
+    monkeypatch.setattr(passthrough, "_installed_file", lambda package, file: tmp_path / package / file)
+    resolved = load_config(write(valid.replace("  optimizer: {lr: 1e-6}\n", "")), ["actor.megatron.nonsense=1"])
+    assert (
+        "the 1 keys of actor.megatron: TransformerConfig of megatron is not found on this machine" in resolved.warnings
+    )
+
+
+TARGETS = {
+    "megatron": {
+        "megatron.core.transformer.transformer_config": passthrough._TRANSFORMER,
+        "megatron.core.distributed": passthrough._DDP,
+        "megatron.core.optimizer": passthrough._OPTIMIZER,
+    },
+    "vllm": {"vllm.engine.arg_utils": passthrough._ENGINE},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", TARGETS)
+def test_names_read_from_the_source_are_those_of_the_class(package: str) -> None:
+    program = "import dataclasses, importlib\n" + "".join(
+        f"cls = importlib.import_module({module!r}).{target.class_name}\n"
+        "print('fields', *[field.name for field in dataclasses.fields(cls)])\n"
+        for module, target in TARGETS[package].items()
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    real = [set(line.split()[1:]) for line in printed.stdout.splitlines() if line.startswith("fields ")]
+    for target, names in zip(TARGETS[package].values(), real, strict=True):
+        assert passthrough._field_names(target.package, target.files, target.class_name) == names
+        assert set(target.owned) <= names, "what mrl says it sets is there to be set"

@@ -1,0 +1,141 @@
+"""The resolved configuration as text: it loads as the same configuration, and tells where values came from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from mrl.config.keys import dotted, schema_keys
+from mrl.config.load import load_config
+from mrl.config.render import leaves, render, render_difference, render_schema
+
+Write = Callable[..., str]
+
+
+def test_golden(valid: str, write: Write) -> None:
+    text = render(load_config(write(valid), ["critic=null", "placement.roles.critic=null", "algorithm.advantage=grpo"]))
+    assert (
+        text
+        == """\
+run:
+  name: demo                   # run.yaml:2
+  dir: runs                    # default
+cluster:
+  nodes: 1                     # default
+  devices_per_node: 4          # run.yaml:4
+  device: cpu                  # run.yaml:5
+  ray_address: null            # default
+  allow_insecure_ray: false    # default
+deadlines:
+  resources_s: 120.0           # default
+  start_s: 300.0               # default
+  call_s: 1800.0               # default
+  heartbeat_s: 5.0             # default
+  release_s: 2.0               # default
+placement:
+  pools:
+    train: 4                   # run.yaml:8
+  roles:
+    actor: train               # run.yaml:9
+model:
+  path: tiny/model             # run.yaml:11
+algorithm:
+  advantage: grpo              # command line
+  kl:
+    where: loss                # run.yaml:14
+batch:
+  prompts_per_step: 8          # run.yaml:16
+  samples_per_prompt: 4        # run.yaml:17
+  samples_per_update: 16       # run.yaml:18
+  epochs_per_step: 1           # default
+actor:
+  parallel:
+    tp: 2                      # run.yaml:20
+    pp: 1                      # default
+    vpp: 1                     # default
+    cp: 1                      # default
+    ep: 1                      # default
+    etp: 1                     # default
+    sequence_parallel: false   # default
+  max_tokens_per_device: 1024  # run.yaml:21
+  megatron: {}                 # default
+  ddp: {}                      # default
+  optimizer:
+    lr: 1e-06                  # run.yaml:22
+critic: null                   # command line
+rollout:
+  tp: 1                        # default
+  max_prompt_tokens: 256       # run.yaml:27
+  max_response_tokens: 256     # run.yaml:28
+  vllm: {}                     # default
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "plain", "", " ", "two words", "yes", "No", "null", "~", "1e-6", "12", "1_000", "0x1f", "10:30", "2024-01-01",
+        ".5", "a: b", "a #b", "#", "- a", "'", '"', "a\\b", "\\", "\t", "a\nb", "é", "\u2028", "\x85", "${run.dir}",
+        "\\${run.dir}", "\\\\${x}", "a${", "$", "{a}", "[a]", "*a", "&a", "!a", "|", "=", "<<", "@x", "`x`", "%x",
+        "???x", ".inf",
+        1, -1, 0, 1.0, 1e-6, 1e300, float("inf"), float("-inf"), True, False, None,
+        [], [1, "a b", None], {}, {"a": {}}, {"a": [{"b": "yes"}]}, {"yes": 1, "1": 2, "a b": 3, "": 4, "a: b": 5},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_rendered_loads_as_the_same(value: object, valid: str, write: Write) -> None:
+    resolved = load_config(write(valid))
+    config = dataclasses.replace(
+        resolved.config, rollout=dataclasses.replace(resolved.config.rollout, vllm={"hf_overrides": value})
+    )
+    text = render(dataclasses.replace(resolved, config=config))
+    again = load_config(write(text, "again.yaml")).config
+    assert again == config
+    assert repr(again) == repr(config), "1, 1.0 and true are equal, but not the same"
+
+
+def test_difference(valid: str, write: Write) -> None:
+    before, after = (
+        load_config(write(valid)),
+        load_config(write(valid, "b.yaml"), ["actor.optimizer={weight_decay: 1}"]),
+    )
+    assert render_difference(before, after) == (
+        "- run.yaml\n+ b.yaml\n+ actor.optimizer.weight_decay: 1  # command line\n"
+    )
+    assert render_difference(after, before) == (
+        "- b.yaml\n+ run.yaml\n- actor.optimizer.weight_decay: 1  # command line\n"
+    )
+    changed = load_config("b.yaml", ["actor.parallel.tp=4", "critic.parallel.tp=2"])
+    assert render_difference(before, changed) == (
+        "- run.yaml\n+ b.yaml\n- actor.parallel.tp: 2  # run.yaml:20\n+ actor.parallel.tp: 4  # command line\n"
+    )
+    assert render_difference(before, load_config("b.yaml")) == "", "origins alone are no difference"
+
+
+def test_difference_in_type_alone(valid: str, write: Write) -> None:
+    one, true = (load_config(write(valid), [f"rollout.vllm.enforce_eager={value}"]) for value in ("1", "true"))
+    assert "+ rollout.vllm.enforce_eager: true" in render_difference(one, true)
+
+
+def test_schema_lists_every_key_once_with_its_meaning() -> None:
+    text = render_schema()
+    assert "  prompts_per_step: whole number, at least 1; required\n      Prompts drawn for one step.\n" in text
+    assert "  device: cpu | gpu; required\n" in text
+    assert "  ray_address: one line of text | null; default null\n" in text
+    assert "    Its keys are those of actor.\n" in text
+    assert text.count("max_tokens_per_device:") == 1
+
+
+def test_every_key_of_the_schema_has_a_meaning() -> None:
+    assert [dotted(key.path) for key in schema_keys() if not key.doc] == []
+
+
+def test_every_key_of_the_schema_is_rendered(valid: str, write: Write) -> None:
+    resolved = load_config(write(valid))
+    paths = {leaf.path for leaf in leaves(resolved)}
+    for section in dataclasses.fields(resolved.config):
+        assert any(path[0] == section.name for path in paths)
+    assert len(paths) == len(list(leaves(resolved)))

@@ -1,0 +1,65 @@
+"""The nearest values that a rule proposes do work, whatever was wrong."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+
+import pytest
+
+from mrl.config.load import load_config
+from mrl.config.nearest import near_divisors, near_multiples, nearest
+from mrl.errors import ConfigError
+
+PROPOSAL = re.compile(r"(?:nearest|smallest): ([a-z_.]+)=([0-9]+)(?: or ([0-9]+))?$")
+
+
+def problems(path: str, overrides: list[str]) -> dict[str, str]:
+    """What is wrong by key, with the fix."""
+    try:
+        load_config(path, overrides)
+    except ConfigError as error:
+        return {f"{problem.key}: {problem.what}": problem.fix for problem in error.problems}
+    return {}
+
+
+def test_near_values() -> None:
+    assert near_multiples(56, 6) == [54, 60]
+    assert near_multiples(59, 6) == [60, 54]
+    assert near_multiples(2, 6) == [6]
+    assert near_divisors(10, 32) == [8, 16]
+    assert near_divisors(5, 12, step=3) == [6, 3]
+    assert near_divisors(100, 12) == [12]
+    assert near_divisors(1, 9, step=2) == []
+    assert nearest("key", []) == ""
+    assert nearest("key", [4, 8]) == "nearest: key=4 or 8"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_proposed_value_puts_its_rule_right(seed: int, valid: str, write: Callable[..., str]) -> None:
+    chance = random.Random(seed)
+    path = write(valid)
+    tried = 0
+    for _ in range(20):
+        overrides = [
+            f"batch.prompts_per_step={chance.randint(1, 40)}",
+            f"batch.samples_per_prompt={chance.randint(1, 8)}",
+            f"batch.samples_per_update={chance.randint(1, 64)}",
+            f"rollout.max_response_tokens={chance.choice([100, 900, 3000])}",
+            f"rollout.tp={chance.randint(1, 5)}",
+            f"actor.parallel.tp={chance.choice([1, 2, 4])}",
+            f"critic.parallel={{tp: {chance.choice([1, 2])}, cp: {chance.choice([1, 2])}}}",
+        ]
+        for what, fix in problems(path, overrides).items():
+            for key, *values in PROPOSAL.findall(fix):
+                for value in filter(None, values):
+                    tried += 1
+                    left = problems(path, [*overrides, f"{key}={value}"])
+                    assert not [other for other in left if same_rule(what, other)], (overrides, what, fix, left)
+    assert tried > 30
+
+
+def same_rule(what: str, other: str) -> bool:
+    """Whether two problems are the same one with other numbers."""
+    return re.sub(r"\d+", "", what) == re.sub(r"\d+", "", other)

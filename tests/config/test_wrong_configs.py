@@ -1,0 +1,187 @@
+"""Wrong configurations, each with exactly the messages that it must give."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mrl.config.load import load_config
+from mrl.errors import ConfigError
+
+CASES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("wrong_configs.yaml").read_text())
+MODELS = {
+    "model": {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 2},
+    "moe": {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 12, "num_experts": 6},
+}
+
+
+def problems_of(path: str, overrides: list[str] | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides or [])
+    assert caught.value.exit_code == 2
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.fixture
+def models(write: Callable[..., str]) -> None:
+    for name, sizes in MODELS.items():
+        write(json.dumps(sizes), f"{name}/config.json")
+    write("{", "broken/config.json")
+    Path("empty").mkdir()
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"])
+def test_message(case: dict[str, Any], valid: str, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MRL_TEST_EIGHT", "8")
+    monkeypatch.delenv("MRL_TEST_NOT_SET", raising=False)
+    text = valid
+    for old, new in case.get("edits", {}).items():
+        assert text.count(old) == 1, f"{old!r} must stand once in the valid configuration"
+        text = text.replace(old, new)
+    assert problems_of(write(text), case.get("overrides")) == case["problems"]
+
+
+def test_there_are_many_cases() -> None:
+    assert len(CASES) >= 45
+    assert len({case["case"] for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize(
+    ("content", "problems"),
+    [
+        ("", ["run.yaml: the file is empty"]),
+        ("# nothing but a comment\n", ["run.yaml: the file is empty"]),
+        ("- a\n- b\n", ["run.yaml:1: the file must hold keys and values (write `key: value` lines)"]),
+        ("just text\n", ["run.yaml:1: the file must hold keys and values (write `key: value` lines)"]),
+        ("run: [1\nmodel: 2\n", ["run.yaml:2: not valid YAML: expected ',' or ']', but got ':'"]),
+        ("run:\n\tname: x\n", ["run.yaml:2: not valid YAML: found character '\\t' that cannot start any token"]),
+        ("a: 1\n---\nb: 2\n", ["run.yaml:2: not valid YAML: but found another document"]),
+        (
+            "run: {name: a}\nmodel: {}\nrun: {name: b}\nmodel: {}\n",
+            [
+                "run.yaml:3: run: stands here twice, first in line 1",
+                "run.yaml:4: model: stands here twice, first in line 2",
+            ],
+        ),
+        (
+            "run: !!python/object/apply:os.system [ls]\nmodel: !mine x\n",
+            [
+                "run.yaml:1: run: the tag !!python/object/apply:os.system is not allowed (write plain values)",
+                "run.yaml:2: model: the tag !mine is not allowed (write plain values)",
+            ],
+        ),
+        ("1: x\n", ["run.yaml:1: a key must be text (a number or truth value needs quotes to be one)"]),
+        ("? [a, b]\n: x\n", ["run.yaml:1: a key must be text (a number or truth value needs quotes to be one)"]),
+        (
+            "run: &a {name: x}\nmodel:\n  <<: *a\n",
+            ["run.yaml:3: model: merge keys (<<) are not supported (share values by extends: another file)"],
+        ),
+        ("run: *nothing\n", ["run.yaml:1: not valid YAML: found undefined alias"]),
+        ("run: &a [*a, *a]\n", ["run.yaml:1: run: an alias that holds itself"]),
+        ("run: &a {name: {x: *a}}\n", ["run.yaml:1: run.name.x: an alias that holds itself"]),
+        ("run: " + "[" * 30 + "]" * 30, ["run.yaml:1: run: more than 20 levels deep"]),
+        (
+            "run: !!int x\n",
+            ["run.yaml:1: not readable: a value that its tag does not allow, or a number of thousands of digits"],
+        ),
+        (b"run:\n  name: \xff\n", ["run.yaml:2: not UTF-8 text (save the file as UTF-8)"]),
+        (
+            b"run: \x00\n",
+            ["run.yaml:1: not valid YAML: unacceptable character #x0000: special characters are not allowed"],
+        ),
+        ("a" * 2_000_000, ["run.yaml: 2000000 bytes are no configuration; at most 1048576"]),
+        ("a: " + "[" * 100_000, ["run.yaml:1: not readable: more than 20 levels deep"]),
+        ("extends: 3\n", ["run.yaml:1: extends: must name one file (a chain of files extends one by one)"]),
+        (
+            "extends: [a.yaml, b.yaml]\n",
+            ["run.yaml:1: extends: must name one file (a chain of files extends one by one)"],
+        ),
+        ("extends: run.yaml\n", ["run.yaml:1: extends: goes in a circle: run.yaml -> run.yaml"]),
+        ("a: 1\nextends: bass.yaml\n", ['run.yaml:2: extends: "bass.yaml" does not exist (did you mean "base.yaml"?)']),
+        ('extends: "a\\0.yaml"\n', ["run.yaml:1: extends: must name one file (a chain of files extends one by one)"]),
+        ("extends: " + "x" * 300, [f'run.yaml:1: extends: "{"x" * 300}" does not exist']),
+        ("extends: folder\n", ['run.yaml:1: extends: "folder" is a directory (name a file)']),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_unreadable_file(content: str | bytes, problems: list[str], write: Callable[..., str]) -> None:
+    write("extends: folder/parent.yaml\n", "base.yaml")
+    write("", "folder/parent.yaml")
+    assert problems_of(write(content)) == problems
+
+
+def test_alias_bomb_is_refused_in_bounded_time(write: Callable[..., str]) -> None:
+    levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    (problem,) = problems_of(write("\n".join(levels)))
+    assert "aliases make more than 10000 values of it" in problem
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("a" + ".a" * 1000 + "=1", 'command line: "a' + ".a" * 1000 + '" is not an override (write key.path=value)'),
+        (
+            "model.path=~nobody-of-this-name/model",
+            'command line: model.path: "~nobody-of-this-name/model" is neither a directory here nor a name on the hub',
+        ),
+        (
+            "model.path=./" + "x" * 300,
+            f'command line: model.path: "./{"x" * 300}" is neither a directory here nor a name on the hub',
+        ),
+        ('run.dir="a\\0b"', 'command line: run.dir: must be one line of text, not "a\\u0000b"'),
+        ('run.dir="a\\nb"', 'command line: run.dir: must be one line of text, not "a\\nb"'),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_hostile_override(override: str, problem: str, valid: str, write: Callable[..., str]) -> None:
+    assert problems_of(write(valid), [override]) == [problem]
+
+
+def test_circle_of_three_files_is_spelled_out(write: Callable[..., str]) -> None:
+    write("extends: c.yaml\n", "b.yaml")
+    write("extends: a.yaml\n", "c.yaml")
+    assert problems_of(write("extends: b.yaml\n", "a.yaml")) == [
+        "c.yaml:1: extends: goes in a circle: a.yaml -> b.yaml -> c.yaml -> a.yaml"
+    ]
+
+
+def test_missing_file_names_a_near_one(write: Callable[..., str]) -> None:
+    write("", "configs/laptop-ppo.yaml")
+    assert problems_of("configs/laptop-pop.yaml") == [
+        'configs/laptop-pop.yaml: does not exist (did you mean "configs/laptop-ppo.yaml"?)'
+    ]
+    assert problems_of("nowhere/x.yaml") == ["nowhere/x.yaml: does not exist"]
+
+
+def test_directory_names_the_configuration_inside(write: Callable[..., str]) -> None:
+    write("", "runs/demo/config.yaml")
+    assert problems_of("runs/demo") == ['runs/demo: is a directory (did you mean "runs/demo/config.yaml"?)']
+    assert problems_of("runs") == ["runs: is a directory (name a file)"]
+
+
+def test_mistakes_of_file_and_command_line_come_together(valid: str, write: Callable[..., str]) -> None:
+    path = write(valid.replace("device: cpu", "device: tpu").replace("prompts_per_step: 8", "prompts_per_step: x"))
+    assert problems_of(
+        path, ["actor.parallel.tpp=2", "+run.name=x", "run.dir=[]", "critic.max_tokens_per_device=0"]
+    ) == [
+        "command line: +run.name: an override has no prefix (write run.name=value; run.name=null removes)",
+        "command line: run.dir: must be text, not a list",
+        'run.yaml:5: cluster.device: "tpu" is not one of cpu, gpu (did you mean "gpu"?)',
+        'run.yaml:16: batch.prompts_per_step: must be a whole number, not "x"',
+        'command line: actor.parallel.tpp: unknown key (did you mean "actor.parallel.tp"?)',
+        "command line: critic.max_tokens_per_device: must be at least 1, not 0",
+    ]
+
+
+def test_unreadable_file_still_reports_the_command_line(write: Callable[..., str]) -> None:
+    assert problems_of(write("run: ["), ["nonsense"]) == [
+        "run.yaml:1: not valid YAML: expected the node content, but found '<stream end>'",
+        'command line: "nonsense" is not an override (write key.path=value)',
+    ]

@@ -1,0 +1,398 @@
+"""The rules of the house as functions from sources to complaints; `test_architecture.py` applies them.
+
+A rule that looks at one file takes a `Source`; a rule that looks at the whole takes all of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import statistics
+import sys
+import tokenize
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+LAYERS = (  # lowest first; what shares a line never imports each other
+    {"errors"},
+    {"registry", "redaction"},
+    {"events"},
+    {"config"},
+    {"protocol"},
+    {"controller"},
+    {"algos", "data", "rewards", "observe"},
+    {"models", "rollout"},
+    {"engine"},
+    {"hybrid"},
+    {"workers"},
+    {"trainer"},
+    {"plan"},
+    {"cli"},
+)
+LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
+LIBRARY_HOMES = {
+    "omegaconf": "config",
+    "yaml": "config",
+    "tensordict": "protocol",
+    "ray": "controller",
+    "pyarrow": "data",
+    "megatron": "engine",
+    "transformer_engine": "engine",
+    "vllm": "rollout",
+}
+WITHOUT_TORCH = {"errors", "registry", "redaction", "events", "config", "cli"}
+TORCH_ONLY = {"algos"}
+HEAVY = {"torch", "transformers", *LIBRARY_HOMES} - {"omegaconf", "yaml"}
+
+MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_METHODS, MOST_PARAMETERS = 400, 60, 16, 6
+MEDIAN_FILE_LINES, SHORT_FUNCTION_LINES, SHORT_FUNCTIONS = 150, 35, 0.9
+
+# Where everything may be caught, because whatever happens there is reported as a worker's death.
+BROAD_EXCEPT_ALLOWED = {
+    ("mrl/controller/worker_host.py", "WorkerHost.start"),
+    ("mrl/controller/worker_host.py", "WorkerHost.call"),
+    ("mrl/controller/worker_host.py", "WorkerHost.call_on_shard"),
+}
+
+PICKLE_KIN = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
+BANNED_CALLS = {
+    **dict.fromkeys(("eval", "exec", "compile"), "runs text as code"),
+    **dict.fromkeys(("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"), "runs a shell"),
+    **dict.fromkeys(
+        ("yaml.unsafe_load", "yaml.unsafe_load_all", "yaml.full_load", "yaml.full_load_all"), "is not a safe loader"
+    ),
+}
+MUST_BE_FALSE = {"shell", "allow_pickle", "trust_remote_code"}
+NEEDS_SAFE_LOADER = {"yaml.load", "yaml.load_all", "yaml.compose", "yaml.compose_all"}
+EMPTY_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
+MACHINE_PATH = re.compile(r"(?<![\w.~}/-])/(work|tmp|home/\w+|Users/\w+)(?![\w-])")
+UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX)\b(?!: (\S+ ){4})")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: `module` is as deep as the statement says, `lazy` when inside a function."""
+
+    module: str
+    line: int
+    lazy: bool
+
+    @property
+    def library(self) -> str:
+        """The top-level name: `torch` for `torch.distributed`."""
+        return self.module.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file: its path below the root, and its text."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def module(self) -> str:
+        """`mrl.config.load`; a package's `__init__` is the package."""
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    @property
+    def unit(self) -> str:
+        return unit_of(self.module)
+
+    @cached_property
+    def functions(self) -> list[Function]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, Function)]
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        lazy = {id(inner) for function in self.functions for inner in ast.walk(function)}
+        return [
+            Import(module, node.lineno, id(node) in lazy)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for module in self._modules(node)
+        ]
+
+    def _modules(self, node: ast.Import | ast.ImportFrom) -> list[str]:
+        if isinstance(node, ast.Import):
+            return [alias.name for alias in node.names]
+        base = node.module or ""
+        if node.level:
+            inside = self.module if self.path.endswith("__init__.py") else self.module.rpartition(".")[0]
+            parents = inside.split(".")[: len(inside.split(".")) - node.level + 1]
+            base = ".".join([*parents, *base.split(".")]).strip(".")
+        return [f"{base}.{alias.name}" for alias in node.names]
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Local name -> what it was imported as, so that `from os import system` hides nothing."""
+        known: dict[str, str] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                known |= {alias.asname: alias.name for alias in node.names if alias.asname}
+            elif isinstance(node, ast.ImportFrom):
+                known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        return known
+
+    def full_name(self, node: ast.expr) -> str:
+        """`numpy.load` for `np.load`; empty for what is no dotted name."""
+        if isinstance(node, ast.Name):
+            return self.aliases.get(node.id, node.id)
+        if isinstance(node, ast.Attribute):
+            base = self.full_name(node.value)
+            return f"{base}.{node.attr}" if base else ""
+        return ""
+
+    def at(self, line: int, complaint: str) -> str:
+        return f"{self.path}:{line}: {complaint}"
+
+
+def unit_of(module: str) -> str:
+    """The package or top-level module of mrl that a module belongs to: what the layers are made of."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+# --- layers -----------------------------------------------------------------------------------------------------
+
+
+def layers(source: Source) -> Iterator[str]:
+    """A unit imports only what lies below it."""
+    if not source.unit:
+        yield from (
+            source.at(found.line, "mrl/__init__.py imports nothing of mrl")
+            for found in source.imports
+            if found.library == "mrl"
+        )
+        return
+    if source.unit not in LEVEL:
+        yield source.at(1, f'"{source.unit}" has no layer: add it to LAYERS')
+        return
+    for found in source.imports:
+        other = unit_of(found.module) if found.library == "mrl" else ""
+        if other not in LEVEL or other == source.unit:
+            continue
+        if LEVEL[other] == LEVEL[source.unit]:
+            yield source.at(found.line, f"{source.unit} and {other} are siblings and never import each other")
+        elif LEVEL[other] > LEVEL[source.unit]:
+            yield source.at(found.line, f"{source.unit} lies below {other} and must not import it")
+
+
+def library_homes(source: Source) -> Iterator[str]:
+    """Every heavy library is imported by one unit only; some units do without torch, or with torch alone."""
+    for found in source.imports:
+        home = LIBRARY_HOMES.get(found.library, source.unit)
+        if home != source.unit:
+            yield source.at(found.line, f"only {home} imports {found.library}")
+        if found.library == "torch" and source.unit in WITHOUT_TORCH:
+            yield source.at(found.line, f"{source.unit} does without torch")
+        foreign = found.library not in {"mrl", "torch", *sys.stdlib_module_names}
+        if source.unit in TORCH_ONLY and foreign:
+            yield source.at(found.line, f"{source.unit} imports torch alone, not {found.library}")
+
+
+def lazy_imports(source: Source) -> Iterator[str]:
+    """An import inside a function must spare somebody a heavy library."""
+    for found in source.imports:
+        spares = found.library in HEAVY or (found.library == "mrl" and unit_of(found.module) not in WITHOUT_TORCH)
+        if found.lazy and not spares:
+            yield source.at(found.line, f"lazy import of {found.module}, which is not heavy: import it at the top")
+
+
+def import_cycles(sources: Sequence[Source]) -> Iterator[str]:
+    """No module imports itself through others, lazily or not."""
+    graph = {source.module: set(_own_imports(source, sources)) for source in sources}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> Iterator[str]:
+        if module in path:
+            yield "import cycle: " + " -> ".join([*path[path.index(module) :], module])
+        elif module not in done:
+            for other in sorted(graph[module]):
+                yield from visit(other, (*path, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        yield from visit(module, ())
+
+
+def two_way_packages(sources: Sequence[Source]) -> Iterator[str]:
+    """Two packages never import each other, at any depth."""
+
+    def package(module: str) -> str:
+        parent = module.rpartition(".")[0]
+        return module if parent in {"", "mrl"} or module in packages else parent
+
+    packages = {source.module for source in sources if source.path.endswith("__init__.py")}
+    pairs = {(package(source.module), package(other)) for source in sources for other in _own_imports(source, sources)}
+    yield from (
+        f"{one} and {other} import each other" for one, other in sorted(pairs) if one < other and (other, one) in pairs
+    )
+
+
+def _own_imports(source: Source, sources: Iterable[Source]) -> Iterator[str]:
+    modules = {other.module for other in sources}
+    for found in source.imports:
+        for name in (
+            found.module,
+            found.module.rpartition(".")[0],
+        ):  # `from package import module`, or `... import name`
+            if name in modules:
+                yield name
+                break
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------
+
+
+def budgets(source: Source) -> Iterator[str]:
+    """Files, functions, classes and parameter lists stay small."""
+    lines = len(source.text.splitlines())
+    if lines > MOST_FILE_LINES:
+        yield source.at(1, f"{lines} lines; a file has at most {MOST_FILE_LINES}")
+    for function in source.functions:
+        if _length(function) > MOST_FUNCTION_LINES:
+            yield source.at(
+                function.lineno,
+                f"{function.name} has {_length(function)} lines; a function has at most {MOST_FUNCTION_LINES}",
+            )
+        count = len(_parameters(function))
+        if count > MOST_PARAMETERS:
+            yield source.at(function.lineno, f"{function.name} takes {count} parameters; at most {MOST_PARAMETERS}")
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ClassDef):
+            methods = sum(isinstance(member, Function) for member in node.body)
+            if methods > MOST_METHODS:
+                yield source.at(node.lineno, f"{node.name} has {methods} methods; a class has at most {MOST_METHODS}")
+
+
+def usual_sizes(sources: Sequence[Source]) -> Iterator[str]:
+    """The median file is short, and so are nine functions out of ten."""
+    files = [len(source.text.splitlines()) for source in sources if not source.path.endswith("__init__.py")]
+    if statistics.median(files) > MEDIAN_FILE_LINES:
+        yield f"the median file has {statistics.median(files):g} lines; aim at {MEDIAN_FILE_LINES}"
+    functions = [_length(function) for source in sources for function in source.functions]
+    short = sum(length < SHORT_FUNCTION_LINES for length in functions)
+    if short < SHORT_FUNCTIONS * len(functions):
+        share = f"{short} of {len(functions)} functions"
+        yield f"{share} are shorter than {SHORT_FUNCTION_LINES} lines; aim at {SHORT_FUNCTIONS:.0%}"
+
+
+def _length(function: Function) -> int:
+    return (function.end_lineno or function.lineno) - function.lineno + 1
+
+
+def _parameters(function: Function) -> list[str]:
+    given = function.args
+    named = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))]
+    return [parameter.arg for parameter in named if parameter.arg not in {"self", "cls"}]
+
+
+# --- style ------------------------------------------------------------------------------------------------------
+
+
+def broad_excepts(source: Source) -> Iterator[str]:
+    """Only what reports a worker's death may catch everything."""
+    for scope, line in _broad_handlers(source):
+        if (source.path, scope) not in BROAD_EXCEPT_ALLOWED:
+            yield source.at(line, f"{scope or 'the module'} catches everything: name the errors that you expect")
+
+
+def stale_permissions(sources: Sequence[Source]) -> Iterator[str]:
+    """Permissions that nothing uses any more are taken away."""
+    used = {(source.path, scope) for source in sources for scope, _ in _broad_handlers(source)}
+    for path, scope in sorted(BROAD_EXCEPT_ALLOWED - used):
+        yield f"BROAD_EXCEPT_ALLOWED: {scope} of {path} catches nothing broad any more"
+
+
+def _broad_handlers(source: Source) -> Iterator[tuple[str, int]]:
+    """Function and line of everything that catches everything."""
+    for scope, node in _scoped(source.tree, ""):
+        caught: list[ast.expr | None] = []
+        if isinstance(node, ast.ExceptHandler):
+            caught = [*node.type.elts] if isinstance(node.type, ast.Tuple) else [node.type]
+        elif isinstance(node, ast.Call) and source.full_name(node.func) == "contextlib.suppress":
+            caught = [*node.args]
+        if any(kind is None or source.full_name(kind) in {"Exception", "BaseException"} for kind in caught):
+            yield scope, node.lineno
+
+
+def _scoped(node: ast.AST, scope: str) -> Iterator[tuple[str, Any]]:
+    """Every node below `node`, with the name of the function or class that it stands in."""
+    for child in ast.iter_child_nodes(node):
+        yield scope, child
+        named = isinstance(child, Function | ast.ClassDef)
+        yield from _scoped(child, f"{scope}.{child.name}".strip(".") if named else scope)
+
+
+def prints_and_asserts(source: Source) -> Iterator[str]:
+    """`print` belongs to the command line; an assert says what was believed."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Name) and node.id == "print" and source.unit != "cli":
+            yield source.at(node.lineno, "print outside cli/: return it, log it, or write an event")
+        if isinstance(node, ast.Assert) and node.msg is None:
+            yield source.at(node.lineno, "assert without a message")
+
+
+def names_and_leftovers(source: Source) -> Iterator[str]:
+    """No module named after nothing, no path of somebody's machine, nothing left unfinished without a reason."""
+    for part in EMPTY_NAMES.intersection(source.module.split(".")):
+        yield source.at(1, f'"{part}" says nothing: name the module after what it holds')
+    yield from machine_paths(source.path, source.text)
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type == tokenize.COMMENT and UNFINISHED.search(token.string):
+            yield source.at(
+                token.start[0], "unfinished, without a reason: do it, or say after the colon what it waits for"
+            )
+
+
+def machine_paths(path: str, text: str) -> Iterator[str]:
+    """Absolute paths that exist on one machine only, in any kind of text file."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        for found in MACHINE_PATH.finditer(line):
+            yield f"{path}:{number}: {found.group()} is a path of somebody's machine"
+
+
+# --- security ---------------------------------------------------------------------------------------------------
+
+
+def security(source: Source) -> Iterator[str]:
+    """Nothing that runs data as code."""
+    for found in source.imports:
+        if found.library in PICKLE_KIN:
+            yield source.at(found.line, f"{found.library} runs what it reads")
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Name | ast.Attribute) and source.full_name(node) in BANNED_CALLS:
+            name = source.full_name(node)
+            yield source.at(node.lineno, f"{name} {BANNED_CALLS[name]}")
+        if isinstance(node, ast.Call):
+            yield from (source.at(node.lineno, complaint) for complaint in _unsafe_call(source, node))
+
+
+def _unsafe_call(source: Source, call: ast.Call) -> Iterator[str]:
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    for name in MUST_BE_FALSE & set(given):
+        if not _is_constant(given[name], False):
+            yield f"{name} is not False"
+    weights_only, function = given.get("weights_only"), source.full_name(call.func)
+    if "weights_only" in given and not _is_constant(weights_only, True):
+        yield "weights_only is not True"
+    if function == "torch.load" and "weights_only" not in given:
+        yield "torch.load without weights_only=True runs what it reads"
+    if function in NEEDS_SAFE_LOADER:
+        loader = given.get("Loader") or (call.args[1] if len(call.args) > 1 else None)
+        if loader is None or not source.full_name(loader).endswith("SafeLoader"):
+            yield f"{function} without a safe loader"
+
+
+def _is_constant(node: ast.expr | None, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
