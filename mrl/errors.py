@@ -78,6 +78,16 @@ class BatchError(MrlError):
     """Columns or rows of a batch that do not fit what is asked of them."""
 
 
+class DataError(MrlError):
+    """Prompts that cannot be read or used: which file, row and column, what was expected, what was found."""
+
+    exit_code = 2
+
+
+class BadRow(DataError):
+    """One row of a data source that is not a prompt."""
+
+
 class RewardError(MrlError):
     """A reward that is missing, not a finite number, or on a token that the model did not write."""
 

@@ -1,0 +1,315 @@
+"""The random cases of `algorithms.py`, and mrl's answer to each of the functions that a peer has.
+
+A case is what the peers read: padded arrays [rows, width] with `mask`, arrays per row, and numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mrl.algos import core_algos as algos
+
+Outputs = dict[str, Tensor | float | list[float]]
+Function = Callable[["Packed"], Outputs]
+VOCABULARY = 11
+
+
+def make_case(seed: int) -> dict[str, Any]:
+    """Groups of 2 to 4 rows in shuffled order, observation tokens, some log-ratios far out; no row fully masked."""
+    rng = np.random.default_rng(seed)
+    uids = [f"prompt-{group}" for group in range(rng.integers(2, 4)) for _ in range(rng.integers(2, 5))]
+    rng.shuffle(uids)
+    num_rows, width = len(uids), 9
+    lengths = rng.integers(1, width + 1, num_rows)
+    inside = np.arange(width) < lengths[:, None]
+    mask = inside & (rng.random((num_rows, width)) < 0.8)
+    mask[np.arange(num_rows), 0] = True
+    last = width - 1 - np.argmax(mask[:, ::-1], axis=1)
+    # Odd eighths: exact in the float32 of verl's vectorised GRPO, never 0, no two alike.
+    scores = rng.permutation(np.arange(-31, 32, 2))[:num_rows] / 8
+    log_probs = -np.abs(rng.normal(size=mask.shape))
+
+    def near(scale: float, far: float = 20.0) -> NDArray[np.float64]:
+        factor = np.where(rng.random(mask.shape) < 0.1, far, 1.0)
+        return np.asarray(log_probs + rng.normal(size=mask.shape) * scale * factor)
+
+    noise = {name: rng.normal(size=mask.shape) for name in ("advantages", "values", "old_values", "returns")}
+    on_last = np.zeros(mask.shape)
+    on_last[np.arange(num_rows), last] = scores
+    return {
+        **noise,
+        "lengths": lengths,
+        "mask": mask.astype(np.float64),
+        "log_probs": log_probs,
+        "old": near(0.3),
+        "ref": near(0.8),
+        "rollout": near(0.3),
+        "old_near": near(0.3, far=1.0),
+        "ref_near": near(0.3, far=1.0),
+        "rewards": rng.normal(size=mask.shape) * mask,
+        "scores": scores,
+        "scores_on_last": on_last,
+        "row_advantages": rng.normal(size=num_rows),
+        "baselines": rng.normal(size=num_rows),
+        "weights": rng.uniform(0.1, 2.0, mask.shape),
+        "logits": rng.normal(size=(*mask.shape, VOCABULARY)) * 2,
+        "uids": uids,
+        "long_lengths": rng.integers(60, 140, 8).tolist(),
+        "gamma": float(rng.choice([1.0, 0.9])),
+        "lam": float(rng.choice([1.0, 0.8])),
+        "clip_low": 0.15,
+        "clip_high": 0.28,
+        "dual_clip": 3.0,
+        "horizon": 17,
+    }
+
+
+class Packed:
+    """A case as mrl reads it."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        self.case = case
+        self.rows = algos.Rows.of(case["lengths"].tolist())
+        self.mask_T = self.column("mask").bool()
+
+    def column(self, name: str) -> Tensor:
+        """A padded array's tokens, one row after another."""
+        array = self.case[name]
+        inside = np.arange(array.shape[1]) < self.case["lengths"][:, None]
+        return torch.from_numpy(array[inside])
+
+    def per_row(self, name: str) -> Tensor:
+        """An array of one number per row."""
+        return torch.from_numpy(self.case[name])
+
+    @property
+    def entropy_T(self) -> Tensor:
+        """Of the whole distribution, from the logits."""
+        log_p = self.column("logits").log_softmax(-1)
+        return -(log_p.exp() * log_p).sum(-1)
+
+    def norm(self, mode: str) -> algos.Normaliser:
+        """The case as the whole batch."""
+        return algos.Normaliser(mode, algos.BatchTotals.of(self.rows, self.mask_T), self.case["horizon"])
+
+    def outcomes(self) -> algos.Outcomes:
+        """The case's scores."""
+        return algos.Outcomes(self.per_row("scores"), self.case["uids"], self.rows.count(self.mask_T))
+
+
+packed = Packed
+
+
+def padded(case: dict[str, Any], value: Tensor | float | list[float], shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Our packed tokens in a peer's padded shape; anything else as it is."""
+    array = np.asarray(value.detach().numpy() if isinstance(value, Tensor) else value, dtype=np.float64)
+    if array.shape == shape:
+        return array
+    wide = np.zeros(shape)
+    wide[np.arange(shape[1]) < case["lengths"][:, None]] = array
+    return wide
+
+
+def policy(
+    name: str,
+    mode: str,
+    clip: tuple[float, float] | None = None,
+    by_row: bool = False,
+    dual: bool = True,
+    terms: Callable[[Packed], tuple[dict[str, Any], algos.ActorColumns]] | None = None,
+) -> Function:
+    """The actor's objective, its gradient and its reports."""
+
+    def run(case: Packed) -> Outputs:
+        own = case.case
+        low, high = clip or (own["clip_low"], own["clip_high"])
+        changes, extra = terms(case) if terms else ({}, algos.ActorColumns())
+        trust = algos.PolicySettings(low, high, own["dual_clip"] if dual else None)
+        log_probs_T = case.column("log_probs").requires_grad_()
+        advantages_T = case.rows.expand(case.per_row("row_advantages")) if by_row else case.column("advantages")
+        tokens = algos.PolicyTokens(case.rows, case.mask_T, log_probs_T, case.column("old"), advantages_T)
+        settings = algos.ActorSettings(name, trust, **changes)
+        objective = algos.actor_objective(tokens, settings, case.norm(mode), extra)
+        (gradient_T,) = torch.autograd.grad(objective.loss, log_probs_T)
+        return {"loss": objective.loss, "gradient": gradient_T, **objective.reports}
+
+    return run
+
+
+def kl(name: str) -> Function:
+    """A KL estimator's values and gradient."""
+
+    def run(case: Packed) -> Outputs:
+        log_probs_T = case.column("log_probs").requires_grad_()
+        kl_T = algos.token_kl(name, log_probs_T, case.column("ref"), case.mask_T)
+        (gradient_T,) = torch.autograd.grad(kl_T.sum(), log_probs_T)
+        return {"value": kl_T, "gradient": gradient_T}
+
+    return run
+
+
+def advantage(name: str) -> Function:
+    """An advantage estimator's result. Group-wise ones hand out float32, so compare before that."""
+
+    def run(case: Packed) -> Outputs:
+        inputs = algos.AdvantageInputs(
+            case.rows, case.mask_T, case.column("rewards"), case.column("values"), case.per_row("baselines"),
+            case.outcomes(),
+        )  # fmt: skip
+        settings = algos.AdvantageSettings(case.case["gamma"], case.case["lam"])
+        found = algos.estimate_advantages(name, inputs, settings)
+        outputs: Outputs = {"advantages": found.advantages_T}
+        if found.returns_T is not None:
+            outputs["returns"] = found.returns_T
+        return outputs
+
+    return run
+
+
+def aggregated(mode: str) -> Function:
+    """One mode of loss aggregation."""
+    return lambda case: {"loss": case.norm(mode).aggregate(case.column("values"), case.rows, case.mask_T)}
+
+
+def value_loss(case: Packed) -> Outputs:
+    """The critic's objective, its gradient and its report."""
+    values_T = case.column("values").requires_grad_()
+    tokens = algos.ValueTokens(case.mask_T, values_T, case.column("old_values"), case.column("returns"))
+    objective = algos.critic_objective(tokens, case.rows, case.norm("token-mean"), clip=0.3)
+    (gradient_T,) = torch.autograd.grad(objective.loss, values_T)
+    return {"loss": objective.loss, "gradient": gradient_T, **objective.reports}
+
+
+def adaptive_kl(case: Packed) -> Outputs:
+    """The coefficient after each of five steps."""
+    controller = algos.AdaptiveKLController(0.2, target=0.5, horizon_rows=100)
+    coefficients = []
+    for measured in np.abs(case.case["values"]).flatten()[:5].tolist():
+        controller.update(measured, 16)
+        coefficients.append(controller.coef)
+    return {"coef": coefficients}
+
+
+def pair_of(case: Packed) -> algos.RolloutPair:
+    """The case's tokens by both policies."""
+    return algos.RolloutPair(case.rows, case.mask_T, case.column("log_probs"), case.column("rollout"))
+
+
+def importance(settings: algos.CorrectionSettings) -> Function:
+    """Weights and what is reported of them."""
+
+    def run(case: Packed) -> Outputs:
+        weights_T = algos.correction_weights(pair_of(case), settings)
+        metrics = algos.correction_metrics(pair_of(case), settings)
+        return {"weights": weights_T, "kept": (weights_T > 0).double(), **metrics}
+
+    return run
+
+
+def kl_in_reward(case: Packed) -> Outputs:
+    """Rewards after the penalty."""
+    kl_T = algos.token_kl("k1", case.column("old"), case.column("ref"), case.mask_T)
+    return {"rewards": algos.penalise(case.column("rewards"), kl_T, case.mask_T, 0.3)}
+
+
+def group_std(case: Packed) -> Outputs:
+    """GRPO's deviation over one group of all rows, which its advantages imply."""
+    scores_B = case.per_row("scores")
+    one_group = algos.Groups.of(["all"] * scores_B.numel())
+    return {"std": (one_group.centred(scores_B).square().sum() / (scores_B.numel() - 1)).sqrt()}
+
+
+def kl_term(case: Packed) -> tuple[dict[str, Any], algos.ActorColumns]:
+    """k3 in the loss."""
+    return {"kl_coef": 0.1}, algos.ActorColumns(ref_log_probs_T=case.column("ref"))
+
+
+def entropy_term(case: Packed) -> tuple[dict[str, Any], algos.ActorColumns]:
+    """The entropy bonus."""
+    return {"entropy_coef": 0.2}, algos.ActorColumns(entropy_T=case.entropy_T)
+
+
+def weights_term(case: Packed) -> tuple[dict[str, Any], algos.ActorColumns]:
+    """Rollout correction."""
+    return {}, algos.ActorColumns(rollout_weights_T=case.column("weights"))
+
+
+VERL: dict[str, Function] = {
+    **{f"kl {name}": kl(name) for name in ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")},
+    **{f"aggregate {mode}": aggregated(mode) for mode in algos.AGGREGATIONS},
+    **{f"advantage {name}": advantage(name) for name in algos.ADVANTAGES},
+    "advantage grpo (vectorized)": advantage("grpo"),
+    "advantage rloo (vectorized)": advantage("rloo"),
+    "policy ppo": policy("ppo", "token-mean", clip=(0.2, 0.2)),
+    "policy ppo (clip-higher)": policy("ppo", "seq-mean-token-sum"),
+    "policy ppo (rollout weights)": policy("ppo", "token-mean", terms=weights_term),
+    "policy gspo": policy("gspo", "seq-mean-token-mean"),
+    "policy cispo": policy("cispo", "token-mean"),
+    "policy gmpo": policy("gmpo", "seq-mean-token-mean"),
+    "policy gpg": policy("gpg", "seq-mean-token-mean"),
+    "value loss": value_loss,
+    "entropy bonus": lambda case: {
+        "loss": case.norm("token-mean").aggregate(case.entropy_T, case.rows, case.mask_T),
+    },
+    "adaptive kl": adaptive_kl,
+    "kl in reward": kl_in_reward,
+    "whitening": lambda case: {"values": algos.whiten(case.column("values"), case.mask_T)},
+    "importance token truncate": importance(algos.CorrectionSettings("token", "truncate", 2.0)),
+    "importance sequence truncate": importance(algos.CorrectionSettings("sequence", "truncate", 2.0)),
+    "importance token mask": importance(algos.CorrectionSettings("token", "mask", 1.5, 0.5)),
+    "importance sequence mask": importance(algos.CorrectionSettings("sequence", "mask", 1.5, 0.5)),
+    "importance geometric mask": importance(algos.CorrectionSettings("geometric", "mask", 1.5, 0.5)),
+    "mismatch metrics": lambda case: dict(mismatch(case)),
+}
+
+
+def mismatch(case: Packed) -> Outputs:
+    """verl also reports the logarithm of each perplexity and the extremes of their difference."""
+    found = algos.mismatch_metrics(pair_of(case))
+    trained_B = case.rows.mean(case.column("log_probs"), case.mask_T)
+    rollout_B = case.rows.mean(case.column("rollout"), case.mask_T)
+    return {
+        **found,
+        "training_log_ppl": -trained_B.mean(),
+        "rollout_log_ppl": -rollout_B.mean(),
+        "log_ppl_diff_max": (rollout_B - trained_B).max(),
+        "log_ppl_diff_min": (rollout_B - trained_B).min(),
+    }
+
+
+def trl_policy(name: str, mode: str, **changes: Any) -> Function:
+    """As `policy`, with one advantage per row, no dual clip, and log-probs that reach none of the bounds TRL lacks."""
+    function = policy(name, mode, by_row=True, **({"dual": False} | changes))
+    return lambda case: function(Packed(case.case | {name: case.case[f"{name}_near"] for name in ("old", "ref")}))
+
+
+def cispo_unbounded_below(case: Packed) -> Outputs:
+    """TRL bounds CISPO's weight from above only."""
+    return trl_policy("cispo", "token-mean", clip=(1.0, case.case["clip_high"]))(case)
+
+
+TRL: dict[str, Function] = {
+    "policy ppo, loss grpo": trl_policy("ppo", "seq-mean-token-mean"),
+    "policy ppo, loss bnpo": trl_policy("ppo", "token-mean"),
+    "policy ppo, loss dapo": trl_policy("ppo", "token-mean"),
+    "policy ppo, loss dr_grpo": trl_policy("ppo", "seq-mean-token-sum-norm"),
+    "policy ppo, two-sided clip": trl_policy("ppo", "seq-mean-token-mean", dual=True),
+    "policy ppo, kl in loss": trl_policy("ppo", "seq-mean-token-mean", terms=kl_term),
+    "policy ppo, rollout weights": trl_policy("ppo", "seq-mean-token-mean", terms=weights_term),
+    "policy ppo, entropy bonus": trl_policy("ppo", "token-mean", terms=entropy_term),
+    "policy gspo, loss luspo": trl_policy("gspo", "seq-mean-token-sum"),
+    "policy gspo": trl_policy("gspo", "seq-mean-token-mean"),
+    "policy cispo": cispo_unbounded_below,
+    "overlong penalty": lambda case: {
+        "penalty": algos.overlong_penalty(torch.tensor(case.case["long_lengths"]), 100, 20)
+    },
+    "group standard deviation": group_std,
+}
+
+OURS = {"verl": VERL, "trl": TRL}

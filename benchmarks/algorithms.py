@@ -1,0 +1,163 @@
+"""Compare mrl's algorithms with verl's and TRL's, number by number.
+
+    python benchmarks/algorithms.py [--json FILE] [--num-cases N]
+
+Each peer lives in an environment of its own under `.venv-peers/` (made on the first run, where a package index can
+be reached) and runs in its own interpreter: random cases go out as an .npz file, its results come back as one.
+Everything is float64. mrl packs its rows, the peers pad theirs; the cases have observation tokens, and noise under
+every mask. Exit status 1 if a goal is missed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.algorithm_cases import OURS, make_case, packed, padded
+from benchmarks.harness import Benchmark, parser
+
+PEERS_FOLDER = Path(__file__).resolve().parent.parent / ".venv-peers"
+TOLERANCE = 1e-6
+FEWEST_FUNCTIONS = 25
+INSTALL_TIMEOUT_S = 1800
+RUN_TIMEOUT_S = 600
+
+INTENDED_DIFFERENCES = (
+    "group of one: advantage 0 here; verl hands out the raw score (its vectorised RLOO 0)",
+    "GPG's factor: rows in groups of differing scores here, as its paper has it; verl counts rows of score not 0",
+    "fully masked rows: in no denominator here; verl's GMPO and TRL's grpo count them as rows",
+    "seq-mean-token-sum-norm: the constant must be given here; verl falls back to the padded width",
+    "NaN or missing rewards, rewards on observation tokens: errors here; verl passes NaN on, TRL makes it 0",
+    "TRL divides by std + 1e-4 in GRPO, mrl and verl by std + 1e-6 (TRL's is inside its trainer: std compared alone)",
+    "TRL bounds neither ratios nor k3: mrl, like verl, holds log-ratios within 20 (GSPO's below 10) and k3 below 10",
+    "GMPO's rollout weights: each token's own here; verl takes the row's geometric mean",
+)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another trainer: its distribution, and what importing its algorithms needs."""
+
+    name: str
+    release: str
+    needs: tuple[str, ...]
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return PEERS_FOLDER / self.name / "bin" / "python"
+
+    def install(self) -> str:
+        """Make its environment where there is none; why that failed, or nothing."""
+        if self.python.exists() and not self._run(RUN_TIMEOUT_S, "-c", f"import {self.name}"):
+            return ""
+        venv.create(PEERS_FOLDER / self.name, with_pip=True)
+        for requirements in (("--no-deps", f"{self.name}=={self.release}"), self.needs):
+            failed = self._run(INSTALL_TIMEOUT_S, "-m", "pip", "install", "-q", *requirements)
+            if failed:
+                return f"cannot be installed: {failed}"
+        return ""
+
+    def compute(self, cases: Path, results: Path) -> str:
+        """Its results on the cases; why that failed, or nothing."""
+        script = Path(__file__).parent / "peers" / f"{self.name}_algorithms.py"
+        return self._run(RUN_TIMEOUT_S, str(script), str(cases), str(results))
+
+    def _run(self, timeout_s: int, *arguments: str) -> str:
+        """The last line of what went wrong, or nothing."""
+        command = [str(self.python), *arguments]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no output"])[-1]
+
+
+PEERS = (
+    Peer(
+        "verl",
+        "0.9.1",
+        (
+            *("torch==2.13.0", "numpy<2.4", "tensordict<=0.10", "omegaconf", "hydra-core", "transformers==5.10.0"),
+            *("ray", "codetiming", "packaging", "pandas"),
+        ),
+    ),
+    Peer("trl", "1.16.0", ("torch==2.13.0", "numpy<2.4", "transformers", "accelerate", "datasets")),
+)
+
+
+def write_cases(cases: list[dict[str, Any]], path: Path) -> None:
+    """All cases in one file: arrays as they are, everything else as JSON."""
+    stored: dict[str, Any] = {"num_cases": np.asarray(len(cases))}
+    for number, case in enumerate(cases):
+        arrays = {name: value for name, value in case.items() if isinstance(value, np.ndarray)}
+        stored |= {f"{number}/{name}": value for name, value in arrays.items()}
+        settings = {name: value for name, value in case.items() if name not in arrays}
+        stored[f"{number}/settings"] = np.asarray(json.dumps(settings))
+    np.savez(path, **stored)
+
+
+def compare(peer: Peer, cases: list[dict[str, Any]], results_path: Path) -> list[dict[str, Any]]:
+    """One row per function: the largest difference over all cases and outputs, relative above 1."""
+    theirs = np.load(results_path, allow_pickle=False)
+    names = dict.fromkeys(key.split("/")[1] for key in theirs.files)
+    rows = []
+    for name in names:
+        worst, outputs = 0.0, set()
+        for number, case in enumerate(cases):
+            ours = OURS[peer.name][name](packed(case))
+            for key in (key for key in theirs.files if key.startswith(f"{number}/{name}/")):
+                output = key.rsplit("/", 1)[1]
+                expected = theirs[key]
+                found = padded(case, ours[output], expected.shape)
+                difference = np.abs(found - expected) / np.maximum(1.0, np.abs(expected))
+                worst = max(worst, float(np.nan_to_num(difference, nan=np.inf).max(initial=0.0)))
+                outputs.add(output)
+        compared = {"max_difference": worst, "outputs": " ".join(sorted(outputs))}
+        rows.append({"peer": peer.name, "function": name, **compared})
+    return rows
+
+
+def main() -> int:
+    """Run the peers that can be run, compare, print and say what is missed."""
+    arguments_parser = parser("Compare mrl's algorithms with verl's and TRL's, number by number.")
+    arguments_parser.add_argument("--num-cases", type=int, default=40, help="random cases per function (default 40)")
+    arguments = arguments_parser.parse_args()
+    bench = Benchmark("algorithms")
+    cases = [make_case(seed) for seed in range(arguments.num_cases)]
+    compared: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_cases(cases, Path(folder, "cases.npz"))
+        for peer in PEERS:
+            results = Path(folder, f"{peer.name}.npz")
+            failed = peer.install() or peer.compute(Path(folder, "cases.npz"), results)
+            if failed:
+                bench.row(peer=peer.name, function="NONE COULD RUN", outputs=failed)
+            else:
+                compared += compare(peer, cases, results)
+    for row in compared:
+        bench.row(**row)
+    print("Intended differences, which the cases avoid:", *INTENDED_DIFFERENCES, sep="\n  - ")
+    bench.goal("functions and variants compared", len(compared), at_least=FEWEST_FUNCTIONS)
+    if compared:
+        bench.goal("largest difference", max(row["max_difference"] for row in compared), at_most=TOLERANCE)
+    return bench.finish(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""Advantages: how much better each token did than expected.
+
+An estimator is `(AdvantageInputs, AdvantageSettings) -> Advantages`. Group-wise ones compare whole rows with the
+other rows of their prompt, so they read the whole batch's `Outcomes` and hand each token its row's number; the
+others read token rewards. In all of them a group of one is compared with nothing and gets 0: its raw score says how
+the reward counts, not how the answer did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mrl.algos.groups import Groups, Outcomes
+from mrl.algos.rows import Reduce, Rows, alone, at_least_float32, keep
+from mrl.algos.token_rewards import check_token_rewards
+from mrl.algos.whitening import whiten
+from mrl.errors import BatchError, RewardError
+from mrl.registry import Registry
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """One shard's rows, and of the whole batch what the estimator needs."""
+
+    rows: Rows
+    mask_T: Tensor
+    rewards_T: Tensor | None = None
+    """Token rewards, after the KL penalty if there is one."""
+    values_T: Tensor | None = None
+    baseline_scores_B: Tensor | None = None
+    """ReMax: the score of the greedy answer to each row's prompt."""
+    batch: Outcomes | None = None
+    """All rows of all shards, scores after the KL penalty if there is one."""
+    position_B: Tensor | None = None
+    """Where this shard's rows stand in `batch`; None: this shard is the batch."""
+    sum_over_ranks: Reduce = alone
+
+
+@dataclass(frozen=True)
+class AdvantageSettings:
+    """The knobs of all estimators."""
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    whiten: bool = True
+    """Whether GAE's advantages are whitened over the batch; REINFORCE++ always whitens."""
+    std_floor: float = 1e-6
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """The result, 0 on masked tokens; `returns_T` is the critic's target, where the estimator has one."""
+
+    advantages_T: Tensor
+    returns_T: Tensor | None = None
+
+
+AdvantageEstimator = Callable[[AdvantageInputs, AdvantageSettings], Advantages]
+ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")
+
+
+def estimate_advantages(name: str, inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """The advantages of a shard by the estimator of that name; nothing in it is differentiated."""
+    with torch.no_grad():
+        return ADVANTAGES.resolve(name)(inputs, settings)
+
+
+def _required(inputs: AdvantageInputs, column: str) -> Tensor:
+    """A column that this estimator cannot do without, in float32 at least."""
+    found: Tensor | None = getattr(inputs, column)
+    if found is None:
+        raise BatchError(f"this advantage estimator needs `{column}`, which is not there")
+    return at_least_float32(found)
+
+
+def _rewards(inputs: AdvantageInputs) -> Tensor:
+    """The token rewards, checked."""
+    rewards_T = _required(inputs, "rewards_T")
+    check_token_rewards(rewards_T, inputs.rows, inputs.mask_T)
+    return rewards_T
+
+
+@ADVANTAGES.register("gae")
+def gae(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """Generalised advantage estimation, over the unmasked tokens of each row as if no other stood between them.
+
+    delta_t = r_t + gamma * V_(t+1) - V_t,  A_t = delta_t + gamma * lam * A_(t+1),  returns_t = A_t + V_t,
+    with V = A = 0 after the row's last unmasked token. Advantages are whitened after the returns are taken.
+    """
+    mask_T = inputs.mask_T
+    rewards_T, values_T = _rewards(inputs)[mask_T], _required(inputs, "values_T")[mask_T]
+    written = Rows.of(inputs.rows.count(mask_T))
+    delta_T = rewards_T + settings.gamma * written.next_token(values_T) - values_T
+    written_T = written.discounted_sum(delta_T, settings.gamma * settings.lam)
+    advantages_T = _unpack(written_T, mask_T)
+    returns_T = _unpack(written_T + values_T, mask_T)
+    if settings.whiten:
+        advantages_T = whiten(advantages_T, mask_T, inputs.sum_over_ranks)
+    return Advantages(advantages_T, returns_T)
+
+
+@ADVANTAGES.register("reinforce_plus_plus")
+def reinforce_plus_plus(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """REINFORCE++: A = whiten(G) over the batch, with G_t = r_t + gamma * G_(t+1) over unmasked tokens."""
+    returns_T = _returns_to_go(inputs, settings.gamma)
+    return Advantages(whiten(returns_T, inputs.mask_T, inputs.sum_over_ranks), returns_T)
+
+
+@ADVANTAGES.register("remax")
+def remax(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """ReMax: A_t = G_t - b with G_t = sum of r from t on, and b the score of the greedy answer to the prompt."""
+    returns_T = _returns_to_go(inputs, 1.0)
+    baseline_T = inputs.rows.expand(_required(inputs, "baseline_scores_B")).to(returns_T.dtype)
+    if not bool(torch.isfinite(baseline_T).all()):
+        raise RewardError("the greedy answer to some prompt has no finite score", where="baseline_scores_B")
+    return Advantages(keep(returns_T - baseline_T, inputs.mask_T), returns_T)
+
+
+def _returns_to_go(inputs: AdvantageInputs, gamma: float) -> Tensor:
+    mask_T = inputs.mask_T
+    written = Rows.of(inputs.rows.count(mask_T))
+    return _unpack(written.discounted_sum(_rewards(inputs)[mask_T], gamma), mask_T)
+
+
+def _unpack(written_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Values of the unmasked tokens alone, back to all tokens: 0 on masked ones."""
+    return torch.zeros(mask_T.shape, dtype=written_T.dtype, device=written_T.device).masked_scatter(mask_T, written_T)
+
+
+RowAdvantage = Callable[[Tensor, Groups, Outcomes, AdvantageSettings], Tensor]
+
+
+def by_group(name: str) -> Callable[[RowAdvantage], RowAdvantage]:
+    """Register a function of (scores_B in float64, groups, outcomes, settings) to one advantage per row."""
+
+    def register(row_advantage: RowAdvantage) -> RowAdvantage:
+        def estimate(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+            return Advantages(_expand(name, row_advantage, inputs, settings))
+
+        ADVANTAGES.register(name)(estimate)
+        return row_advantage
+
+    return register
+
+
+def _expand(name: str, row_advantage: RowAdvantage, inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
+    batch = inputs.batch
+    if batch is None:
+        raise BatchError(f"{name} compares rows of the whole batch and needs its scores and uids (`batch`)")
+    groups = Groups.of(batch.uids, device=batch.scores_B.device)
+    if batch.uids and int(groups.sizes_G.max()) == 1:
+        raise BatchError(
+            f"{name} compares the answers to one prompt, but each of the {len(batch.uids)} rows has a uid of its own",
+            fix="sample at least 2 answers per prompt and give them the prompt's uid",
+        )
+    advantage_B = row_advantage(batch.scores_B.to(torch.float64), groups, batch, settings)
+    if inputs.position_B is not None:
+        advantage_B = advantage_B[inputs.position_B]
+    return keep(inputs.rows.expand(advantage_B).to(torch.float32), inputs.mask_T)
+
+
+@by_group("grpo")
+def grpo(scores_B: Tensor, groups: Groups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
+    """GRPO: A_i = (s_i - mean) / (std + floor) over i's group, with the unbiased std. 0 where all are equal."""
+    centred_B = dr_grpo(scores_B, groups, batch, settings)
+    variance_G = groups.sum(centred_B.square()) / (groups.sizes_G - 1).clamp(min=1)
+    return centred_B / (variance_G.sqrt()[groups.group_B] + settings.std_floor)
+
+
+@by_group("dr_grpo")
+def dr_grpo(scores_B: Tensor, groups: Groups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
+    """Dr.GRPO: A_i = s_i - mean over i's group; its loss goes with seq-mean-token-sum-norm."""
+    return groups.centred(scores_B)
+
+
+@by_group("rloo")
+def rloo(scores_B: Tensor, groups: Groups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
+    """RLOO: A_i = s_i - mean of the *other* rows of i's group = n / (n - 1) * (s_i - mean)."""
+    return groups.centred(scores_B) * groups.sizes_B / (groups.sizes_B - 1).clamp(min=1)
+
+
+@by_group("opo")
+def opo(scores_B: Tensor, groups: Groups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
+    """OPO: A_i = s_i - sum_j n_j s_j / sum_j n_j over i's group, with n the rows' unmasked tokens."""
+    return groups.centred(scores_B, batch.num_tokens_B)
+
+
+@by_group("gpg")
+def gpg(scores_B: Tensor, groups: Groups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
+    """GPG: A_i = B / (B - M) * (s_i - mean) with B the rows and M those in groups whose scores are all equal.
+
+    The factor makes up for the rows that give no gradient. (verl counts rows of score 0 as M.)
+    """
+    num_varied = groups.vary(scores_B)[groups.group_B].sum().clamp(min=1)
+    return groups.centred(scores_B) * scores_B.numel() / num_varied
+
+
+@ADVANTAGES.register("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """REINFORCE++ with a baseline: A = whiten(s_i - mean over i's group) over the tokens of the whole batch."""
+    centred_T = _expand("reinforce_plus_plus_baseline", dr_grpo, inputs, settings)
+    return Advantages(whiten(centred_T, inputs.mask_T, inputs.sum_over_ranks))

@@ -1,0 +1,106 @@
+"""Groups: the rows that answer one prompt, found by uid wherever they stand, and their statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mrl.algos.rows import Rows
+from mrl.errors import BatchError, RewardError
+
+MAX_NAMED_ROWS = 5
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which row belongs to which group; groups are numbered in order of first appearance."""
+
+    uids: tuple[str, ...]
+    group_B: Tensor
+    order_B: Tensor
+    members: Rows
+
+    @classmethod
+    def of(cls, uids: Sequence[str], device: torch.device | str | None = None) -> Groups:
+        """Groups of equal uids. Uids are compared as they are: "42" and "0042" are two groups."""
+        number: dict[str, int] = {}
+        group_B = torch.tensor([number.setdefault(uid, len(number)) for uid in uids], dtype=torch.int64, device=device)
+        sizes_G = torch.bincount(group_B, minlength=len(number))
+        return cls(tuple(number), group_B, torch.argsort(group_B, stable=True), Rows.of(sizes_G))
+
+    @property
+    def sizes_G(self) -> Tensor:
+        """How many rows each group has."""
+        return self.members.lengths_B
+
+    @property
+    def sizes_B(self) -> Tensor:
+        """How many rows the group of each row has."""
+        return self.sizes_G[self.group_B]
+
+    def sum(self, x_B: Tensor) -> Tensor:
+        """Each group's sum."""
+        return self.members.sum(x_B[self.order_B])
+
+    def from_first(self, x_B: Tensor) -> Tensor:
+        """x_i - x_f with f the first row of i's group: exactly 0 throughout a group of equal values."""
+        first_G = x_B[self.order_B][self.members.starts_B]
+        return x_B - first_G[self.group_B]
+
+    def centred(self, x_B: Tensor, weights_B: Tensor | None = None) -> Tensor:
+        """x_i - sum_j w_j x_j / sum_j w_j over i's group (w = 1 by default).
+
+        Exactly 0 in a group of one and in a group of equal values; a large common offset costs no precision,
+        because each group is first shifted by one of its own values.
+        """
+        shifted_B = self.from_first(x_B)
+        weights_B = torch.ones_like(x_B) if weights_B is None else weights_B.to(x_B.dtype)
+        total_G = self.sum(weights_B)
+        mean_G = self.sum(weights_B * shifted_B) / torch.where(total_G > 0, total_G, 1.0)
+        return shifted_B - mean_G[self.group_B]
+
+    def vary(self, x_B: Tensor) -> Tensor:
+        """Per group: whether its values differ at all."""
+        return self.sum((self.from_first(x_B) != 0).to(torch.float64)) > 0
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """One score per row of the whole batch, on every rank: what group-wise estimators read.
+
+    Groups may lie scattered over ranks, so statistics need all scores; they are a few numbers per row.
+    A reward that is NaN or infinite is refused here, before it can poison its group.
+    """
+
+    scores_B: Tensor
+    uids: Sequence[str]
+    num_tokens_B: Tensor
+
+    def __post_init__(self) -> None:
+        if not (self.scores_B.shape == self.num_tokens_B.shape == (len(self.uids),)):
+            sizes = f"{self.scores_B.numel()} scores, {len(self.uids)} uids, {self.num_tokens_B.numel()} token counts"
+            raise BatchError(f"one of each per row, but there are {sizes}")
+        check_finite(self.scores_B, self.uids)
+
+
+def check_finite(scores_B: Tensor, uids: Sequence[str]) -> None:
+    """Refuse scores that are not numbers, and name their rows."""
+    bad = (~torch.isfinite(scores_B)).nonzero().flatten().tolist()
+    if not bad:
+        return
+    named = ", ".join(f"row {row} (uid {uids[row]}): {float(scores_B[row])}" for row in bad[:MAX_NAMED_ROWS])
+    more = f" and {len(bad) - MAX_NAMED_ROWS} more" if len(bad) > MAX_NAMED_ROWS else ""
+    raise RewardError(
+        f"{len(bad)} of {scores_B.numel()} rewards are missing or not finite: {named}{more}",
+        fix="make the reward function return a finite number for every row, or drop those groups before",
+    )
+
+
+def scores_of(rewards: Sequence[float | None], uids: Sequence[str]) -> Tensor:
+    """Rewards as reward functions return them, as a float64 column; None and NaN are refused."""
+    scores_B = torch.tensor([float("nan") if reward is None else reward for reward in rewards], dtype=torch.float64)
+    check_finite(scores_B, uids)
+    return scores_B

@@ -1,0 +1,88 @@
+"""What the optimizer of the actor or the critic sees: token losses put together and normalised over the whole batch.
+
+Each call is one micro-batch of one rank. Losses and reports are parts of the whole batch's: sum them over micro-batches
+and ranks, and nothing else is left to divide by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from mrl.algos.aggregate import Normaliser
+from mrl.algos.kl import token_kl
+from mrl.algos.policy_losses import POLICY_LOSSES, PolicySettings, PolicyTokens
+from mrl.algos.rows import Rows, keep
+from mrl.algos.value_loss import ValueTokens, value_loss
+from mrl.errors import BatchError
+
+
+@dataclass(frozen=True)
+class ActorSettings:
+    """What the actor is trained by. Coefficients of 0 switch a term off."""
+
+    policy_loss: str = "ppo"
+    policy: PolicySettings = field(default_factory=PolicySettings)
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+
+
+@dataclass(frozen=True)
+class ActorColumns:
+    """What some terms read beside the policy loss's own columns."""
+
+    ref_log_probs_T: Tensor | None = None
+    entropy_T: Tensor | None = None
+    rollout_weights_T: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """This micro-batch's part of the loss, and of what to report."""
+
+    loss: Tensor
+    reports: dict[str, Tensor]
+
+
+def actor_objective(
+    tokens: PolicyTokens, settings: ActorSettings, norm: Normaliser, extra: ActorColumns = ActorColumns()
+) -> Objective:
+    """L = agg(w * pg) + kl_coef * agg(kl) - entropy_coef * agg(H), with w the rollout correction, 1 without."""
+    rows, mask_T = tokens.rows, tokens.mask_T
+    policy = POLICY_LOSSES.resolve(settings.policy_loss)(tokens, settings.policy)
+    loss_T = policy.loss_T
+    if extra.rollout_weights_T is not None:
+        loss_T = loss_T * keep(extra.rollout_weights_T, mask_T).detach()
+    terms = {"pg_loss": norm.aggregate(loss_T, rows, mask_T)}
+    loss = terms["pg_loss"]
+    if settings.kl_coef:
+        ref_log_probs_T = _column(extra.ref_log_probs_T, "ref_log_probs_T", "kl_coef")
+        kl_T = token_kl(settings.kl_estimator, tokens.log_probs_T, ref_log_probs_T.detach(), mask_T)
+        terms["kl_loss"] = norm.aggregate(kl_T, rows, mask_T)
+        loss = loss + settings.kl_coef * terms["kl_loss"]
+    if settings.entropy_coef:
+        entropy_T = _column(extra.entropy_T, "entropy_T", "entropy_coef")
+        terms["entropy"] = norm.aggregate(entropy_T, rows, mask_T)
+        loss = loss - settings.entropy_coef * terms["entropy"]
+    reports = {name: term.detach() for name, term in terms.items()}
+    return Objective(loss, reports | _reports(policy.reports_T, norm, mask_T))
+
+
+def critic_objective(tokens: ValueTokens, rows: Rows, norm: Normaliser, clip: float | None = 0.5) -> Objective:
+    """L = agg(value loss)."""
+    value = value_loss(tokens, clip)
+    loss = norm.aggregate(value.loss_T, rows, tokens.mask_T)
+    return Objective(loss, {"vf_loss": loss.detach()} | _reports(value.reports_T, norm, tokens.mask_T))
+
+
+def _reports(reports_T: dict[str, Tensor], norm: Normaliser, mask_T: Tensor) -> dict[str, Tensor]:
+    num_tokens = max(norm.totals.num_tokens, 1.0)
+    return {name: keep(value_T, mask_T).sum() / num_tokens for name, value_T in reports_T.items()}
+
+
+def _column(found: Tensor | None, column: str, because: str) -> Tensor:
+    if found is None:
+        raise BatchError(f"the actor's loss needs `{column}` because `{because}` is not 0, and it is not there")
+    return found

@@ -1,0 +1,152 @@
+"""Policy losses: how the policy moves along the advantages without moving too far from where they were measured.
+
+A policy loss is `(PolicyTokens, PolicySettings) -> TokenLosses`: a loss per token and, per token, what to report.
+Aggregation is not its business. With r_t = exp(log pi - log pi_old), log-ratios held within +-20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mrl.algos.rows import Rows, keep
+from mrl.errors import ConfigError, Problem
+from mrl.registry import Registry
+
+LOG_RATIO_BOUND = 20.0
+GSPO_LOG_RATIO_BOUND = 10.0
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """What a policy loss reads. Only `log_probs_T` is differentiated."""
+
+    rows: Rows
+    mask_T: Tensor
+    log_probs_T: Tensor
+    old_log_probs_T: Tensor
+    advantages_T: Tensor
+
+    @property
+    def log_ratio_T(self) -> Tensor:
+        """log pi - log pi_old, 0 on masked tokens."""
+        return keep(self.log_probs_T, self.mask_T) - keep(self.old_log_probs_T, self.mask_T).detach()
+
+    @property
+    def advantage_T(self) -> Tensor:
+        """The advantages as constants, 0 on masked tokens."""
+        return keep(self.advantages_T, self.mask_T).detach()
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """The trust region: r stays within [1 - clip_low, 1 + clip_high] (clip-higher: clip_high > clip_low)."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = 3.0
+    """PPO: the loss of a token with A < 0 is at most -A times this; None: unbounded."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not 0 <= self.clip_low <= 1:
+            problems.append(Problem("policy loss", "clip_low", f"must be within [0, 1], not {self.clip_low}"))
+        if not self.clip_high >= 0:
+            problems.append(Problem("policy loss", "clip_high", f"must be at least 0, not {self.clip_high}"))
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            problems.append(Problem("policy loss", "dual_clip", f"must be above 1, not {self.dual_clip}"))
+        if problems:
+            raise ConfigError(problems)
+
+    def clip(self, ratio_T: Tensor) -> Tensor:
+        """The ratio, held within the trust region."""
+        return ratio_T.clamp(1 - self.clip_low, 1 + self.clip_high)
+
+
+@dataclass(frozen=True)
+class TokenLosses:
+    """A loss per token, and per token what to report; reports are averaged like token-mean."""
+
+    loss_T: Tensor
+    reports_T: dict[str, Tensor]
+
+
+PolicyLoss = Callable[[PolicyTokens, PolicySettings], TokenLosses]
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+
+
+def _losses(
+    loss_T: Tensor, log_ratio_T: Tensor, clipped_T: Tensor, clipped_lower_T: Tensor | None = None
+) -> TokenLosses:
+    reports_T = {"pg_clipfrac": clipped_T, "ppo_kl": -log_ratio_T}
+    if clipped_lower_T is not None:
+        reports_T["pg_clipfrac_lower"] = clipped_lower_T
+    return TokenLosses(loss_T, {name: value.detach().to(loss_T.dtype) for name, value in reports_T.items()})
+
+
+@POLICY_LOSSES.register("vanilla")
+@POLICY_LOSSES.register("ppo")
+def ppo(tokens: PolicyTokens, settings: PolicySettings) -> TokenLosses:
+    """PPO: l_t = max(-A r_t, -A clip(r_t)); with dual clip, where A < 0, min(l_t, -A c)."""
+    advantage_T = tokens.advantage_T
+    log_ratio_T = tokens.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio_T = log_ratio_T.exp()
+    unclipped_T, clipped_T = -advantage_T * ratio_T, -advantage_T * settings.clip(ratio_T)
+    loss_T = torch.maximum(unclipped_T, clipped_T)
+    beyond_T = torch.zeros_like(tokens.mask_T)
+    if settings.dual_clip is not None:
+        bound_T = -advantage_T * settings.dual_clip
+        beyond_T = (advantage_T < 0) & (loss_T > bound_T)
+        loss_T = torch.where(beyond_T, bound_T, loss_T)
+    return _losses(loss_T, log_ratio_T, clipped_T > unclipped_T, beyond_T)
+
+
+@POLICY_LOSSES.register("gspo")
+def gspo(tokens: PolicyTokens, settings: PolicySettings) -> TokenLosses:
+    """GSPO: PPO's clipped loss with the row's ratio s = exp(mean_t log r_t) for every token, at most e^10.
+
+    Each token's gradient is s * grad log pi_t: s_t = sg[s] * pi_t / sg[pi_t]. Goes with seq-mean-token-mean.
+    """
+    advantage_T, log_ratio_T = tokens.advantage_T, tokens.log_ratio_T
+    row_T = tokens.rows.expand(tokens.rows.mean(log_ratio_T.detach(), tokens.mask_T))
+    ratio_T = (log_ratio_T - log_ratio_T.detach() + row_T).clamp(max=GSPO_LOG_RATIO_BOUND).exp()
+    unclipped_T, clipped_T = -advantage_T * ratio_T, -advantage_T * settings.clip(ratio_T)
+    return _losses(torch.maximum(unclipped_T, clipped_T), log_ratio_T, clipped_T > unclipped_T)
+
+
+@POLICY_LOSSES.register("cispo")
+def cispo(tokens: PolicyTokens, settings: PolicySettings) -> TokenLosses:
+    """CISPO: l_t = -sg[clip(r_t)] A log pi_t: the ratio is clipped, no token loses its gradient."""
+    log_ratio_T = tokens.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio_T = log_ratio_T.detach().exp()
+    weight_T = settings.clip(ratio_T)
+    loss_T = -weight_T * tokens.advantage_T * keep(tokens.log_probs_T, tokens.mask_T)
+    return _losses(loss_T, log_ratio_T, weight_T != ratio_T)
+
+
+@POLICY_LOSSES.register("geo_mean")
+@POLICY_LOSSES.register("gmpo")
+def gmpo(tokens: PolicyTokens, settings: PolicySettings) -> TokenLosses:
+    """GMPO: l = -A exp(mean_t x_t), one loss per row, with A the row's mean advantage.
+
+    x_t = sgn(A_t) min(sgn(A_t) log r_t, sgn(A_t) clip(log r_t, -clip_low, clip_high)): the pessimistic clip, in the
+    logarithm. Each token carries its row's loss, so seq-mean-token-mean is the paper's mean over rows.
+    """
+    rows, mask_T, advantage_T = tokens.rows, tokens.mask_T, tokens.advantage_T
+    log_ratio_T = tokens.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    within_T = log_ratio_T.clamp(-settings.clip_low, settings.clip_high)
+    sign_T = advantage_T.sign()
+    bounded_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * within_T)
+    loss_B = -rows.mean(advantage_T, mask_T) * rows.mean(bounded_T, mask_T).exp()
+    clipped_T = within_T != log_ratio_T
+    return _losses(rows.expand(loss_B), log_ratio_T, clipped_T & (advantage_T > 0), clipped_T & (advantage_T < 0))
+
+
+@POLICY_LOSSES.register("gpg")
+def gpg(tokens: PolicyTokens, settings: PolicySettings) -> TokenLosses:
+    """Plain policy gradient (GPG, REINFORCE): l_t = -A log pi_t, no ratio and nothing clipped."""
+    loss_T = -tokens.advantage_T * keep(tokens.log_probs_T, tokens.mask_T)
+    return _losses(loss_T, tokens.log_ratio_T, torch.zeros_like(tokens.mask_T))

@@ -1,0 +1,158 @@
+"""The rollout engine samples from almost, but not exactly, the policy that is trained: weigh it, and measure it.
+
+With x_t = log pi_train - log pi_rollout of the sampled token, the ratio is exp(x_t) per token, exp(sum_t x_t) per
+sequence, or exp(mean_t x_t), the geometric one, on every token of the row. *Truncate* holds the weight between the
+bounds (TIS), *mask* makes it 0 beyond them (IcePop, masked importance sampling). Weights are constants: they multiply
+the token losses and get no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mrl.algos.rows import Reduce, Rows, alone, at_least_float32, keep
+from mrl.errors import BatchError, ConfigError, Problem
+from mrl.registry import Registry
+
+LOG_RATIO_BOUND = 20.0
+
+
+@dataclass(frozen=True)
+class RolloutPair:
+    """The same tokens by the trained policy and by the engine that sampled them; neither is differentiated."""
+
+    rows: Rows
+    mask_T: Tensor
+    log_probs_T: Tensor
+    rollout_log_probs_T: Tensor
+
+    def __post_init__(self) -> None:
+        lacking = int((~torch.isfinite(keep(self.rollout_log_probs_T, self.mask_T))).sum())
+        if lacking:
+            raise BatchError(
+                f"{lacking} of {int(self.mask_T.sum())} tokens have no finite rollout log-prob",
+                fix="mask the tokens that the engine gave no log-prob for, or leave the correction off",
+            )
+
+    @property
+    def log_ratio_T(self) -> Tensor:
+        """x_t, 0 on masked tokens whatever filler stands there."""
+        trained_T = at_least_float32(keep(self.log_probs_T.detach(), self.mask_T))
+        return trained_T - at_least_float32(keep(self.rollout_log_probs_T.detach(), self.mask_T))
+
+
+RatioLevel = Callable[[RolloutPair], Tensor]
+RATIO_LEVELS: Registry[RatioLevel] = Registry("importance ratio level")
+
+
+@RATIO_LEVELS.register("token")
+def per_token(pair: RolloutPair) -> Tensor:
+    """x_t."""
+    return pair.log_ratio_T
+
+
+@RATIO_LEVELS.register("sequence")
+def per_sequence(pair: RolloutPair) -> Tensor:
+    """sum_t x_t, on each token of the row."""
+    return pair.rows.expand(pair.rows.sum(pair.log_ratio_T))
+
+
+@RATIO_LEVELS.register("geometric")
+def geometric(pair: RolloutPair) -> Tensor:
+    """mean_t x_t, on each token of the row."""
+    return pair.rows.expand(pair.rows.mean(pair.log_ratio_T, pair.mask_T))
+
+
+@dataclass(frozen=True)
+class CorrectionSettings:
+    """Which ratio, and what becomes of one beyond the bounds."""
+
+    level: str = "token"
+    beyond: Literal["truncate", "mask"] = "truncate"
+    upper: float = 2.0
+    lower: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lower <= 1 <= self.upper:
+            what = f"the bounds must enclose 1, the ratio of equal policies; not [{self.lower}, {self.upper}]"
+            raise ConfigError([Problem("rollout correction", "lower, upper", what)])
+        if self.beyond not in ("truncate", "mask"):
+            what = f'must be "truncate" or "mask", not "{self.beyond}"'
+            raise ConfigError([Problem("rollout correction", "beyond", what)])
+
+
+def correction_weights(pair: RolloutPair, settings: CorrectionSettings) -> Tensor:
+    """The weight of each token's loss; 0 on masked tokens."""
+    ratio_T = _ratio(pair, settings)
+    held_T = ratio_T.clamp(settings.lower, settings.upper)
+    if settings.beyond == "mask":
+        held_T = torch.where(ratio_T == held_T, held_T, 0.0)
+    return keep(held_T, pair.mask_T)
+
+
+def _ratio(pair: RolloutPair, settings: CorrectionSettings) -> Tensor:
+    log_ratio_T = RATIO_LEVELS.resolve(settings.level)(pair)
+    return log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def correction_metrics(
+    pair: RolloutPair, settings: CorrectionSettings, sum_over_ranks: Reduce = alone
+) -> dict[str, float]:
+    """What the correction did, over the unmasked tokens of all ranks.
+
+    Effective sample size = (sum w)^2 / (N sum w^2): 1 when all weights are equal, towards 0 when few carry all.
+    """
+    ratio_T, weights_T = _ratio(pair, settings), correction_weights(pair, settings)
+    above_T, below_T = keep(ratio_T > settings.upper, pair.mask_T), keep(ratio_T < settings.lower, pair.mask_T)
+    columns = (pair.mask_T, weights_T, weights_T.double().square(), above_T, below_T)
+    sums = sum_over_ranks(torch.stack([column.double().sum() for column in columns]))
+    count, total, squares, above, below = sums.tolist()
+    count = max(count, 1.0)
+    return {
+        "rollout_is_mean": total / count,
+        "rollout_is_eff_sample_size": total**2 / (count * squares) if squares else 0.0,
+        "rollout_is_ratio_fraction_high": above / count,
+        "rollout_is_ratio_fraction_low": below / count,
+    }
+
+
+def mismatch_metrics(
+    pair: RolloutPair, sum_over_ranks: Reduce = alone, max_over_ranks: Reduce = alone
+) -> dict[str, float]:
+    """How far the engine is from the trainer, over the unmasked tokens (or the rows that have any) of all ranks.
+
+    Per token: `kl` = mean(-x), `k3_kl` = mean(exp(x) - x - 1), `chi2_token` = mean(exp(2x)) - 1, and |x|. Per row, with
+    m the mean log-prob: perplexity exp(-m), and m_rollout - m_train. `chi2_seq` = mean(exp(2 sum_t x_t)) - 1.
+    """
+    rows, mask_T, x_T = pair.rows, pair.mask_T, pair.log_ratio_T.double()
+    bounded_T = x_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    tokens = {
+        "kl": -x_T,
+        "k3_kl": bounded_T.exp() - x_T - 1,
+        "chi2_token": (2 * bounded_T).exp() - 1,
+        "log_prob_abs_diff_mean": x_T.abs(),
+    }
+    trained_B = rows.mean(pair.log_probs_T.detach().double(), mask_T)
+    rollout_B = rows.mean(pair.rollout_log_probs_T.detach().double(), mask_T)
+    per_row = {
+        "training_ppl": (-trained_B).exp(),
+        "rollout_ppl": (-rollout_B).exp(),
+        "log_ppl_diff": rollout_B - trained_B,
+        "log_ppl_abs_diff": (rollout_B - trained_B).abs(),
+        "ppl_ratio": (rollout_B - trained_B).exp(),
+        "chi2_seq": (2 * rows.sum(x_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp() - 1,
+    }
+    written_B = rows.count(mask_T) > 0
+    sums = [keep(column, mask_T).sum() for column in tokens.values()]
+    sums += [keep(column, written_B).sum() for column in per_row.values()]
+    counts = [mask_T.sum().double(), written_B.sum().double()]
+    *totals, num_tokens, num_rows = sum_over_ranks(torch.stack([*sums, *counts])).tolist()
+    denominators = [max(num_tokens, 1.0)] * len(tokens) + [max(num_rows, 1.0)] * len(per_row)
+    means = {name: total / by for name, total, by in zip([*tokens, *per_row], totals, denominators, strict=True)}
+    largest = max_over_ranks(torch.cat([x_T.abs(), x_T.new_zeros(1)]).max())
+    return means | {"log_prob_abs_diff_max": float(largest)}

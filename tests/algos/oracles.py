@@ -1,0 +1,233 @@
+"""Every formula once more, in float64, row by row in plain loops. Nothing here comes from mrl.
+
+A row is the list of the tokens that the model wrote: masked ones are already gone.
+"""
+
+from __future__ import annotations
+
+import math
+
+Row = list[float]
+
+
+def clamp(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def flat(rows: list[Row]) -> Row:
+    return [x for row in rows for x in row]
+
+
+# ---- aggregation
+
+
+def aggregate(losses: list[Row], mode: str, horizon: int) -> float:
+    rows = [row for row in losses if row]
+    if not rows:
+        return 0.0
+    sums = [math.fsum(row) for row in rows]
+    return {
+        "token-sum": math.fsum(sums),
+        "token-mean": math.fsum(sums) / sum(len(row) for row in rows),
+        "seq-mean-token-sum": mean(sums),
+        "seq-mean-token-mean": mean([mean(row) for row in rows]),
+        "seq-mean-token-sum-norm": mean(sums) / horizon,
+    }[mode]
+
+
+# ---- advantages
+
+
+def whiten(rows: list[Row]) -> list[Row]:
+    values = flat(rows)
+    centre = mean(values)
+    variance = math.fsum((x - centre) ** 2 for x in values) / (len(values) - 1) if len(values) > 1 else 0.0
+    return [[(x - centre) / math.sqrt(variance + 1e-8) for x in row] for row in rows]
+
+
+def gae(rewards: list[Row], values: list[Row], gamma: float, lam: float) -> tuple[list[Row], list[Row]]:
+    advantages, returns = [], []
+    for reward_row, value_row in zip(rewards, values, strict=True):
+        row: Row = []
+        next_value = next_advantage = 0.0
+        for reward, value in zip(reversed(reward_row), reversed(value_row), strict=True):
+            next_advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
+            next_value = value
+            row.insert(0, next_advantage)
+        advantages.append(row)
+        returns.append([a + v for a, v in zip(row, value_row, strict=True)])
+    return advantages, returns
+
+
+def returns_to_go(rewards: list[Row], gamma: float) -> list[Row]:
+    result = []
+    for rewards_row in rewards:
+        row: Row = []
+        running = 0.0
+        for reward in reversed(rewards_row):
+            running = reward + gamma * running
+            row.insert(0, running)
+        result.append(row)
+    return result
+
+
+def groups(uids: list[str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for index, uid in enumerate(uids):
+        found.setdefault(uid, []).append(index)
+    return found
+
+
+def group_advantage(name: str, scores: list[float], uids: list[str], num_tokens: list[int]) -> list[float]:
+    result = [0.0] * len(scores)
+    num_uniform = 0
+    for members in groups(uids).values():
+        own = [scores[i] for i in members]
+        if len(set(own)) == 1:
+            num_uniform += len(own)
+            continue
+        centre = mean(own)
+        deviation = math.sqrt(math.fsum((s - centre) ** 2 for s in own) / (len(own) - 1))
+        for i in members:
+            others = [scores[j] for j in members if j != i]
+            weighed = sum(num_tokens[j] for j in members)
+            result[i] = {
+                "dr_grpo": scores[i] - centre,
+                "grpo": (scores[i] - centre) / (deviation + 1e-6),
+                "rloo": scores[i] - mean(others),
+                "gpg": scores[i] - centre,
+                "opo": scores[i] - math.fsum(scores[j] * num_tokens[j] for j in members) / (weighed or 1),
+            }[name]
+    if name == "gpg":
+        result = [a * len(scores) / max(1, len(scores) - num_uniform) for a in result]
+    return result
+
+
+# ---- KL
+
+
+def kl(name: str, log_prob: float, ref: float) -> tuple[float, float]:
+    """Value and derivative with respect to the log-prob."""
+    base = name.rstrip("+")
+    d = log_prob - ref
+    if base == "k1":
+        value, slope = d, 1.0
+    elif base == "abs":
+        value, slope = abs(d), math.copysign(1.0, d) if d else 0.0
+    elif base == "k2":
+        value, slope = d * d / 2, d
+    else:
+        bounded = clamp(d, -20, 20)
+        exact = math.exp(-bounded) - 1 + bounded
+        value, slope = min(exact, 10.0), 1 - math.exp(-bounded) if exact < 10 and bounded == d else 0.0
+    return value, d if name.endswith("+") else slope
+
+
+# ---- policy losses: loss and derivative per token, clipped, clipped below
+
+
+Token = tuple[float, float, bool, bool]
+
+
+def ppo(log_probs: Row, old: Row, advantages: Row, low: float, high: float, dual: float | None) -> list[Token]:
+    result = []
+    for lp, ol, a in zip(log_probs, old, advantages, strict=True):
+        ratio = math.exp(clamp(lp - ol, -20, 20))
+        free, held = -a * ratio, -a * clamp(ratio, 1 - low, 1 + high)
+        loss, slope = (held, 0.0) if held > free else (free, -a * ratio)
+        bounded = dual is not None and a < 0 and loss > -a * dual
+        result.append((-a * dual, 0.0, held > free, True) if bounded and dual else (loss, slope, held > free, False))
+    return result
+
+
+def gspo(log_probs: Row, old: Row, advantages: Row, low: float, high: float, dual: float | None) -> list[Token]:
+    log_ratio = mean([lp - ol for lp, ol in zip(log_probs, old, strict=True)])
+    ratio = math.exp(min(log_ratio, 10.0))
+    result = []
+    for a in advantages:
+        free, held = -a * ratio, -a * clamp(ratio, 1 - low, 1 + high)
+        result.append((held, 0.0, True, False) if held > free else (free, -a * ratio, False, False))
+    return result
+
+
+def cispo(log_probs: Row, old: Row, advantages: Row, low: float, high: float, dual: float | None) -> list[Token]:
+    result = []
+    for lp, ol, a in zip(log_probs, old, advantages, strict=True):
+        ratio = math.exp(clamp(lp - ol, -20, 20))
+        weight = clamp(ratio, 1 - low, 1 + high)
+        result.append((-weight * a * lp, -weight * a, weight != ratio, False))
+    return result
+
+
+def gmpo(log_probs: Row, old: Row, advantages: Row, low: float, high: float, dual: float | None) -> list[Token]:
+    bounded, free, clipped = [], [], []
+    for lp, ol, a in zip(log_probs, old, advantages, strict=True):
+        x = clamp(lp - ol, -20, 20)
+        held = clamp(x, -low, high)
+        pessimistic = min(x, held) if a > 0 else max(x, held) if a < 0 else 0.0
+        bounded.append(pessimistic)
+        free.append(a != 0 and pessimistic == x)
+        clipped.append((held != x and a > 0, held != x and a < 0))
+    ratio, advantage = math.exp(mean(bounded)), mean(advantages)
+    # One loss for the whole row, which each of its n tokens carries: token t moves it by 1/n, n times.
+    slopes = [-advantage * ratio if is_free else 0.0 for is_free in free]
+    return [(-advantage * ratio, slope, *both) for slope, both in zip(slopes, clipped, strict=True)]
+
+
+def gpg(log_probs: Row, old: Row, advantages: Row, low: float, high: float, dual: float | None) -> list[Token]:
+    return [(-a * lp, -a, False, False) for lp, a in zip(log_probs, advantages, strict=True)]
+
+
+POLICY_LOSSES = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "gmpo": gmpo, "gpg": gpg}
+
+
+def value_loss(value: float, old: float, target: float, clip: float | None) -> tuple[float, float, bool]:
+    free = (value - target) ** 2
+    if clip is None:
+        return free / 2, value - target, False
+    held = (clamp(value, old - clip, old + clip) - target) ** 2
+    return (held / 2, 0.0, True) if held > free else (free / 2, value - target, False)
+
+
+# ---- rollout correction
+
+
+def correction(log_probs: list[Row], rollout: list[Row], level: str, beyond: str, low: float, high: float) -> list[Row]:
+    result = []
+    for trained, sampled in zip(log_probs, rollout, strict=True):
+        x = [a - b for a, b in zip(trained, sampled, strict=True)]
+        if level == "sequence":
+            x = [math.fsum(x)] * len(x)
+        elif level == "geometric":
+            x = [mean(x)] * len(x)
+        ratios = [math.exp(clamp(value, -20, 20)) for value in x]
+        if beyond == "truncate":
+            result.append([clamp(ratio, low, high) for ratio in ratios])
+        else:
+            result.append([ratio if low <= ratio <= high else 0.0 for ratio in ratios])
+    return result
+
+
+def mismatch(log_probs: list[Row], rollout: list[Row]) -> dict[str, float]:
+    pairs = [(a, b) for a, b in zip(log_probs, rollout, strict=True) if a]
+    x = [p - q for a, b in pairs for p, q in zip(a, b, strict=True)]
+    trained, sampled = [mean(a) for a, _ in pairs], [mean(b) for _, b in pairs]
+    gap = [b - a for a, b in zip(trained, sampled, strict=True)]
+    whole = [math.fsum(a) - math.fsum(b) for a, b in pairs]
+    return {
+        "kl": mean([-v for v in x]),
+        "k3_kl": mean([math.exp(clamp(v, -20, 20)) - v - 1 for v in x]),
+        "chi2_token": mean([math.exp(2 * clamp(v, -20, 20)) - 1 for v in x]),
+        "log_prob_abs_diff_mean": mean([abs(v) for v in x]),
+        "log_prob_abs_diff_max": max([abs(v) for v in x], default=0.0),
+        "training_ppl": mean([math.exp(-m) for m in trained]),
+        "rollout_ppl": mean([math.exp(-m) for m in sampled]),
+        "log_ppl_diff": mean(gap),
+        "log_ppl_abs_diff": mean([abs(g) for g in gap]),
+        "ppl_ratio": mean([math.exp(g) for g in gap]),
+        "chi2_seq": mean([math.exp(2 * clamp(w, -20, 20)) - 1 for w in whole]),
+    }

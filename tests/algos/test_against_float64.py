@@ -1,0 +1,310 @@
+"""Every function against its formula in plain float64 loops (`oracles.py`), on the same random batches.
+
+Masked tokens hold NaN in every column, and the oracles never see them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from mrl.algos import advantages as adv
+from mrl.algos.core_algos import (
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    RATIO_LEVELS,
+    ActorColumns,
+    ActorSettings,
+    AdvantageInputs,
+    AdvantageSettings,
+    BatchTotals,
+    CorrectionSettings,
+    Groups,
+    Normaliser,
+    PolicySettings,
+    ValueTokens,
+    actor_objective,
+    correction_metrics,
+    correction_weights,
+    critic_objective,
+    estimate_advantages,
+    filter_groups,
+    global_moments,
+    mean_row_kl,
+    mismatch_metrics,
+    overlong_penalty,
+    penalise,
+    penalised_scores,
+    place_scores,
+    token_kl,
+    whiten,
+)
+from tests.algos import oracles
+from tests.algos.cases import Case, all_cases
+
+HORIZON = 7
+MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+SETTINGS = [PolicySettings(), PolicySettings(0.1, 0.28, None), PolicySettings(0.3, 0.2, 1.5)]
+
+
+def close(found: torch.Tensor | float, expected: float, tolerance: float = 1e-9) -> bool:
+    found = found.item() if isinstance(found, torch.Tensor) else found
+    return math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance)
+
+
+def assert_tokens(case: Case, found_T: torch.Tensor, expected: list[oracles.Row], tolerance: float = 1e-9) -> None:
+    """Equal on the tokens that the model wrote, 0 on the others."""
+    values: Sequence[float] = oracles.flat(expected)
+    assert found_T[case.mask_T].tolist() == pytest.approx(values, rel=tolerance, abs=tolerance)
+    assert not found_T[~case.mask_T].any()
+
+
+def norm_of(case: Case, mode: str) -> Normaliser:
+    return Normaliser(mode, BatchTotals.of(case.rows, case.mask_T), HORIZON)
+
+
+def test_all_names_are_tested() -> None:
+    assert set(AGGREGATIONS) == set(MODES)
+    assert set(POLICY_LOSSES) - {"vanilla", "geo_mean"} == set(oracles.POLICY_LOSSES)
+    assert set(KL_ESTIMATORS) - {"kl", "mse", "low_var_kl"} == {"k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"}
+    assert set(RATIO_LEVELS) == {"token", "sequence", "geometric"}
+    assert len(set(adv.ADVANTAGES)) == 9
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_aggregate(mode: str) -> None:
+    for case in all_cases():
+        loss = norm_of(case, mode).aggregate(case.column("values"), case.rows, case.mask_T)
+        assert close(loss, oracles.aggregate(case.written("values"), mode, HORIZON))
+
+
+@pytest.mark.parametrize("name", list(oracles.POLICY_LOSSES))
+def test_policy_loss_its_gradient_and_its_reports(name: str) -> None:
+    for number, case in enumerate(all_cases()):
+        settings, mode = SETTINGS[number % 3], MODES[number % 5]
+        tokens, norm = case.policy_tokens, norm_of(case, mode)
+        objective = actor_objective(tokens, ActorSettings(name, settings), norm)
+        (gradient_T,) = torch.autograd.grad(objective.loss, tokens.log_probs_T)
+        columns = zip(case.written("log_probs"), case.written("old"), case.written("advantages"), strict=True)
+        limits = (settings.clip_low, settings.clip_high, settings.dual_clip)
+        expected = [oracles.POLICY_LOSSES[name](*row, *limits) for row in columns]
+        assert close(objective.loss, oracles.aggregate([[t[0] for t in row] for row in expected], mode, HORIZON))
+        weights_T = norm.weights(case.rows, case.mask_T)
+        slopes = torch.zeros(case.rows.num_tokens, dtype=torch.float64)
+        slopes[case.mask_T] = torch.tensor(oracles.flat([[t[1] for t in row] for row in expected]), dtype=torch.float64)
+        assert torch.allclose(gradient_T, slopes * weights_T, atol=1e-12)
+        tokens_flat = [token for row in expected for token in row]
+        reports = objective.reports
+        assert close(reports["pg_clipfrac"], oracles.mean([float(t[2]) for t in tokens_flat]))
+        if name in ("ppo", "gmpo"):
+            assert close(reports["pg_clipfrac_lower"], oracles.mean([float(t[3]) for t in tokens_flat]))
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+", "kl", "mse", "low_var_kl"])
+def test_kl_value_and_gradient(name: str) -> None:
+    formula = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(name, name)
+    for case in all_cases():
+        log_probs_T = case.column("log_probs").requires_grad_()
+        kl_T = token_kl(name, log_probs_T, case.column("ref"), case.mask_T)
+        columns = zip(case.written("log_probs"), case.written("ref"), strict=True)
+        expected = [[oracles.kl(formula, a, b) for a, b in zip(*row, strict=True)] for row in columns]
+        assert_tokens(case, kl_T.detach(), [[value for value, _ in row] for row in expected])
+        (gradient_T,) = torch.autograd.grad(kl_T.sum(), log_probs_T)
+        assert_tokens(case, gradient_T, [[slope for _, slope in row] for row in expected])
+
+
+def test_terms_of_the_actor_objective_add_up() -> None:
+    for number, case in enumerate(all_cases()):
+        mode = MODES[number % 5]
+        settings = ActorSettings("ppo", PolicySettings(), entropy_coef=0.3, kl_coef=0.7, kl_estimator="k2")
+        extra = ActorColumns(case.column("ref"), case.column("entropy"), case.column("values"))
+        objective = actor_objective(case.policy_tokens, settings, norm_of(case, mode), extra)
+        names = ("log_probs", "old", "advantages", "ref", "entropy", "values")
+        policy, kl = [], []
+        for lp, old, a, ref, _, weight in zip(*(case.written(name) for name in names), strict=True):
+            losses = oracles.ppo(lp, old, a, 0.2, 0.2, 3.0)
+            policy.append([token[0] * w for token, w in zip(losses, weight, strict=True)])
+            kl.append([(x - y) ** 2 / 2 for x, y in zip(lp, ref, strict=True)])
+        parts = [oracles.aggregate(rows, mode, HORIZON) for rows in (policy, kl, case.written("entropy"))]
+        assert [float(objective.reports[name]) for name in ("pg_loss", "kl_loss", "entropy")] == pytest.approx(parts)
+        assert close(objective.loss, parts[0] + 0.7 * parts[1] - 0.3 * parts[2])
+        gaps = [b - a for a, b in zip(*(oracles.flat(case.written(c)) for c in ("log_probs", "old")), strict=True)]
+        assert close(objective.reports["ppo_kl"], oracles.mean([oracles.clamp(gap, -20, 20) for gap in gaps]))
+
+
+@pytest.mark.parametrize("clip", [0.2, 0.5, None])
+def test_value_loss_its_gradient_and_its_reports(clip: float | None) -> None:
+    for number, case in enumerate(all_cases()):
+        values_T = case.column("values").requires_grad_()
+        tokens = ValueTokens(case.mask_T, values_T, case.column("old_values"), case.column("returns"))
+        norm = norm_of(case, MODES[number % 5])
+        objective = critic_objective(tokens, case.rows, norm, clip)
+        names = ("values", "old_values", "returns")
+        columns = zip(*(case.written(name) for name in names), strict=True)
+        expected = [[oracles.value_loss(*token, clip) for token in zip(*row, strict=True)] for row in columns]
+        assert close(objective.loss, oracles.aggregate([[t[0] for t in row] for row in expected], norm.mode, HORIZON))
+        (gradient_T,) = torch.autograd.grad(objective.loss, values_T)
+        slopes = torch.zeros(case.rows.num_tokens, dtype=torch.float64)
+        slopes[case.mask_T] = torch.tensor(oracles.flat([[t[1] for t in row] for row in expected]), dtype=torch.float64)
+        assert torch.allclose(gradient_T, slopes * norm.weights(case.rows, case.mask_T), atol=1e-12)
+        clipped = [float(t[2]) for row in expected for t in row]
+        assert close(objective.reports["vf_clipfrac"], oracles.mean(clipped))
+        assert close(objective.reports["vpred_mean"], oracles.mean(oracles.flat(case.written("values"))))
+
+
+def test_gae() -> None:
+    for number, case in enumerate(all_cases()):
+        gamma, lam = [(1.0, 1.0), (0.9, 0.8), (0.5, 0.0), (0.0, 1.0)][number % 4]
+        inputs = AdvantageInputs(case.rows, case.mask_T, case.column("rewards"), case.column("values"))
+        expected, returns = oracles.gae(case.written("rewards"), case.written("values"), gamma, lam)
+        plain = estimate_advantages("gae", inputs, AdvantageSettings(gamma, lam, whiten=False))
+        whitened = estimate_advantages("gae", inputs, AdvantageSettings(gamma, lam))
+        assert plain.returns_T is not None
+        assert whitened.returns_T is not None
+        assert_tokens(case, plain.advantages_T, expected)
+        assert_tokens(case, plain.returns_T, returns)
+        assert_tokens(case, whitened.advantages_T, oracles.whiten(expected), 1e-7)
+        assert_tokens(case, whitened.returns_T, returns)
+
+
+def test_reinforce_plus_plus() -> None:
+    for number, case in enumerate(all_cases()):
+        gamma = [1.0, 0.7][number % 2]
+        inputs = AdvantageInputs(case.rows, case.mask_T, case.column("rewards"))
+        found = estimate_advantages("reinforce_plus_plus", inputs, AdvantageSettings(gamma))
+        expected = oracles.returns_to_go(case.written("rewards"), gamma)
+        assert found.returns_T is not None
+        assert_tokens(case, found.returns_T, expected)
+        assert_tokens(case, found.advantages_T, oracles.whiten(expected), 1e-7)
+
+
+def test_remax() -> None:
+    for case in all_cases():
+        baselines_B = torch.tensor(case.baselines, dtype=torch.float64)
+        inputs = AdvantageInputs(case.rows, case.mask_T, case.column("rewards"), baseline_scores_B=baselines_B)
+        found = estimate_advantages("remax", inputs, AdvantageSettings(gamma=0.5))
+        returns = oracles.returns_to_go(case.written("rewards"), 1.0)
+        expected = [[x - b for x in row] for row, b in zip(returns, case.baselines, strict=True)]
+        assert found.returns_T is not None
+        assert_tokens(case, found.returns_T, returns)
+        assert_tokens(case, found.advantages_T, expected)
+
+
+def expected_rows(case: Case, name: str, scores: list[float]) -> list[float]:
+    return oracles.group_advantage(name, scores, case.uids, [sum(row) for row in case.mask])
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "gpg"])
+def test_group_advantages(name: str) -> None:
+    for number, case in enumerate(all_cases()):
+        # Scores that differ by little show the floor under the standard deviation.
+        scale, offset = [(1.0, 0.0), (1e-6, 1.0), (1.0, 100.0)][number % 3]
+        outcomes = case.outcomes
+        scores_B = outcomes.scores_B * scale + offset
+        expected = expected_rows(case, name, scores_B.tolist())
+        row_advantage = getattr(adv, name)
+        found_B = row_advantage(scores_B, Groups.of(case.uids), outcomes, AdvantageSettings())
+        written = [i for i, row in enumerate(case.mask) if any(row)]
+        tolerance = {"rel": 1e-8, "abs": 1e-12} if scale == 1.0 and offset == 0.0 else {"rel": 1e-5, "abs": 1e-8}
+        assert [float(found_B[i]) for i in written] == pytest.approx([expected[i] for i in written], **tolerance)
+        inputs = AdvantageInputs(case.rows, case.mask_T, batch=outcomes)
+        found = estimate_advantages(name, inputs, AdvantageSettings())
+        per_row = expected_rows(case, name, case.scores)
+        tokens = [[a] * sum(row) for a, row in zip(per_row, case.mask, strict=True)]
+        assert_tokens(case, found.advantages_T, tokens, 1e-5)
+        assert found.returns_T is None
+        assert found.advantages_T.dtype == torch.float32
+
+
+def test_reinforce_plus_plus_baseline() -> None:
+    for case in all_cases():
+        inputs = AdvantageInputs(case.rows, case.mask_T, batch=case.outcomes)
+        found = estimate_advantages("reinforce_plus_plus_baseline", inputs, AdvantageSettings())
+        per_row = expected_rows(case, "dr_grpo", case.scores)
+        expected = oracles.whiten([[a] * sum(row) for a, row in zip(per_row, case.mask, strict=True)])
+        assert_tokens(case, found.advantages_T, expected, 2e-5)
+
+
+def test_whitening_and_moments() -> None:
+    for case in all_cases():
+        values = oracles.flat(case.written("values"))
+        mean, variance = global_moments(case.column("values"), case.mask_T)
+        assert close(mean, oracles.mean(values))
+        spread = math.fsum((x - oracles.mean(values)) ** 2 for x in values) / max(1, len(values) - 1)
+        assert close(variance, spread)
+        assert_tokens(case, whiten(case.column("values"), case.mask_T), oracles.whiten(case.written("values")), 1e-7)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("beyond", ["truncate", "mask"])
+def test_rollout_correction(level: str, beyond: str) -> None:
+    for number, case in enumerate(all_cases()):
+        low, high = [(0.0, 2.0), (0.5, 1.5)][number % 2]
+        settings = CorrectionSettings(level, beyond, upper=high, lower=low)  # type: ignore[arg-type]
+        columns = case.written("log_probs"), case.written("rollout")
+        expected = oracles.correction(*columns, level, beyond, low, high)
+        assert_tokens(case, correction_weights(case.pair, settings), expected)
+        raw = oracles.flat(oracles.correction(*columns, level, "truncate", 0.0, math.inf))
+        weights = oracles.flat(expected)
+        found = correction_metrics(case.pair, settings)
+        assert close(found["rollout_is_mean"], oracles.mean(weights))
+        assert close(found["rollout_is_ratio_fraction_high"], oracles.mean([float(r > high) for r in raw]))
+        assert close(found["rollout_is_ratio_fraction_low"], oracles.mean([float(r < low) for r in raw]))
+        squares = math.fsum(w * w for w in weights)
+        size = math.fsum(weights) ** 2 / (len(weights) * squares) if squares else 0.0
+        assert close(found["rollout_is_eff_sample_size"], size)
+
+
+def test_mismatch_metrics() -> None:
+    for case in all_cases():
+        expected = oracles.mismatch(case.written("log_probs"), case.written("rollout"))
+        assert mismatch_metrics(case.pair) == pytest.approx(expected, rel=1e-8, abs=1e-9)
+
+
+def test_mean_row_kl() -> None:
+    for case in all_cases():
+        expected = oracles.mean([oracles.mean(row) for row in case.written("values") if row])
+        assert close(mean_row_kl(case.column("values"), case.rows, case.mask_T), expected)
+
+
+def test_token_rewards() -> None:
+    for case in all_cases():
+        scores_B = torch.tensor(case.scores, dtype=torch.float64)
+        rows = zip(case.written("old"), case.scores, strict=True)
+        placed = [[0.0] * (len(row) - 1) + [s] if row else [] for row, s in rows]
+        scores_T = place_scores(scores_B, case.rows, case.mask_T)
+        assert_tokens(case, scores_T, placed)
+        kl = case.written("values")
+        expected = [[s - 0.3 * k for s, k in zip(*row, strict=True)] for row in zip(placed, kl, strict=True)]
+        assert_tokens(case, penalise(scores_T, case.column("values"), case.mask_T, 0.3), expected)
+        found_B = penalised_scores(scores_B, case.column("values"), case.rows, case.mask_T, 0.3)
+        assert found_B.tolist() == pytest.approx([s - 0.3 * math.fsum(k) for s, k in zip(case.scores, kl, strict=True)])
+
+
+def test_group_filter() -> None:
+    for case in all_cases():
+        kept = [uid for uid, own in oracles.groups(case.uids).items() if len({case.scores[i] for i in own}) > 1]
+        found = filter_groups(case.outcomes)
+        assert list(found.kept_uids) == kept
+        for num_groups in range(len(kept) + 1):
+            rows = [i for i, uid in enumerate(case.uids) if uid in kept[:num_groups]]
+            assert found.take(num_groups).tolist() == rows
+        sizes = [len(own) for uid, own in oracles.groups(case.uids).items() if uid not in kept]
+        assert (found.num_single, found.num_uniform) == (sizes.count(1), len(sizes) - sizes.count(1))
+
+
+def test_overlong_penalty() -> None:
+    lengths = list(range(130))
+    expected = []
+    for length in lengths:
+        if length <= 80:
+            expected.append(0.0)
+        elif length <= 100:
+            expected.append(-0.5 * (length - 80) / 20)
+        else:
+            expected.append(-0.5)
+    assert overlong_penalty(torch.tensor(lengths), 100, 20, 0.5).tolist() == pytest.approx(expected)

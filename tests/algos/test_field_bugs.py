@@ -1,0 +1,644 @@
+"""One test for each mistake that other trainers are known to have shipped in this part of the code."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from mrl.algos.core_algos import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    ActorColumns,
+    ActorSettings,
+    AdaptiveKLController,
+    AdvantageInputs,
+    AdvantageSettings,
+    BatchTotals,
+    CorrectionSettings,
+    FixedKLController,
+    Groups,
+    Normaliser,
+    Outcomes,
+    PolicySettings,
+    PolicyTokens,
+    RolloutPair,
+    Rows,
+    ValueTokens,
+    actor_objective,
+    correction_metrics,
+    correction_weights,
+    critic_objective,
+    estimate_advantages,
+    filter_groups,
+    global_moments,
+    mean_row_kl,
+    mismatch_metrics,
+    overlong_penalty,
+    penalise,
+    penalised_scores,
+    place_scores,
+    scores_of,
+    token_kl,
+    value_loss,
+    whiten,
+)
+from mrl.errors import BatchError, ConfigError, MrlError, NameUnknown, RewardError
+from tests.algos.cases import make_case, take_rows
+
+GROUP_WISE = ["grpo", "dr_grpo", "rloo", "opo", "gpg"]
+PLAIN = AdvantageSettings()
+
+
+def column(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def everything(rows: Rows) -> Tensor:
+    return torch.ones(rows.num_tokens, dtype=torch.bool)
+
+
+def group_advantages(
+    name: str, scores: list[float], uids: list[str], dtype: torch.dtype = torch.float64
+) -> list[float]:
+    """One token per row."""
+    rows = Rows.of([1] * len(scores))
+    outcomes = Outcomes(torch.tensor(scores, dtype=dtype), uids, rows.lengths_B)
+    inputs = AdvantageInputs(rows, everything(rows), batch=outcomes)
+    result: list[float] = estimate_advantages(name, inputs, PLAIN).advantages_T.tolist()
+    return result
+
+
+# ---- normalisation
+
+
+def test_token_mean_does_not_depend_on_micro_batches() -> None:
+    """A mean per micro-batch, then the mean of means, would give 3.25 or 2.5 here."""
+    rows, losses_T = Rows.of([3, 1]), column(1, 2, 3, 4.5)
+    norm = Normaliser("token-mean", BatchTotals.of(rows, everything(rows)))
+    whole = norm.aggregate(losses_T, rows, everything(rows))
+    parts = 0.0
+    for chosen in ([0], [1]):
+        part, (part_T,) = take_rows(rows, chosen, losses_T)
+        parts += norm.aggregate(part_T, part, everything(part)).item()
+    assert whole.item() == parts == 10.5 / 4
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
+def test_nothing_is_left_to_divide_by_for_gradient_accumulation(num_micro_batches: int) -> None:
+    rows = Rows.of([2] * 4)
+    norm = Normaliser("seq-mean-token-mean", BatchTotals.of(rows, everything(rows)))
+    leaf_T = torch.ones(8, dtype=torch.float64, requires_grad=True)
+    size = 4 // num_micro_batches
+    for start in range(0, 4, size):
+        part, (part_T,) = take_rows(rows, list(range(start, start + size)), leaf_T)
+        norm.aggregate(part_T, part, everything(part)).backward()
+    assert leaf_T.grad is not None
+    assert leaf_T.grad.tolist() == [1 / 8] * 8
+
+
+def _gloo_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3, timeout=timedelta(seconds=60)
+    )
+
+    def sum_over_ranks(x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    lengths = [[3], [], [1, 2]][rank]  # unequal token counts, and a rank with nothing
+    start = [0, 3, 3][rank]
+    values_T = column(1, -2, 5, 0.5, 7, 1e3)[start : start + sum(lengths)]
+    rows = Rows.of(lengths)
+    totals = BatchTotals.of(rows, everything(rows), sum_over_ranks)
+    loss = sum_over_ranks(Normaliser("token-mean", totals).aggregate(values_T, rows, everything(rows)))
+    whitened_T = whiten(values_T, everything(rows), sum_over_ranks)
+    Path(folder, f"{rank}.json").write_text(json.dumps([totals.num_tokens, loss.item(), whitened_T.tolist()]))
+    dist.destroy_process_group()
+
+
+def test_unequal_and_empty_ranks_over_gloo(tmp_path: Path) -> None:
+    """Ranks weighted by their tokens, whitening over all of them, and an empty rank neither hangs nor divides by 0."""
+    mp.start_processes(_gloo_rank, args=(str(tmp_path),), nprocs=3, start_method="fork")
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    values_T = column(1, -2, 5, 0.5, 7, 1e3)
+    expected_T = whiten(values_T, torch.ones(6, dtype=torch.bool))
+    assert [tokens for tokens, _, _ in found] == [6, 6, 6]
+    assert [loss for _, loss, _ in found] == pytest.approx([values_T.mean().item()] * 3)
+    assert found[0][2] + found[1][2] + found[2][2] == pytest.approx(expected_T.tolist())
+
+
+def test_losses_are_summed_in_float32_at_least() -> None:
+    rows = Rows.of([1000])
+    norm = Normaliser("token-sum", BatchTotals.of(rows, everything(rows)))
+    loss = norm.aggregate(torch.full((1000,), 1.0078125, dtype=torch.bfloat16), rows, everything(rows))
+    assert loss.dtype == torch.float32
+    assert loss.item() == 1007.8125
+
+
+def test_constant_horizon_not_the_batch_width() -> None:
+    rows = Rows.of([2, 1])
+    norm = Normaliser("seq-mean-token-sum-norm", BatchTotals.of(rows, everything(rows)), horizon_tokens=100)
+    assert norm.aggregate(column(1, 1, 1), rows, everything(rows)).item() == pytest.approx(3 / 2 / 100)
+    for horizon in (None, 0):
+        with pytest.raises(ConfigError, match="horizon_tokens"):
+            Normaliser(norm.mode, norm.totals, horizon).weights(rows, everything(rows))
+
+
+@pytest.mark.parametrize("mode", list(AGGREGATIONS))
+def test_context_parallel_ranks_share_out_the_weights_of_whole_rows(mode: str) -> None:
+    """A row's tokens lie on several ranks: weights are made before the cut, and are 0 under the mask."""
+    rows, mask_T = Rows.of([5, 2]), torch.tensor([True, True, False, True, True, False, True])
+    norm = Normaliser(mode, BatchTotals.of(rows, mask_T), horizon_tokens=9)
+    losses_T, weights_T = column(1, 2, 3, 4, 5, 6, 7), norm.weights(rows, mask_T)
+    assert not weights_T[~mask_T].any()
+    ranks = [[0, 1, 5], [2, 3, 4, 6]]
+    total = sum((losses_T[rank] * weights_T[rank]).sum().item() for rank in ranks)
+    assert total == pytest.approx(norm.aggregate(losses_T, rows, mask_T).item())
+
+
+def test_fully_masked_rows_are_in_no_denominator() -> None:
+    rows, mask_T = Rows.of([2, 2, 0]), torch.tensor([True, True, False, False])
+    assert BatchTotals.of(rows, mask_T) == BatchTotals(num_tokens=2, num_rows=1)
+    for mode in ("seq-mean-token-sum", "seq-mean-token-mean"):
+        loss = Normaliser(mode, BatchTotals.of(rows, mask_T)).aggregate(column(1, 1, math.nan, math.nan), rows, mask_T)
+        assert loss.item() == (2 if mode == "seq-mean-token-sum" else 1)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_a_fully_masked_batch_has_loss_zero_and_gradient_zero(mode: str) -> None:
+    rows = Rows.of([2, 1])
+    mask_T = torch.zeros(3, dtype=torch.bool)
+    leaf_T = column(1, 2, math.inf).requires_grad_()
+    loss = Normaliser(mode, BatchTotals.of(rows, mask_T)).aggregate(leaf_T, rows, mask_T)
+    loss.backward()
+    assert loss.item() == 0
+    assert leaf_T.grad is not None
+    assert not leaf_T.grad.any()
+
+
+def test_filtered_groups_leave_the_denominator() -> None:
+    """Uniform groups teach nothing. Kept, they dilute the loss and their KL still acts; dropped, they do neither."""
+    rows = Rows.of([1] * 4)
+    outcomes = Outcomes(column(1, 0, 1, 1), ["a", "a", "b", "b"], rows.lengths_B)
+    advantages_T = column(*group_advantages("dr_grpo", [1, 0, 1, 1], ["a", "a", "b", "b"]))
+    log_probs_T, ref_T = column(-1, -2, -1, -2), column(-1.5, -1, -3, -3)
+    losses = []
+    for chosen in ([0, 1, 2, 3], filter_groups(outcomes).take(1).tolist()):
+        part, (lp_T, ref, a_T) = take_rows(rows, chosen, log_probs_T, ref_T, advantages_T)
+        norm = Normaliser("token-mean", BatchTotals.of(part, everything(part)))
+        tokens = PolicyTokens(part, everything(part), lp_T, lp_T, a_T)
+        reports = actor_objective(tokens, ActorSettings("gpg", kl_coef=1.0), norm, ActorColumns(ref)).reports
+        losses.append((reports["pg_loss"].item(), reports["kl_loss"].item()))
+    assert losses[1][0] == pytest.approx(2 * losses[0][0])
+    kept_kl = token_kl("k3", log_probs_T, ref_T, everything(rows))[:2].mean().item()
+    assert losses[1][1] == pytest.approx(kept_kl)
+    assert losses[0][1] != pytest.approx(kept_kl)
+
+
+def test_whitening_over_the_batch_not_per_row_or_micro_batch() -> None:
+    values_T = column(0, 0, 10, 10)
+    found_T = whiten(values_T, torch.ones(4, dtype=torch.bool))
+    assert found_T.tolist() == pytest.approx([-math.sqrt(0.75)] * 2 + [math.sqrt(0.75)] * 2)
+
+
+@pytest.mark.parametrize(("values", "mask"), [([], []), ([5.0], [True]), ([5.0, 7.0], [True, False])])
+def test_whitening_fewer_than_two_tokens_gives_zero(values: list[float], mask: list[bool]) -> None:
+    assert not whiten(column(*values), torch.tensor(mask, dtype=torch.bool)).any()
+
+
+# ---- groups
+
+
+@pytest.mark.parametrize("name", [*GROUP_WISE, "reinforce_plus_plus_baseline"])
+def test_a_group_of_one_is_finite_and_zero_in_every_estimator(name: str) -> None:
+    """An unbiased standard deviation of one score is NaN; its raw score would be a reward without a baseline."""
+    found = group_advantages(name, [0.25, 1.0, 0.0], ["alone", "pair", "pair"])
+    assert found[0] == 0
+    assert found[1] > 0 > found[2]
+
+
+@pytest.mark.parametrize("name", [*GROUP_WISE, "reinforce_plus_plus_baseline"])
+def test_a_batch_of_groups_of_one_is_an_error(name: str) -> None:
+    with pytest.raises(BatchError, match=f"{name}.*2 rows.*\n.*at least 2 answers"):
+        group_advantages(name, [1.0, 0.0], ["a", "b"])
+
+
+def test_groups_of_unequal_size_found_by_uid_wherever_they_stand() -> None:
+    found = group_advantages("dr_grpo", [1, 10, 3, 30, 5, 20], ["a", "b", "a", "b", "a", "b"])
+    assert found == pytest.approx([-2, -10, 0, 10, 2, 0])
+    assert group_advantages("dr_grpo", [1, 2, 30, 10, 20], ["a", "a", "b", "b", "b"]) == pytest.approx(
+        [-0.5, 0.5, 10, -10, 0]
+    )
+
+
+@pytest.mark.parametrize("name", GROUP_WISE)
+def test_numeric_uids_do_not_merge(name: str) -> None:
+    uids = ["42", "0042", "42", "0042", "4.2e1", "4.2e1"]
+    found = group_advantages(name, [1, 100, 0, 101, 7, 7], uids)
+    assert found == group_advantages(name, [1, 100, 0, 101, 7, 7], ["a", "b", "a", "b", "c", "c"])
+    assert found[0] == -found[2]
+    assert found[1] == -found[3]
+    assert found[4] == 0
+
+
+def test_a_group_that_wrote_nothing_has_finite_advantages() -> None:
+    """OPO weighs by tokens; a group of fully masked rows has none."""
+    groups = Groups.of(["a", "a", "b", "b"])
+    centred_B = groups.centred(column(1, 0, 3, 1), torch.tensor([0, 0, 1, 1]))
+    assert torch.isfinite(centred_B).all()
+    assert centred_B[2:].tolist() == [1, -1]
+
+
+def test_huge_uids_cost_nothing() -> None:
+    assert group_advantages("dr_grpo", [1, 0], [str(2**62)] * 2) == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("name", GROUP_WISE)
+@pytest.mark.parametrize("score", [0.1, 1.0, 1e4 + 0.1, -7.3])
+def test_a_uniform_group_has_advantage_exactly_zero(name: str, score: float) -> None:
+    """A mean of equal floats is not that float, and 1e-17 over a floor of 1e-6 is not 0."""
+    assert group_advantages(name, [score] * 3 + [1.0, 0.0], ["u"] * 3 + ["v"] * 2)[:3] == [0, 0, 0]
+
+
+def test_variance_survives_a_large_offset() -> None:
+    """E[x^2] - E[x]^2 is negative here."""
+    assert group_advantages("grpo", [1e8 + 1, 1e8, 1e8 + 1, 1e8], ["a"] * 4) == pytest.approx(
+        [0.8660239, -0.8660239, 0.8660239, -0.8660239], abs=1e-6
+    )
+    mean, variance = global_moments(column(1e8 + 1, 1e8 - 1), torch.ones(2, dtype=torch.bool))
+    assert (mean.item(), variance.item()) == (1e8, 2.0)
+
+
+def test_small_differences_survive_float32_scores_and_bf16_is_widened() -> None:
+    found = group_advantages("grpo", [1.0, 1.00001], ["a", "a"], torch.float32)
+    assert found[0] == -found[1]
+    assert found[1] > 0.6
+    mask_T = torch.ones(3, dtype=torch.bool)
+    rewards_T = torch.tensor([1.0, 1.0, 1.0], dtype=torch.bfloat16)
+    inputs = AdvantageInputs(Rows.of([3]), mask_T, rewards_T, rewards_T)
+    gae = estimate_advantages("gae", inputs, AdvantageSettings(gamma=0.999, lam=0.95, whiten=False))
+    assert gae.advantages_T.dtype == torch.float32
+    assert gae.advantages_T[1].item() == pytest.approx(0.999)  # bf16 would say 1
+    rewards_T = penalise(torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([0.001]), mask_T[:1], 1.0)
+    assert rewards_T.item() == pytest.approx(0.999)
+
+
+# ---- rewards
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_bad_reward_is_an_error_that_names_its_row(bad: float) -> None:
+    with pytest.raises(RewardError, match=r"1 of 4 rewards.*row 2 \(uid b\)"):
+        group_advantages("grpo", [1, 0, bad, 1], ["a", "a", "b", "b"])
+
+
+def test_a_missing_reward_is_an_error() -> None:
+    with pytest.raises(RewardError, match=r"2 of 3 rewards.*row 0 \(uid a\).*row 2 \(uid c\)"):
+        scores_of([None, 1.0, math.nan], ["a", "b", "c"])
+    assert scores_of([0, 1.5], ["a", "b"]).tolist() == [0, 1.5]
+    with pytest.raises(RewardError, match="and 3 more"):
+        scores_of([None] * 8, list("abcdefgh"))
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax"])
+def test_bad_token_rewards_are_errors(name: str) -> None:
+    rows, mask_T = Rows.of([2, 2]), torch.tensor([True, True, True, False])
+    inputs = AdvantageInputs(rows, mask_T, column(0, 0, math.nan, 0), column(0, 0, 0, 0), column(0, 0))
+    with pytest.raises(RewardError, match="not finite; first: nan on token 0 of row 1"):
+        estimate_advantages(name, inputs, PLAIN)
+    inputs = AdvantageInputs(rows, mask_T, column(0, 0, 0, 1), column(0, 0, 0, 0), column(0, 0))
+    with pytest.raises(RewardError, match=r"did not write; first: 1.0 on token 1 of row 1"):
+        estimate_advantages(name, inputs, PLAIN)
+
+
+def test_scores_land_on_the_last_written_token() -> None:
+    """Ragged rows, no end-of-sequence token, an observation at the end, an empty row, a fully masked one."""
+    rows = Rows.of([3, 1, 3, 0, 2, 2])
+    mask_T = torch.tensor([True, True, True, True, True, True, False, False, False, True, False])
+    placed_T = place_scores(column(1, 2, 3, 4, 5, 6), rows, mask_T)
+    assert placed_T.tolist() == [0, 0, 1, 2, 0, 3, 0, 0, 0, 6, 0]
+
+
+def test_rewards_cross_observations_without_losing_a_discount() -> None:
+    mask_T = torch.tensor([True, False, False, False, True])
+    inputs = AdvantageInputs(Rows.of([5]), mask_T, column(0, 0, 0, 0, 1), column(0, 9, 9, 9, 0))
+    for name in ("gae", "reinforce_plus_plus"):
+        returns_T = estimate_advantages(name, inputs, AdvantageSettings(gamma=0.5)).returns_T
+        assert returns_T is not None
+        assert returns_T.tolist() == [0.5, 0, 0, 0, 1]
+
+
+def test_the_critic_learns_from_the_rewards_after_kl() -> None:
+    rows, mask_T = Rows.of([2]), torch.ones(2, dtype=torch.bool)
+    scores_T = place_scores(column(1.0), rows, mask_T)
+    kl_T = column(0.5, 0.25)
+    rewards_T = penalise(scores_T, kl_T, mask_T, 0.1)
+    found = estimate_advantages("gae", AdvantageInputs(rows, mask_T, rewards_T, column(0, 0)), PLAIN)
+    assert found.returns_T is not None
+    assert found.returns_T.tolist() == pytest.approx([0.925, 0.975])
+    assert penalised_scores(column(1.0), kl_T, rows, mask_T, 0.1).item() == pytest.approx(0.925)
+
+
+def test_kl_in_reward_and_in_loss_at_once() -> None:
+    rows, mask_T = Rows.of([1]), torch.ones(1, dtype=torch.bool)
+    log_probs_T, ref_T = column(-1.0).requires_grad_(), column(-2.0)
+    kl_T = token_kl("k1", log_probs_T, ref_T, mask_T)
+    rewards_T = penalise(column(1.0), kl_T, mask_T, 0.1)
+    assert not rewards_T.requires_grad
+    assert rewards_T.item() == pytest.approx(0.9)
+    tokens = PolicyTokens(rows, mask_T, log_probs_T, log_probs_T.detach(), rewards_T)
+    norm = Normaliser("token-mean", BatchTotals.of(rows, mask_T))
+    settings = ActorSettings(kl_coef=0.5, kl_estimator="k2")
+    (gradient_T,) = torch.autograd.grad(actor_objective(tokens, settings, norm, ActorColumns(ref_T)).loss, log_probs_T)
+    assert gradient_T.item() == pytest.approx(-0.9 + 0.5 * 1.0)
+
+
+def test_overlong_penalty_counts_the_answer_that_just_fits() -> None:
+    assert overlong_penalty(torch.tensor([80, 81, 99, 100, 140]), 100, 20).tolist() == pytest.approx(
+        [0, -0.05, -0.95, -1, -1]
+    )
+    for buffer_tokens in (0, 101):
+        with pytest.raises(ConfigError, match="buffer"):
+            overlong_penalty(torch.tensor([1]), 100, buffer_tokens)
+    with pytest.raises(BatchError, match="whole numbers"):
+        overlong_penalty(torch.tensor([0.5]), 100, 20)
+
+
+def test_dynamic_sampling_gives_exactly_the_wanted_groups_or_an_error() -> None:
+    outcomes = Outcomes(column(1, 1, 0, 1, 0, 0, 0, 1, 3), list("aabbccdde"), torch.ones(9, dtype=torch.int64))
+    found = filter_groups(outcomes)
+    assert found.kept_uids == ("b", "d")
+    assert (found.num_uniform, found.num_single) == (2, 1)
+    assert found.take(1).tolist() == [2, 3]
+    assert found.take(2).tolist() == [2, 3, 6, 7]
+    with pytest.raises(BatchError, match=r"2 groups.*3 are wanted.*2 dropped as uniform, 1 with a single row"):
+        found.take(3)
+
+
+# ---- KL
+
+
+def policy_over_five_tokens() -> tuple[Tensor, Tensor]:
+    return column(0.3, -0.2, 1.0, 0.1, -0.7).requires_grad_(), column(0.1, 0.4, 0.2, -0.5, 0.0)
+
+
+def test_kl_estimators_are_what_they_claim() -> None:
+    """All 5 tokens of a tiny policy, weighed by their probability: expectations without sampling."""
+    logits, ref_logits = policy_over_five_tokens()
+    log_p, log_ref = logits.log_softmax(0), ref_logits.log_softmax(0)
+    exact = (log_p.exp() * (log_p - log_ref)).sum()
+    assert exact.item() > 0
+    (true_gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    every = torch.ones(5, dtype=torch.bool)
+    expected_gradient = {}
+    for name in ("k1", "k2", "k3", "abs", "k1+", "k3+"):
+        kl = token_kl(name, log_p, log_ref, every)
+        if name.startswith(("k1", "k3")):
+            assert (log_p.exp() * kl).sum().item() == pytest.approx(exact.item())
+        loss = (log_p.exp().detach() * kl).sum()
+        (expected_gradient[name],) = torch.autograd.grad(loss, logits, retain_graph=True)
+    for name in ("k2", "k1+", "k3+"):
+        assert torch.allclose(expected_gradient[name], true_gradient)
+    assert expected_gradient["k1"].abs().max() < 1e-12  # no force at all: k1 in the loss does nothing
+    assert not torch.allclose(expected_gradient["k3"], true_gradient, atol=1e-3)
+
+
+@pytest.mark.parametrize("d", [-100.0, -30.0, 0.0, 30.0, 100.0])
+def test_k3_neither_overflows_nor_makes_nan(d: float) -> None:
+    for name, gradient in (("k3", 0.0), ("k3+", d)):
+        log_prob_T = torch.tensor([d], dtype=torch.float32, requires_grad=True)
+        kl_T = token_kl(name, log_prob_T, torch.zeros(1), torch.ones(1, dtype=torch.bool))
+        kl_T.sum().backward()
+        assert kl_T.item() == (10.0 if d else 0.0)
+        assert log_prob_T.grad is not None
+        assert log_prob_T.grad.item() == gradient
+
+
+def test_k3_is_never_negative() -> None:
+    d = torch.linspace(-25, 25, 1001, dtype=torch.float64)
+    assert (token_kl("k3", d, torch.zeros_like(d), torch.ones(1001, dtype=torch.bool)) >= 0).all()
+
+
+def test_the_controller_is_fed_the_mean_over_written_tokens_of_rows_that_have_any() -> None:
+    rows, mask_T = Rows.of([4, 1, 2]), torch.tensor([True, True, False, False, True, False, False])
+    assert mean_row_kl(column(1, 3, 99, 99, 4, 99, math.nan), rows, mask_T) == 3.0
+    assert mean_row_kl(column(), Rows.of([]), torch.zeros(0, dtype=torch.bool)) == 0.0
+
+
+def test_the_adaptive_coefficient_survives_a_resume() -> None:
+    straight, before = (AdaptiveKLController(0.2, 6.0, 1000) for _ in range(2))
+    for kl in (9.0, 2.0, 12.0):
+        straight.update(kl, 128)
+    before.update(9.0, 128)
+    resumed = AdaptiveKLController(0.2, 6.0, 1000)
+    resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    for kl in (2.0, 12.0):
+        resumed.update(kl, 128)
+    assert resumed.coef == straight.coef != 0.2
+    fixed = FixedKLController(0.1)
+    fixed.update(100.0, 128)
+    fixed.load_state_dict(json.loads(json.dumps(FixedKLController(0.7).state_dict())))
+    assert fixed.coef == 0.1
+    with pytest.raises(MrlError, match=r"'fixed'.*'adaptive'"):
+        resumed.load_state_dict(fixed.state_dict())
+    with pytest.raises(MrlError, match=r"'adaptive'.*'fixed'"):
+        fixed.load_state_dict(resumed.state_dict())
+
+
+def test_the_adaptive_coefficient_moves_the_right_way_and_never_to_nan() -> None:
+    controller = AdaptiveKLController(1.0, target=1.0, horizon_rows=100)
+    controller.update(1.1, 10)
+    assert controller.coef == pytest.approx(1.01)
+    controller.update(0.0, 10)
+    assert controller.coef == pytest.approx(1.01 * 0.98)
+    with pytest.raises(MrlError, match="nan"):
+        controller.update(math.nan, 10)
+    with pytest.raises(ConfigError, match=r"2 problems(.|\n)*target(.|\n)*horizon_rows"):
+        AdaptiveKLController(1.0, target=0.0, horizon_rows=-1)
+
+
+# ---- policy loss, rollout correction, masks
+
+
+def test_dual_clip_bounds_and_clip_higher_widen_one_side_only() -> None:
+    rows, mask_T = Rows.of([4]), torch.ones(4, dtype=torch.bool)
+    ratio, advantages_T = column(1.25, 1.25, 0.75, 0.75), column(1, -1, 1, -1)
+    norm = Normaliser("token-mean", BatchTotals(1, 1))
+    expected = {
+        (0.2, 0.2): [-1.2, 1.25, -0.75, 0.8],
+        (0.2, 0.3): [-1.25, 1.25, -0.75, 0.8],
+        (0.3, 0.2): [-1.2, 1.25, -0.75, 0.75],
+    }
+    for (low, high), losses in expected.items():
+        tokens = PolicyTokens(rows, mask_T, ratio.log(), torch.zeros(4).double(), advantages_T)
+        settings = ActorSettings("ppo", PolicySettings(low, high))
+        found_T = POLICY_LOSSES.resolve("ppo")(tokens, settings.policy).loss_T
+        assert found_T.tolist() == pytest.approx(losses)
+        assert actor_objective(tokens, settings, norm).loss.item() == pytest.approx(sum(losses))
+    for bad in ({"dual_clip": 1.0}, {"clip_low": 1.5}, {"clip_high": -0.1}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            PolicySettings(**bad)
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "gmpo", "gpg"])
+def test_only_the_new_policy_is_differentiated(name: str) -> None:
+    rows, mask_T = Rows.of([2]), torch.ones(2, dtype=torch.bool)
+    old_T, advantages_T, log_probs_T, weights_T, ref_T = (column(-1, -2).requires_grad_() for _ in range(5))
+    tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, advantages_T)
+    norm = Normaliser("token-mean", BatchTotals.of(rows, mask_T))
+    extra = ActorColumns(ref_T, rollout_weights_T=weights_T)
+    actor_objective(tokens, ActorSettings(name, kl_coef=1.0), norm, extra).loss.backward()
+    assert log_probs_T.grad is not None
+    assert old_T.grad is None
+    assert advantages_T.grad is None
+    assert weights_T.grad is None
+    assert ref_T.grad is None
+    values_T, old_values_T, returns_T = (column(1, 2).requires_grad_() for _ in range(3))
+    critic_objective(ValueTokens(mask_T, values_T, old_values_T, returns_T), rows, norm).loss.backward()
+    assert values_T.grad is not None
+    assert old_values_T.grad is None
+    assert returns_T.grad is None
+
+
+def test_rollout_weights_are_constants() -> None:
+    log_probs_T = column(-1, -2).requires_grad_()
+    pair = RolloutPair(Rows.of([2]), torch.ones(2, dtype=torch.bool), log_probs_T, column(-1.1, -2))
+    assert not correction_weights(pair, CorrectionSettings()).requires_grad
+
+
+@pytest.mark.parametrize("filler", [0.0, -100.0, math.nan, math.inf])
+def test_fillers_under_the_mask_change_no_ratio(filler: float) -> None:
+    rows, mask_T = Rows.of([3]), torch.tensor([True, False, True])
+    for level in ("token", "sequence", "geometric"):
+        pair = RolloutPair(rows, mask_T, column(-1, filler, -2), column(-1.5, -filler, -2))
+        weights_T = correction_weights(pair, CorrectionSettings(level, upper=10.0))
+        x = {"token": 0.5, "sequence": 0.5, "geometric": 0.25}[level]
+        assert weights_T[0].item() == pytest.approx(math.exp(x))
+        assert weights_T[1].item() == 0
+        assert correction_metrics(pair, CorrectionSettings(level))["rollout_is_eff_sample_size"] <= 1
+    assert mismatch_metrics(pair)["kl"] == pytest.approx(-0.25)
+
+
+def test_equal_policies_need_no_correction() -> None:
+    case = make_case(3)
+    pair = RolloutPair(case.rows, case.mask_T, case.column("old"), case.column("old"))
+    for level in ("token", "sequence", "geometric"):
+        weights_T = correction_weights(pair, CorrectionSettings(level, "mask", upper=1.0, lower=1.0))
+        assert torch.equal(weights_T, case.mask_T.double())
+    found = mismatch_metrics(pair)
+    assert {name for name, value in found.items() if value == 0} == set(found) - {
+        "training_ppl", "rollout_ppl", "ppl_ratio"
+    }  # fmt: skip
+    assert found["ppl_ratio"] == 1
+    assert found["training_ppl"] == found["rollout_ppl"]
+
+
+def test_a_token_without_a_rollout_log_prob_is_an_error() -> None:
+    with pytest.raises(BatchError, match="1 of 2 tokens"):
+        RolloutPair(Rows.of([2]), torch.ones(2, dtype=torch.bool), column(-1, -1), column(-1, math.nan))
+
+
+def test_correction_bounds_enclose_one() -> None:
+    for bad in ({"upper": 0.5}, {"lower": 1.5}, {"lower": -0.1}, {"beyond": "drop"}):
+        with pytest.raises(ConfigError, match="rollout correction"):
+            CorrectionSettings(**bad)  # type: ignore[arg-type]
+
+
+def test_the_entropy_bonus_raises_entropy_over_written_tokens_only() -> None:
+    """The whole distribution's entropy in float32, over the model's tokens, with the sign of a bonus."""
+    rows, mask_T = Rows.of([2, 1]), torch.tensor([True, False, True])
+    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    log_p = logits.log_softmax(-1)
+    entropy_T = -(log_p.exp() * log_p).sum(-1)
+    tokens = PolicyTokens(rows, mask_T, log_p[:, 0], log_p[:, 0].detach(), torch.zeros(3))
+    norm = Normaliser("token-mean", BatchTotals.of(rows, mask_T))
+    objective = actor_objective(tokens, ActorSettings(entropy_coef=0.5), norm, ActorColumns(entropy_T=entropy_T))
+    mean = (entropy_T[0] + entropy_T[2]).item() / 2
+    assert objective.reports["entropy"].item() == pytest.approx(mean)
+    assert objective.loss.item() == pytest.approx(-0.5 * mean)
+    (gradient,) = torch.autograd.grad(objective.loss, logits)
+    assert not gradient[1].any()
+    assert gradient[0].any()
+
+
+def test_inputs_are_not_modified() -> None:
+    case = make_case(11)
+    columns = {name: case.column(name) for name in case.columns}
+    outcomes, mask_T = case.outcomes, case.mask_T
+    baselines_B = column(*case.baselines)
+    inputs = AdvantageInputs(case.rows, mask_T, columns["rewards"], columns["values"], baselines_B, outcomes)
+    watched = [*columns.values(), outcomes.scores_B, outcomes.num_tokens_B, mask_T, baselines_B]
+    before = [x.clone() for x in watched]
+    for name in ADVANTAGES:
+        estimate_advantages(name, inputs, PLAIN)
+    norm = Normaliser("token-mean", BatchTotals.of(case.rows, mask_T))
+    tokens = PolicyTokens(case.rows, mask_T, columns["log_probs"], columns["old"], columns["advantages"])
+    extra = ActorColumns(columns["ref"], columns["entropy"], columns["values"])
+    for name in POLICY_LOSSES:
+        actor_objective(tokens, ActorSettings(name, entropy_coef=1, kl_coef=1), norm, extra)
+    for name in KL_ESTIMATORS:
+        token_kl(name, columns["log_probs"], columns["ref"], mask_T)
+    value_loss(ValueTokens(mask_T, columns["values"], columns["old_values"], columns["returns"]))
+    pair = RolloutPair(case.rows, mask_T, columns["log_probs"], columns["rollout"])
+    correction_weights(pair, CorrectionSettings())
+    mismatch_metrics(pair)
+    penalise(columns["rewards"], columns["values"], mask_T, 0.1)
+    place_scores(outcomes.scores_B, case.rows, mask_T)
+    filter_groups(outcomes)
+    for now, then in zip(watched, before, strict=True):
+        assert torch.equal(now.nan_to_num(7), then.nan_to_num(7))
+
+
+# ---- mistakes of the caller
+
+
+def test_missing_columns_and_unknown_names_are_typed_errors() -> None:
+    rows, mask_T = Rows.of([1]), torch.ones(1, dtype=torch.bool)
+    for name, missing in (("gae", "rewards_T"), ("remax", "rewards_T"), ("grpo", "batch")):
+        with pytest.raises(BatchError, match=missing):
+            estimate_advantages(name, AdvantageInputs(rows, mask_T), PLAIN)
+    for name, missing in (("gae", "values_T"), ("remax", "baseline_scores_B")):
+        with pytest.raises(BatchError, match=missing):
+            estimate_advantages(name, AdvantageInputs(rows, mask_T, column(1)), PLAIN)
+    without_greedy_score = AdvantageInputs(rows, mask_T, column(1), baseline_scores_B=column(math.nan))
+    with pytest.raises(RewardError, match="finite"):
+        estimate_advantages("remax", without_greedy_score, PLAIN)
+    with pytest.raises(NameUnknown, match='did you mean "grpo"'):
+        estimate_advantages("grop", AdvantageInputs(rows, mask_T), PLAIN)
+    tokens = PolicyTokens(rows, mask_T, column(-1), column(-1), column(1))
+    norm = Normaliser("token-mean", BatchTotals.of(rows, mask_T))
+    with pytest.raises(BatchError, match="ref_log_probs_T"):
+        actor_objective(tokens, ActorSettings(kl_coef=0.1), norm)
+    with pytest.raises(BatchError, match="entropy_T"):
+        actor_objective(tokens, ActorSettings(entropy_coef=0.1), norm)
+
+
+def test_columns_that_do_not_fit_are_typed_errors() -> None:
+    rows = Rows.of([2, 1])
+    for wrong in (lambda: rows.sum(column(1, 2)), lambda: rows.expand(column(1, 2, 3)), lambda: Rows.of([1, -1])):
+        with pytest.raises(BatchError):
+            wrong()
+    with pytest.raises(BatchError, match="3 tokens meets a mask of 2"):
+        whiten(column(1, 2, 3), torch.ones(2, dtype=torch.bool))
+    with pytest.raises(BatchError, match="2 scores, 1 uids, 2 token counts"):
+        Outcomes(column(1, 2), ["a"], torch.tensor([1, 1]))
+
+
+def test_a_users_own_functions_are_named_by_module_and_attribute() -> None:
+    rows, mask_T = Rows.of([1]), torch.ones(1, dtype=torch.bool)
+    inputs = AdvantageInputs(rows, mask_T, column(3))
+    own = estimate_advantages("mrl.algos.advantages:reinforce_plus_plus", inputs, PLAIN)
+    assert own.returns_T is not None
+    assert own.returns_T.tolist() == [3]

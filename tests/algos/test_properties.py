@@ -1,0 +1,312 @@
+"""What must hold for every batch, whatever its numbers are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mrl.algos import advantages as adv
+from mrl.algos.core_algos import (
+    ActorColumns,
+    ActorSettings,
+    AdvantageInputs,
+    Advantages,
+    AdvantageSettings,
+    BatchTotals,
+    CorrectionSettings,
+    Groups,
+    Normaliser,
+    Objective,
+    PolicySettings,
+    PolicyTokens,
+    RolloutPair,
+    Rows,
+    ValueTokens,
+    actor_objective,
+    correction_metrics,
+    critic_objective,
+    estimate_advantages,
+    mean_row_kl,
+    mismatch_metrics,
+    token_kl,
+)
+from tests.algos.cases import NUM_CASES, Case, make_case, on_ranks, take_rows
+
+MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LOSSES = ["ppo", "gspo", "cispo", "gmpo", "gpg"]
+GROUP_WISE = ["grpo", "dr_grpo", "rloo", "opo", "gpg"]
+TOKEN_WISE = ["gae", "reinforce_plus_plus", "remax"]
+ALL = [*GROUP_WISE, *TOKEN_WISE, "reinforce_plus_plus_baseline"]
+EVERYTHING = ActorSettings("ppo", PolicySettings(), entropy_coef=0.2, kl_coef=0.5, kl_estimator="k2")
+NUM_EXAMPLES = 8 if NUM_CASES >= 1000 else 2
+few = settings(max_examples=NUM_EXAMPLES, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+seeds = st.integers(min_value=0, max_value=10_000)
+
+
+def split(case: Case, rng: random.Random, parts: int) -> list[list[int]]:
+    """The rows dealt out to parts, in any order; parts may be empty."""
+    dealt: list[list[int]] = [[] for _ in range(parts)]
+    order = list(range(case.rows.num_rows))
+    rng.shuffle(order)
+    for row in order:
+        rng.choice(dealt).append(row)
+    return dealt
+
+
+def actor_part(case: Case, chosen: list[int], norm: Normaliser, name: str, leaf_T: Tensor) -> Objective:
+    columns = ("old", "advantages", "ref", "entropy", "values")
+    rows, (mask_T, log_probs_T, old_T, advantages_T, ref_T, entropy_T, weights_T) = take_rows(
+        case.rows, chosen, case.mask_T, leaf_T, *(case.column(column) for column in columns)
+    )
+    tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, advantages_T)
+    extra = ActorColumns(ref_T, entropy_T, weights_T)
+    chosen_settings = ActorSettings(name, EVERYTHING.policy, 0.2, 0.5, "k2")
+    return actor_objective(tokens, chosen_settings, norm, extra)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LOSSES)
+@few
+@given(seed=seeds, parts=st.integers(2, 6))
+def test_splits_change_no_loss_no_gradient_and_no_report(name: str, mode: str, seed: int, parts: int) -> None:
+    case = make_case(seed)
+    norm = Normaliser(mode, BatchTotals.of(case.rows, case.mask_T), horizon_tokens=5)
+    whole_T = case.column("log_probs").requires_grad_()
+    whole = actor_part(case, list(range(case.rows.num_rows)), norm, name, whole_T)
+    whole.loss.backward()
+    leaf_T = case.column("log_probs").requires_grad_()
+    objectives = [actor_part(case, chosen, norm, name, leaf_T) for chosen in split(case, random.Random(seed), parts)]
+    for part in objectives:
+        part.loss.backward()
+    assert sum(part.loss.item() for part in objectives) == pytest.approx(whole.loss.item(), rel=1e-11, abs=1e-12)
+    for name_of_report, report in whole.reports.items():
+        total = sum(part.reports[name_of_report].item() for part in objectives)
+        assert total == pytest.approx(report.item(), rel=1e-11, abs=1e-12)
+    assert whole_T.grad is not None
+    assert leaf_T.grad is not None
+    assert torch.allclose(whole_T.grad, leaf_T.grad, rtol=1e-11, atol=1e-13)
+
+
+@few
+@given(seed=seeds, parts=st.integers(2, 4))
+def test_totals_and_metrics_do_not_depend_on_ranks(seed: int, parts: int) -> None:
+    case = make_case(seed)
+    dealt = split(case, random.Random(seed), parts)
+    correction = CorrectionSettings("sequence", "mask", upper=1.5, lower=0.5)
+
+    def work(rank: int, sum_over_ranks: Callable[[Tensor], Tensor]) -> tuple[BatchTotals, float, dict[str, float]]:
+        columns = (case.mask_T, case.column("log_probs"), case.column("rollout"), case.column("values"))
+        rows, (mask_T, log_probs_T, rollout_T, kl_T) = take_rows(case.rows, dealt[rank], *columns)
+        pair = RolloutPair(rows, mask_T, log_probs_T, rollout_T)
+        metrics = correction_metrics(pair, correction, sum_over_ranks) | mismatch_metrics(pair, sum_over_ranks)
+        metrics.pop("log_prob_abs_diff_max")
+        return BatchTotals.of(rows, mask_T, sum_over_ranks), mean_row_kl(kl_T, rows, mask_T, sum_over_ranks), metrics
+
+    expected = correction_metrics(case.pair, correction) | mismatch_metrics(case.pair)
+    largest = expected.pop("log_prob_abs_diff_max")
+    assert mismatch_metrics(case.pair, max_over_ranks=lambda x: x + 1)["log_prob_abs_diff_max"] == largest + 1
+    for totals, kl, metrics in on_ranks(work, parts):
+        assert totals == BatchTotals.of(case.rows, case.mask_T)
+        assert kl == pytest.approx(mean_row_kl(case.column("values"), case.rows, case.mask_T))
+        assert metrics == pytest.approx(expected)
+
+
+def advantages_of(case: Case, name: str, chosen: list[int], rank_sum: Callable[[Tensor], Tensor]) -> Advantages:
+    """The shard of the chosen rows, against the outcomes of the whole batch."""
+    columns = (case.mask_T, case.column("rewards"), case.column("values"))
+    rows, (mask_T, rewards_T, values_T) = take_rows(case.rows, chosen, *columns)
+    position_B = torch.tensor(chosen, dtype=torch.int64)
+    baselines_B = torch.tensor(case.baselines, dtype=torch.float64)[position_B]
+    inputs = AdvantageInputs(
+        rows, mask_T, rewards_T, values_T, baselines_B, case.outcomes, position_B, sum_over_ranks=rank_sum
+    )
+    return estimate_advantages(name, inputs, AdvantageSettings(0.9, 0.8))
+
+
+def alone(x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize("name", ALL)
+@few
+@given(seed=seeds, parts=st.integers(2, 4))
+@example(seed=5, parts=3)
+def test_ranks_change_no_advantage(name: str, seed: int, parts: int) -> None:
+    case = make_case(seed)
+    whole = advantages_of(case, name, list(range(case.rows.num_rows)), alone)
+    dealt = split(case, random.Random(seed), parts)
+    shards = on_ranks(lambda rank, rank_sum: advantages_of(case, name, dealt[rank], rank_sum), parts)
+    for chosen, shard in zip(dealt, shards, strict=True):
+        _, (expected_T,) = take_rows(case.rows, chosen, whole.advantages_T)
+        assert torch.allclose(shard.advantages_T, expected_T, rtol=1e-6, atol=1e-9)
+        if whole.returns_T is not None and shard.returns_T is not None:
+            _, (expected_T,) = take_rows(case.rows, chosen, whole.returns_T)
+            assert torch.equal(shard.returns_T, expected_T)
+
+
+@pytest.mark.parametrize("name", ALL)
+@few
+@given(seed=seeds)
+def test_permuting_samples_permutes_advantages(name: str, seed: int) -> None:
+    case = make_case(seed)
+    order = list(range(case.rows.num_rows))
+    random.Random(seed).shuffle(order)
+    names = list(case.columns)
+    shuffled = Case(
+        [case.mask[i] for i in order],
+        {column: [case.columns[column][i] for i in order] for column in names},
+        [case.scores[i] for i in order],
+        [case.uids[i] for i in order],
+        [case.baselines[i] for i in order],
+    )
+    straight = advantages_of(case, name, list(range(len(order))), alone).advantages_T
+    _, (expected_T,) = take_rows(case.rows, order, straight)
+    found_T = advantages_of(shuffled, name, list(range(len(order))), alone).advantages_T
+    assert torch.allclose(found_T, expected_T, rtol=1e-6, atol=1e-9)
+
+
+def row_advantage(case: Case, name: str, scores_B: Tensor, floor: float = 1e-6) -> Tensor:
+    outcomes, groups = case.outcomes, Groups.of(case.uids)
+    result: Tensor = getattr(adv, name)(scores_B, groups, outcomes, AdvantageSettings(std_floor=floor))
+    return result
+
+
+@pytest.mark.parametrize("name", GROUP_WISE)
+@few
+@given(seed=seeds, shift=st.floats(-1e3, 1e3), scale=st.floats(0.01, 100.0))
+def test_laws_of_group_advantages(name: str, seed: int, shift: float, scale: float) -> None:
+    case = make_case(seed)
+    scores_B = case.outcomes.scores_B
+    plain_B = row_advantage(case, name, scores_B, floor=0.0).nan_to_num()
+    renamed = Case(case.mask, case.columns, case.scores, [f"group-{uid}" for uid in case.uids], case.baselines)
+    assert torch.equal(row_advantage(renamed, name, scores_B, floor=0.0).nan_to_num(), plain_B)
+    assert torch.allclose(row_advantage(case, name, scores_B + shift, floor=0.0).nan_to_num(), plain_B, atol=1e-8)
+    scaled_B = row_advantage(case, name, scores_B * scale, floor=0.0).nan_to_num()
+    assert torch.allclose(scaled_B, plain_B if name == "grpo" else plain_B * scale, atol=1e-8)
+    if name in ("grpo", "dr_grpo", "rloo"):
+        assert Groups.of(case.uids).sum(plain_B).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@few
+@given(seed=seeds)
+def test_zero_advantage_gives_zero_policy_gradient(name: str, seed: int) -> None:
+    case = make_case(seed)
+    tokens = case.policy_tokens
+    zero = PolicyTokens(case.rows, case.mask_T, tokens.log_probs_T, tokens.old_log_probs_T, tokens.advantages_T * 0)
+    norm = Normaliser("token-mean", BatchTotals.of(case.rows, case.mask_T))
+    (gradient_T,) = torch.autograd.grad(actor_objective(zero, ActorSettings(name), norm).loss, tokens.log_probs_T)
+    assert not gradient_T.any()
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "gmpo"])
+@few
+@given(seed=seeds)
+def test_at_ratio_one_the_loss_is_minus_the_mean_advantage_and_its_gradient_reinforce(name: str, seed: int) -> None:
+    case = make_case(seed)
+    log_probs_T = case.column("log_probs").requires_grad_()
+    row_level_T = case.rows.expand(torch.tensor(case.scores, dtype=torch.float64) + 0.1)
+    tokens = PolicyTokens(case.rows, case.mask_T, log_probs_T, log_probs_T, row_level_T)
+    norm = Normaliser("token-mean", BatchTotals.of(case.rows, case.mask_T))
+    objective = actor_objective(tokens, ActorSettings(name), norm)
+    count = max(1, int(case.mask_T.sum()))
+    assert objective.loss.item() == pytest.approx(-row_level_T[case.mask_T].sum().item() / count)
+    (gradient_T,) = torch.autograd.grad(objective.loss, log_probs_T)
+    assert torch.allclose(gradient_T, torch.where(case.mask_T, -row_level_T / count, 0.0), atol=1e-12)
+    assert objective.reports["pg_clipfrac"].item() == 0
+    assert objective.reports["ppo_kl"].item() == 0
+
+
+@pytest.mark.parametrize("name", ["ppo", "gmpo", "gpg", "value", "k1", "k2", "k3", "abs"])
+@few
+@given(seed=seeds)
+def test_gradients_agree_with_finite_differences(name: str, seed: int) -> None:
+    case = make_case(seed)
+    norm = Normaliser("seq-mean-token-mean", BatchTotals.of(case.rows, case.mask_T))
+
+    def loss(x_T: Tensor) -> Tensor:
+        if name == "value":
+            tokens = ValueTokens(case.mask_T, x_T, case.column("old_values"), case.column("returns"))
+            return critic_objective(tokens, case.rows, norm, clip=0.3).loss
+        if name in LOSSES:
+            policy = PolicyTokens(case.rows, case.mask_T, x_T, case.column("old"), case.column("advantages"))
+            return actor_objective(policy, ActorSettings(name), norm).loss
+        return norm.aggregate(token_kl(name, x_T, case.column("ref"), case.mask_T), case.rows, case.mask_T)
+
+    start_T = case.column("values" if name == "value" else "log_probs").requires_grad_()
+    (gradient_T,) = torch.autograd.grad(loss(start_T), start_T)
+    step = 1e-6
+    for at in case.mask_T.nonzero().flatten().tolist()[:6]:
+        nudge_T = torch.zeros_like(start_T)
+        nudge_T[at] = step
+        numeric = (loss(start_T.detach() + nudge_T) - loss(start_T.detach() - nudge_T)).item() / (2 * step)
+        assert gradient_T[at].item() == pytest.approx(numeric, rel=1e-5, abs=1e-7)
+
+
+def with_more_observations(case: Case, seed: int) -> Case:
+    rng = random.Random(seed)
+    longer = Case([row + [False] * rng.randint(0, 3) for row in case.mask], {}, case.scores, case.uids, case.baselines)
+    for column, rows in case.columns.items():
+        filler = 0.0 if column == "rewards" else float("nan")
+        longer.columns[column] = [
+            row + [filler] * (len(mask) - len(row)) for row, mask in zip(rows, longer.mask, strict=True)
+        ]
+    return longer
+
+
+@pytest.mark.parametrize("name", ALL)
+@few
+@given(seed=seeds)
+def test_appended_observation_tokens_change_no_advantage(name: str, seed: int) -> None:
+    case = make_case(seed)
+    longer = with_more_observations(case, seed)
+    everything = list(range(case.rows.num_rows))
+    expected, found = (advantages_of(each, name, everything, alone) for each in (case, longer))
+    assert torch.allclose(found.advantages_T[longer.mask_T], expected.advantages_T[case.mask_T], rtol=1e-6, atol=1e-12)
+    if found.returns_T is not None and expected.returns_T is not None:
+        assert torch.equal(found.returns_T[longer.mask_T], expected.returns_T[case.mask_T])
+
+
+@few
+@given(seed=seeds)
+def test_appended_observation_tokens_change_no_loss(seed: int) -> None:
+    case = make_case(seed)
+    longer = with_more_observations(case, seed)
+    for loss in LOSSES:
+        for mode in MODES:
+            losses = []
+            for each in (case, longer):
+                norm = Normaliser(mode, BatchTotals.of(each.rows, each.mask_T), horizon_tokens=3)
+                losses.append(actor_objective(each.policy_tokens, ActorSettings(loss), norm).loss.item())
+            assert losses[0] == pytest.approx(losses[1], rel=1e-12, abs=1e-12)
+
+
+@few
+@given(seed=seeds)
+def test_rows_agree_with_plain_lists(seed: int) -> None:
+    case = make_case(seed)
+    rows, mask_T = case.rows, case.mask_T
+    lengths = [len(row) for row in case.mask]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    assert rows.starts_B.tolist() == starts
+    assert rows.num_tokens == sum(lengths)
+    assert rows.num_rows == len(lengths)
+    written = [[start + t for t, kept in enumerate(row) if kept] for start, row in zip(starts, case.mask, strict=True)]
+    last = [max(positions, default=-1) for positions in written]
+    assert rows.last_token(mask_T).tolist() == last
+    assert rows.count(mask_T).tolist() == [sum(row) for row in case.mask]
+    position_T = torch.arange(rows.num_tokens, dtype=torch.float64) + 1
+    for step in (1, 2, 4):
+        expected = [
+            start + t + 1 + step if t + step < length else 0.0
+            for start, length in zip(starts, lengths, strict=True)
+            for t in range(length)
+        ]
+        assert rows.next_token(position_T, step).tolist() == expected
+    assert Rows.of([]).discounted_sum(torch.zeros(0), 0.5).numel() == 0
