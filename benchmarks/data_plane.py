@@ -31,7 +31,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.data_plane_workers import LONGEST_RESPONSE, PaddedEnd
 from benchmarks.harness import Benchmark, Timing, interleave, parser, speedup
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ClusterConfig, DeadlinesConfig, PlacementConfig
@@ -42,13 +41,15 @@ from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged, object_array
 from mrl.protocol.wire import encode
 
-import ray  # isort: skip - after mrl.controller, which settles how Ray authenticates
-
 SIZES = (256, 512)
+LONGEST_RESPONSE = 8192
 PROMPT_TOKENS = 1024
 SAMPLES_PER_PROMPT = 8
 MEAN_RESPONSE = 2500
-PEER = Path(__file__).resolve().parent.parent / ".venv-peers" / "transferqueue" / "bin" / "python"
+WARM_UPS = 30
+"""A store hands out fresh memory at first, and the kernel clears every page of it; training runs long after that."""
+ROOT = Path(__file__).resolve().parent.parent
+QUEUE_PYTHON = ROOT / ".venv-peers" / "transferqueue" / "bin" / "python"
 
 
 def response_lengths(count: int, mean: int, seed: int) -> list[int]:
@@ -64,19 +65,24 @@ def response_lengths(count: int, mean: int, seed: int) -> list[int]:
 
 
 class Peer:
-    """TransferQueue behind a pipe: another interpreter with other packages."""
+    """Another way of the hop, behind a pipe: another interpreter, perhaps with other packages, and its own Ray."""
 
-    def __init__(self, python: Path) -> None:
-        script = Path(__file__).resolve().parent / "peers" / "transfer_queue_hop.py"
+    def __init__(self, script: str, python: Path) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self.seconds: list[float] = []
+        """The peer's own times: the pipe is not its fault."""
         self._process = subprocess.Popen(
-            [str(python), str(script)],
+            [str(python), str(ROOT / "benchmarks" / "peers" / script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             env=environment,
         )
+
+    def hop(self) -> None:
+        """One hop."""
+        self.seconds.append(self.ask(hop=True)["seconds"])
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """One request, one answer."""
@@ -142,66 +148,37 @@ def make_groups(context: RunContext, lengths: dict[str, list[int]]) -> tuple[Ray
     return producer, RayWorkerGroup("critic", RayClassWithInitArgs(f"{workers}:Consumer"), Mesh(1), context)
 
 
-class Hops:
-    """Every way of one hop, at one number of samples."""
-
-    def __init__(self, groups: tuple[RayWorkerGroup, RayWorkerGroup], padded: list[Any], peer: Peer | None) -> None:
-        self._producer, self._consumer = groups
-        self._padded = padded
-        self._peer = peer
-        self.peer_seconds: list[float] = []
-        """TransferQueue's own times: the pipe to its interpreter is not its fault."""
-
-    def prepare(self, count: int, lengths: list[int]) -> int:
-        """Have every way's samples made; the bytes of the padded ones."""
-        self._batch = prompts_of(count)
-        self._name = str(count)
-        if self._peer is not None:
-            self._peer.ask(lengths=lengths, prompt_tokens=PROMPT_TOKENS)
-        made: int = ray.get(self._padded[0].make.remote(lengths, PROMPT_TOKENS))
-        return made
-
-    def mrl(self, name: str = "") -> None:
-        """One hop of the samples of that name."""
-        made = self._producer.produce(self._batch, name or self._name)
-        self._consumer.consume(self._batch.union(made))
-
-    def padded(self) -> None:
-        """One hop of the padded batch."""
-        ray.get(self._padded[1].consume.remote(self._padded[0].produce.remote()))
-
-    def queue(self) -> None:
-        """One hop through TransferQueue."""
-        assert self._peer, "asked for only where there is one"
-        self.peer_seconds.append(self._peer.ask(hop=True)["seconds"])
-
-
-def measure(bench: Benchmark, context: RunContext, peer: Peer | None, repeats: int) -> None:
+def measure(bench: Benchmark, context: RunContext, peers: dict[str, Peer], repeats: int) -> None:
     """Every size, every way, in turns."""
     lengths = {str(count): response_lengths(count, MEAN_RESPONSE, seed=count) for count in SIZES}
     lengths |= {f"short {count}": response_lengths(count, MEAN_RESPONSE // 10, seed=count) for count in SIZES}
-    groups = make_groups(context, lengths)
-    hops = Hops(groups, [ray.remote(PaddedEnd).options(num_cpus=0).remote() for _ in range(2)], peer)
+    producer, consumer = make_groups(context, lengths)
     for count in SIZES:
-        padded_bytes, our_bytes = hops.prepare(count, lengths[str(count)]), bytes_of(count, lengths[str(count)])
-        ways: dict[str, Callable[[], object]] = {"mrl": hops.mrl, "padded": hops.padded}
-        if peer is not None:
-            ways["queue"] = hops.queue
-        times = interleave(ways, repeats=repeats, warm_ups=3)
-        if peer is not None:
-            times["queue"] = Timing(tuple(hops.peer_seconds[-repeats:]))
-        through, short = driver_bytes(partial(hops.mrl, str(count))), driver_bytes(partial(hops.mrl, f"short {count}"))
+        batch = prompts_of(count)
+
+        def hop(name: str, batch: DataProto = batch) -> None:
+            consumer.consume(batch.union(producer.produce(batch, name)))
+
+        made = {
+            name: peer.ask(lengths=lengths[str(count)], prompt_tokens=PROMPT_TOKENS) for name, peer in peers.items()
+        }
+        ways: dict[str, Callable[[], object]] = {"mrl": partial(hop, str(count))}
+        ways |= {name: peer.hop for name, peer in peers.items()}
+        times = interleave(ways, repeats=repeats, warm_ups=WARM_UPS)
+        times |= {name: Timing(tuple(peer.seconds[-repeats:])) for name, peer in peers.items()}
         columns: dict[str, Any] = {}
         for name, timing in times.items():
             columns |= {f"{name}_ms": 1e3 * timing.median_s, f"{name}_spread_ms": 1e3 * timing.spread_s}
-        columns |= {"mrl_MB": our_bytes / 1e6, "padded_MB": padded_bytes / 1e6}
+        ours, padded = bytes_of(count, lengths[str(count)]), made["padded"]["bytes"]
+        through, short = driver_bytes(partial(hop, str(count))), driver_bytes(partial(hop, f"short {count}"))
+        columns |= {"mrl_MB": ours / 1e6, "padded_MB": padded / 1e6}
         bench.row(samples=count, **columns, driver_kB=through / 1e3, driver_kB_short=short / 1e3)
-        for name in sorted(ways.keys() - {"mrl"}):
+        for name in peers:
             bench.goal(f"{count} samples: times faster than {name}", speedup(times["mrl"], times[name]), at_least=10)
-        bench.goal(f"{count} samples: times fewer bytes than padded", padded_bytes / our_bytes, at_least=20)
+        bench.goal(f"{count} samples: times fewer bytes than padded", padded / ours, at_least=20)
         bench.goal(f"{count} samples: driver bytes, relative, at 10 times the length", through / short, at_most=1.1)
-    for group in groups:
-        group.shutdown()
+    producer.shutdown()
+    consumer.shutdown()
 
 
 def driver_bytes(hop: Callable[[], None], repeats: int = 20) -> float:
@@ -219,16 +196,18 @@ def main() -> int:
     cluster = ClusterConfig(devices_per_node=2, device="cpu")
     deadlines = DeadlinesConfig()
     placement = PlacementConfig(pools={"producer": 1, "consumer": 1}, roles={"actor": "producer", "critic": "consumer"})
-    peer = Peer(PEER) if PEER.exists() else None
-    if peer is None:
+    peers = {"padded": Peer("padded_hop.py", Path(sys.executable))}
+    if QUEUE_PYTHON.exists():
+        peers["queue"] = Peer("transfer_queue_hop.py", QUEUE_PYTHON)
+    else:
         bench.row(samples="TransferQueue did not run: no environment for it (see the first lines of this file)")
     with tempfile.TemporaryDirectory() as directory, ray_cluster(cluster):
         events = EventLog(Path(directory) / "events.jsonl")
         resources = ResourcePoolManager(placement, cluster, deadlines)
         resources.create(Path(directory), events)
-        measure(bench, RunContext(Path(directory), events, deadlines, resources), peer, arguments.repeats)
+        measure(bench, RunContext(Path(directory), events, deadlines, resources), peers, arguments.repeats)
         resources.release()
-    if peer is not None:
+    for peer in peers.values():
         peer.close()
     return bench.finish(arguments)
 

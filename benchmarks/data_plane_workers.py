@@ -1,15 +1,12 @@
-"""The two ends of a hop: a worker that has samples, a worker that reads them, and their padded counterparts."""
+"""The two ends of a hop: a worker that has samples, and one that reads them."""
 
 from __future__ import annotations
 
 import torch
-from tensordict import TensorDict
 
 from mrl.controller import Dispatch, Place, Worker, register
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged, values_of
-
-LONGEST_RESPONSE = 8192
 
 
 class Producer(Worker):
@@ -39,37 +36,6 @@ class Consumer(Worker):
     def consume(self, batch: DataProto) -> float:
         """Touch every token and log-prob."""
         return sum(float(values_of(batch[name]).sum()) for name in ("prompts", "responses", "rollout_log_probs"))
-
-
-class PaddedEnd:
-    """Either end of the padded hop. Ray serialises the TensorDict, that is, pickles it."""
-
-    def make(self, lengths: list[int], prompt_tokens: int) -> int:
-        """The columns of a padded trainer for the same samples, in its types; their bytes."""
-        count, width = len(lengths), prompt_tokens + LONGEST_RESPONSE
-        whole, response = (count, width), (count, LONGEST_RESPONSE)
-        self.rows = TensorDict(
-            {
-                "prompts": torch.zeros(count, prompt_tokens, dtype=torch.int64),
-                "responses": torch.zeros(response, dtype=torch.int64),
-                "input_ids": torch.zeros(whole, dtype=torch.int64),
-                "attention_mask": torch.ones(whole, dtype=torch.int64),
-                "position_ids": torch.zeros(whole, dtype=torch.int64),
-                "response_mask": torch.ones(response, dtype=torch.int64),
-                "rollout_log_probs": torch.rand(response),
-                "token_level_scores": torch.zeros(response),
-            },
-            batch_size=[count],
-        )
-        return sum(int(column.nbytes) for column in self.rows.values())
-
-    def produce(self) -> TensorDict:
-        """Hand over the rows."""
-        return self.rows
-
-    def consume(self, rows: TensorDict) -> float:
-        """Touch every token and log-prob."""
-        return sum(float(rows[name].sum()) for name in ("prompts", "responses", "rollout_log_probs"))
 
 
 def _samples(lengths: list[int]) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -151,25 +151,21 @@ class RayWorkerGroup:
         shards = self._shards(spec, args)
         plans = [plan_shard(shard, spec.reads) for shard in shards]
         answers: dict[int, ObjectRef] = {}
-        columns: dict[int, Sequence[ObjectRef]] = {}
+        bundles: dict[int, ObjectRef] = {}
         for rank, actor in enumerate(self._actors):
             plan, objects = plans[self._shard_of_rank[rank]]
             speaks = rank in self._speakers
             message = (spec.name, speaks, [list(args[1:]), kwargs], plan, *objects)
             if speaks and spec.writes:
-                returned = actor.call_on_shard.options(num_returns=1 + len(spec.writes)).remote(*message)
-                answers[rank], columns[rank] = returned[0], returned[1:]
+                answers[rank], bundles[rank] = actor.call_on_shard.options(num_returns=2).remote(*message)
             else:
                 answers[rank] = actor.call_on_shard.remote(*message)
 
         def collect(answers: list[Any]) -> Any:
             if not spec.writes:
                 return [answers[rank] for rank in self._speakers]
-            parts = [
-                unpack_answer(answers[rank], columns[rank], shard.row_ids, spec.writes)
-                for rank, shard in zip(self._speakers, shards, strict=True)
-            ]
-            return _join_shards(parts)
+            parts = zip(self._speakers, shards, strict=True)
+            return _join_shards([unpack_answer(answers[rank], bundles[rank], shard.row_ids) for rank, shard in parts])
 
         return self._future(spec, answers, collect)
 

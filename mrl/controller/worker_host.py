@@ -16,12 +16,11 @@ import ray
 from mrl.config.mesh import Mesh
 from mrl.controller.dispatch import MethodSpec, registered_methods
 from mrl.controller.node_agent import ProcessId, own_process
-from mrl.controller.transport import ShardPlan, assemble_shard, pack_answer
+from mrl.controller.transport import Bundle, ShardPlan, assemble_shard, pack_answer
 from mrl.controller.worker import Place, Rendezvous, Worker
 from mrl.controller.worker_log import log_path, redirect_output
 from mrl.errors import MrlError
 from mrl.protocol import DataProto
-from mrl.protocol.wire import Wire
 from mrl.redaction import redact_text
 from mrl.registry import load_attribute
 
@@ -107,8 +106,8 @@ class WorkerHost:
         except BaseException as error:
             raise _as_failure(error) from None
 
-    def call_on_shard(self, method: str, answers: bool, arguments: list[Any], plan: ShardPlan, *objects: Wire) -> Any:
-        """Run one method on a shard. Columns that it wrote are returned as objects of their own, behind the answer.
+    def call_on_shard(self, method: str, answers: bool, arguments: list[Any], plan: ShardPlan, *objects: Bundle) -> Any:
+        """Run one method on a shard. Columns that it wrote are a second returned object, which stays here.
 
         A rank that does not answer for its shard computes all the same, and returns nothing.
         """
@@ -120,8 +119,7 @@ class WorkerHost:
                 return None
             writes = self._methods[method].writes
             if isinstance(result, DataProto):
-                answer, wires = pack_answer(result, shard.row_ids, writes, method)
-                return (answer, *wires)
+                return pack_answer(result, shard.row_ids, writes, method)
             if writes:
                 raise TypeError(f"{method} promises to write {list(writes)} but returned {type(result).__name__}")
             return result

@@ -133,10 +133,10 @@ def gather(
     """The column whose row i is row `row_in_part[i]` of part `part_of_row[i]`; each value is copied once."""
     where = list(zip(part_of_row.tolist(), row_in_part.tolist(), strict=True))
     if is_jagged(parts[0]):
-        tensors = [part for part in parts if isinstance(part, Tensor)]
-        pieces = [torch.split(part.values(), row_lengths(part).tolist()) for part in tensors]
-        rows = [pieces[part][row] for part, row in where]
-        return jagged(torch.cat(rows) if rows else tensors[0].values()[:0], [len(row) for row in rows])
+        lengths = [row_lengths(part).tolist() for part in parts]
+        pieces = [torch.split(values_of(part), sizes) for part, sizes in zip(parts, lengths, strict=True)]
+        values = torch.cat([pieces[part][row] for part, row in where]) if where else values_of(parts[0])[:0]
+        return jagged(values, [lengths[part][row] for part, row in where])
     if isinstance(parts[0], np.ndarray):
         return object_array([parts[part][row] for part, row in where])
     dense = [part for part in parts if isinstance(part, Tensor)]
