@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+import ray
 import torch
 import torch.distributed
 
@@ -27,6 +28,10 @@ class RankWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def greet(self, name: str) -> str:
         return f"{self.greeting} {name} from {self.rank} of {self.world_size}"
+
+    @register(Dispatch.ONE_TO_ALL)
+    def where(self) -> tuple[str, int]:
+        return ray.get_runtime_context().get_node_id(), self.place.local_rank
 
     @register(Dispatch.RANK_ZERO)
     def who(self) -> int:
