@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -95,6 +96,7 @@ class WorkerHost:
             rendezvous = Rendezvous(order.address, order.port, order.mesh.world_size, self._listener)
             place = Place(order.role, order.rank, order.local_rank, order.mesh, rendezvous)
             self._worker = worker_class(place, *order.args, **order.kwargs)
+            gc.freeze()  # what start-up made stays; looking through it again would only delay calls
         except BaseException as error:
             raise _as_failure(error) from None
         return self._methods

@@ -38,11 +38,15 @@ class RemoteColumn:
 
     def take(self, rows: Index) -> RemoteColumn:
         """These rows, in this order, with only the parts that they need."""
-        used, part_of_row = np.unique(self.part_of_row[rows], return_inverse=True)
+        part_of_row = self.part_of_row[rows]
+        if len(rows) and bool((part_of_row == part_of_row[0]).all()):
+            used, part_of_row = part_of_row[:1], np.zeros_like(part_of_row)  # the usual case: a shard as it was made
+        else:
+            used, part_of_row = np.unique(part_of_row, return_inverse=True)
         return RemoteColumn(
             tuple(self.parts[part] for part in used),
             tuple(self.part_sizes[part] for part in used),
-            part_of_row.astype(np.int32),
+            part_of_row.astype(np.int32, copy=False),
             self.row_in_part[rows],
             None if self.lengths is None else self.lengths[rows],
         )

@@ -112,7 +112,8 @@ def test_two_nodes_and_the_loss_of_one(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=300,
-        env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"PYTHONPATH": str(ROOT)},
+        env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        | {"PYTHONPATH": str(ROOT)},
     )
     assert ran.returncode == 0, ran.stderr
     report = json.loads(ran.stdout.splitlines()[-1])
