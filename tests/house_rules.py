@@ -50,11 +50,14 @@ HEAVY = {"torch", "transformers", *LIBRARY_HOMES} - {"omegaconf", "yaml"}
 MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_METHODS, MOST_PARAMETERS = 400, 60, 16, 6
 MEDIAN_FILE_LINES, SHORT_FUNCTION_LINES, SHORT_FUNCTIONS = 150, 35, 0.9
 
-# Where everything may be caught, because whatever happens there is reported as a worker's death.
+# Where everything may be caught, because whatever happens there is reported as a worker's death, or is the failure of
+# one sample in a process of its own.
 BROAD_EXCEPT_ALLOWED = {
     ("mrl/controller/worker_host.py", "WorkerHost.start"),
     ("mrl/controller/worker_host.py", "WorkerHost.call"),
     ("mrl/controller/worker_host.py", "WorkerHost.call_on_shard"),
+    ("mrl/rewards/worker.py", "_load"),
+    ("mrl/rewards/worker.py", "score_sample"),
 }
 
 PICKLE_KIN = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from mrl.config import schema
 
 KeyPath = tuple[str, ...]
+ENTRY = "NAME"  # stands for the names that users choose
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,12 @@ class Key:
     def section(self) -> type | None:
         """The dataclass of a section's keys; None for a value."""
         return section_of(self.annotation)
+
+    @property
+    def entries(self) -> type | None:
+        """The dataclass of the entries of a section whose names are the user's; None for anything else."""
+        is_dict = get_origin(self.annotation) is dict
+        return section_of(get_args(self.annotation)[1]) if is_dict else None
 
 
 def dotted(path: KeyPath) -> str:
@@ -67,6 +74,8 @@ def schema_keys(section: type = schema.Config, prefix: KeyPath = ()) -> Iterator
         yield dataclasses.replace(key, path=(*prefix, name))
         if key.section is not None:
             yield from schema_keys(key.section, (*prefix, name))
+        elif key.entries is not None:
+            yield from schema_keys(key.entries, (*prefix, name, ENTRY))
 
 
 def nearest_key(section: type, path: KeyPath) -> str | None:
@@ -77,9 +86,17 @@ def nearest_key(section: type, path: KeyPath) -> str | None:
     names = {key.path[-1] for key in schema_keys()}
     inside = dotted((*parents, ""))
     for meant in difflib.get_close_matches(name, names, n=1, cutoff=0.8):  # far away, only what is very near
-        places = [dotted(key.path) for key in schema_keys() if key.path[-1] == meant]
+        places = [dotted(_with_names_of(path, key.path)) for key in schema_keys() if key.path[-1] == meant]
         return next((place for place in places if place.startswith(inside)), places[0])
     return None
+
+
+def _with_names_of(path: KeyPath, place: KeyPath) -> KeyPath:
+    """`place` with the names that the writer of `path` chose, as far as both go the same way."""
+    return tuple(
+        path[depth] if name == ENTRY and place[:depth] == path[:depth] and depth < len(path) else name
+        for depth, name in enumerate(place)
+    )
 
 
 def describe_type(annotation: Any) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 from mrl.config.keys import KeyPath
 
 COMMAND_LINE = "command line"
-_MISSING = object()
 UNUSABLE = object()  # a value that is wrong in itself and already reported
 
 
@@ -25,6 +24,9 @@ class Layer:
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
+            for key, origin in self.origins.items():
+                if key[:length] == path[:length]:
+                    return origin  # a section that stands nowhere itself: an override of a longer key made it
         return otherwise
 
 
@@ -32,14 +34,8 @@ def merge(below: Layer, above: Layer) -> Layer:
     """`above` laid over `below`: sections merge, everything else (lists, null) replaces."""
     values = _merge_values(below.values, above.values)
     # An origin must not outlive its value: a section that was replaced takes the origins of its keys along.
-    new = {path: origin for path, origin in above.origins.items() if not _passes_through(path, above, below)}
-    return Layer(values, {path: origin for path, origin in (below.origins | new).items() if holds(values, path)})
-
-
-def _passes_through(path: KeyPath, above: Layer, below: Layer) -> bool:
-    """Whether an override only goes through a section that stands already, on its way to a key of it."""
-    sections = all(isinstance(_value(layer.values, path), dict) for layer in (above, below))
-    return above.origins[path] == COMMAND_LINE and path in below.origins and sections
+    origins = {path: origin for path, origin in (below.origins | above.origins).items() if holds(values, path)}
+    return Layer(values, origins)
 
 
 def _merge_values(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,12 +48,8 @@ def _merge_values(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[st
 
 def holds(values: Any, path: KeyPath) -> bool:
     """Whether nested mappings have this key."""
-    return _value(values, path) is not _MISSING
-
-
-def _value(values: Any, path: KeyPath) -> Any:
     for name in path:
         if not isinstance(values, Mapping) or name not in values:
-            return _MISSING
+            return False
         values = values[name]
-    return values
+    return True

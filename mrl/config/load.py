@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mrl.config.convert import convert
+from mrl.config.data_rules import check_data_rules, unchecked_data
 from mrl.config.interpolation import interpolate
 from mrl.config.keys import KeyPath
 from mrl.config.layers import Layer, holds, merge
 from mrl.config.model_rules import check_model_rules, unchecked
 from mrl.config.model_shape import read_model_shape
 from mrl.config.passthrough import check_passthrough
+from mrl.config.reward_rules import check_reward_rules
 from mrl.config.rules import check_rules
 from mrl.config.schema import Config
 from mrl.config.secrets import Secrets
@@ -66,6 +68,9 @@ def load_config(path: str, overrides: Iterable[str] = ()) -> Resolved:
 def _check(config: Config, secrets: Secrets) -> tuple[list[Problem], list[str]]:
     problems, warnings = check_passthrough(config)
     problems += check_rules(config)
+    problems += check_data_rules(config)
+    problems += check_reward_rules(config)
+    warnings += unchecked_data(config)
     shape = read_model_shape(config.model.path)
     if isinstance(shape, Problem):
         problems.append(shape)

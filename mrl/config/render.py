@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from mrl.config.keys import KeyPath, describe_type, dotted, fields_of
+from mrl.config.keys import ENTRY, KeyPath, describe_type, dotted, fields_of
 from mrl.config.load import Resolved
 from mrl.config.schema import Config
 
@@ -72,17 +72,22 @@ def _schema_lines(section: type, path: KeyPath, listed: dict[type, KeyPath]) -> 
     for name, key in fields_of(section).items():
         default = "required" if key.required else f"default {_flow(key.default)}"
         doc = f"{indent}    {' '.join(key.doc.split())}"
-        if key.section is None:
+        inner, inner_path = key.section, (*path, name)
+        if inner is None:
             yield f"{indent}{name}: {describe_type(key.annotation)}; {default}"
             yield doc
-            continue
-        first = listed.setdefault(key.section, (*path, name))
-        yield f"{indent}{name}:"
-        yield doc + (" Default null." if key.default is None and not key.required else "")
-        if first == (*path, name):
-            yield from _schema_lines(key.section, first, listed)
+            if key.entries is None:
+                continue
+            inner, inner_path = key.entries, (*path, name, ENTRY)
+            yield f"{indent}  {ENTRY}:"
         else:
-            yield f"{indent}    Its keys are those of {dotted(first)}."
+            yield f"{indent}{name}:"
+            yield doc + (" Default null." if key.default is None and not key.required else "")
+        first = listed.setdefault(inner, inner_path)
+        if first == inner_path:
+            yield from _schema_lines(inner, first, listed)
+        else:
+            yield f"{'  ' * len(inner_path)}  Its keys are those of {dotted(first)}."
 
 
 def _leaves(resolved: Resolved, value: Any, path: KeyPath) -> Iterator[Leaf]:

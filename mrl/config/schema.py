@@ -40,6 +40,21 @@ class MoreThan:
 
 
 @dataclass(frozen=True)
+class Within:
+    """A number in a range, bounds included."""
+
+    minimum: int
+    maximum: int
+
+    def __str__(self) -> str:
+        return f"from {self.minimum} to {self.maximum}"
+
+    def allows(self, value: Any) -> bool:
+        """Whether `value` is in the range."""
+        return bool(self.minimum <= value <= self.maximum)
+
+
+@dataclass(frozen=True)
 class Matching:
     """Text of one form; `description` says which in words."""
 
@@ -55,7 +70,10 @@ class Matching:
 
 
 Count = Annotated[int, AtLeast(1)]
+NotNegative = Annotated[int, AtLeast(0)]
 Seconds = Annotated[float, MoreThan(0)]
+Share = Annotated[float, MoreThan(0)]
+Proportion = Annotated[float, Within(0, 1)]
 Text = Annotated[str, Matching(r"(?=.*\S)[^\x00-\x1f\x7f]+", "one line of text")]
 PlainName = Annotated[
     str, Matching(r"[A-Za-z0-9][A-Za-z0-9._-]*", "a name of letters, digits, dots, dashes and underscores")
@@ -203,6 +221,98 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ColumnsConfig:
+    """Which column of a source holds what; a dot goes into a nested column (`reward_model.ground_truth`)."""
+
+    prompt: Text = "prompt"
+    """Chat messages (a list of `role` and `content`), or one text, which becomes a user's message."""
+    data_source: Text | None = "data_source"
+    """Name under which rewards and metrics know the row; null takes the name of the source."""
+    ability: Text | None = "ability"
+    """What the row exercises, for metrics; null where the source has no such column."""
+    ground_truth: Text | None = "reward_model.ground_truth"
+    """The right answer, as text; null where rewards need none."""
+    extra_info: Text | None = "extra_info"
+    """Anything else that rewards read; null where the source has no such column."""
+    id: Text | None = None
+    """An id that must not occur twice; null where the source has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One source of prompts."""
+
+    dataset: Text
+    """A `.jsonl` or `.parquet` file, or a dataset by name. Several files are a pattern (`data/*.parquet`), a name is
+    a known one such as `toy:addition` or `reasoning_gym:leg_counting`, or your own as `package.module:attribute`."""
+    weight: Share | None = None
+    """Share of the prompts, relative to the other sources; null goes by the number of rows."""
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    options: dict[str, Any] = field(default_factory=dict)
+    """Passed on to a dataset that is not a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The prompts."""
+
+    train: dict[PlainName, SourceConfig]
+    """Name of each source of training prompts -> where they come from."""
+    validation: dict[PlainName, SourceConfig] = field(default_factory=dict)
+    """The same for validation, which goes through every source once."""
+    shuffle: bool = True
+    """Draw the rows of a source in a new order in every epoch."""
+    seed: NotNegative = 0
+    """Decides the order of the rows."""
+    overlong: Literal["error", "drop", "left", "right", "middle"] = "error"
+    """A prompt beyond rollout.max_prompt_tokens stops the run, is dropped and counted, or loses its tokens at the
+    left, at the right (with the template's call for an answer) or in the middle."""
+    max_bad_rows: NotNegative = 0
+    """How many rows that are no prompts may be skipped, each with an event; one more stops the run."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """Passed on to the tokenizer's chat template (`enable_thinking: false`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFunctionConfig:
+    """One of the functions whose weighted sum is the reward."""
+
+    name: Text
+    """A built-in function such as `gsm8k`, or your own as `package.module:function`."""
+    weight: float = 1.0
+    """What its score is multiplied by; 0 only records it in the metrics."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Passed on to the function as keywords."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """How responses are scored: by functions, in worker processes."""
+
+    functions: dict[PlainName, RewardFunctionConfig]
+    """What metrics call each function -> which one it is."""
+    num_workers: Count = 4
+    """Processes that score at the same time, one sample each."""
+    limit_s: Seconds = 10.0
+    """For all functions on one sample together, from when a worker begins with it; waiting does not count."""
+    start_limit_s: Seconds = 60.0
+    """For a worker to import the functions."""
+    memory_bytes: Annotated[int, AtLeast(1 << 27)] = 2 << 30
+    """Address space of a worker."""
+    max_samples_per_s: Seconds | None = None
+    """Samples begun per second by all workers together, for a service that allows no more; null is no bound."""
+    retries: NotNegative = 1
+    """How often a sample that failed is tried again."""
+    on_failure: Literal["drop", "stop"] = "drop"
+    """A sample that still fails is left out of the update and counted, or stops the run. It is never scored 0."""
+    max_failed_share: Proportion = 0.05
+    """Share of the samples of a step that may fail; more stop the run."""
+    environment: dict[PlainName, Text] = field(default_factory=dict)
+    """Environment variables for the functions (`JUDGE_API_KEY: ${oc.env:JUDGE_API_KEY}`); those of the run that
+    may hold secrets are not handed on."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole configuration."""
 
@@ -212,6 +322,8 @@ class Config:
     placement: PlacementConfig
     model: ModelConfig
     algorithm: AlgorithmConfig
+    data: DataConfig
+    reward: RewardConfig
     batch: BatchConfig
     actor: TrainedModelConfig
     """The policy."""

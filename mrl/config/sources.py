@@ -68,7 +68,7 @@ def _malformed_override(key: str, *, has_value: bool) -> Problem:
 def _nested(path: KeyPath, value: Any, origins: dict[KeyPath, str]) -> Layer:
     for name in reversed(path):
         value = {name: value}
-    return Layer(value, origins | {path[:length]: COMMAND_LINE for length in range(1, len(path) + 1)})
+    return Layer(value, origins | {path: COMMAND_LINE})
 
 
 def _read_file(path: str, children: tuple[str, ...]) -> Layer:

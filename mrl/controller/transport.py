@@ -49,7 +49,7 @@ class Answer:
 
 
 def plan_shard(shard: DataProto, reads: Sequence[str]) -> tuple[ShardPlan, list[ObjectRef]]:
-    """What to send for one shard: the plan, and the objects that it refers to. Large columns of the driver are stored."""
+    """What to send for one shard: the plan, and the objects that it refers to. What is large here is stored."""
     columns = shard.columns()
     references: dict[ObjectRef, int] = {}
     plans: dict[str, ColumnPlan] = {}

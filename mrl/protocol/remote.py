@@ -38,15 +38,16 @@ class RemoteColumn:
 
     def take(self, rows: Index) -> RemoteColumn:
         """These rows, in this order, with only the parts that they need."""
-        part_of_row = self.part_of_row[rows]
-        if len(rows) and bool((part_of_row == part_of_row[0]).all()):
-            used, part_of_row = part_of_row[:1], np.zeros_like(part_of_row)  # the usual case: a shard as it was made
+        old_parts = self.part_of_row[rows]
+        if len(rows) and bool((old_parts == old_parts[0]).all()):
+            used, part_of_row = old_parts[:1], np.zeros_like(old_parts)  # the usual case: a shard as it was made
         else:
-            used, part_of_row = np.unique(part_of_row, return_inverse=True)
+            used, positions = np.unique(old_parts, return_inverse=True)
+            part_of_row = positions.astype(np.int32)
         return RemoteColumn(
             tuple(self.parts[part] for part in used),
             tuple(self.part_sizes[part] for part in used),
-            part_of_row.astype(np.int32, copy=False),
+            part_of_row,
             self.row_in_part[rows],
             None if self.lengths is None else self.lengths[rows],
         )

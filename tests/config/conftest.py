@@ -33,6 +33,8 @@ actor:
 critic:
   parallel: {tp: 2}
   max_tokens_per_device: 1024
+data: {train: {sums: {dataset: "toy:addition"}}}
+reward: {functions: {answer: {name: gsm8k}}}
 rollout:
   max_prompt_tokens: 256
   max_response_tokens: 256

@@ -20,56 +20,90 @@ def test_golden(valid: str, write: Write) -> None:
         text
         == """\
 run:
-  name: demo                   # run.yaml:2
-  dir: runs                    # default
+  name: demo                                     # run.yaml:2
+  dir: runs                                      # default
 cluster:
-  nodes: 1                     # default
-  devices_per_node: 4          # run.yaml:4
-  device: cpu                  # run.yaml:5
-  ray_address: null            # default
-  allow_insecure_ray: false    # default
+  nodes: 1                                       # default
+  devices_per_node: 4                            # run.yaml:4
+  device: cpu                                    # run.yaml:5
+  ray_address: null                              # default
+  allow_insecure_ray: false                      # default
 deadlines:
-  resources_s: 120.0           # default
-  start_s: 300.0               # default
-  call_s: 1800.0               # default
-  heartbeat_s: 5.0             # default
-  release_s: 2.0               # default
+  resources_s: 120.0                             # default
+  start_s: 300.0                                 # default
+  call_s: 1800.0                                 # default
+  heartbeat_s: 5.0                               # default
+  release_s: 2.0                                 # default
 placement:
   pools:
-    train: 4                   # run.yaml:8
+    train: 4                                     # run.yaml:8
   roles:
-    actor: train               # run.yaml:9
+    actor: train                                 # run.yaml:9
 model:
-  path: tiny/model             # run.yaml:11
+  path: tiny/model                               # run.yaml:11
 algorithm:
-  advantage: grpo              # command line
+  advantage: grpo                                # command line
   kl:
-    where: loss                # run.yaml:14
+    where: loss                                  # run.yaml:14
+data:
+  train:
+    sums:
+      dataset: "toy:addition"                    # run.yaml:26
+      weight: null                               # default
+      columns:
+        prompt: prompt                           # default
+        data_source: data_source                 # default
+        ability: ability                         # default
+        ground_truth: reward_model.ground_truth  # default
+        extra_info: extra_info                   # default
+        id: null                                 # default
+      options: {}                                # default
+  validation: {}                                 # default
+  shuffle: true                                  # default
+  seed: 0                                        # default
+  overlong: error                                # default
+  max_bad_rows: 0                                # default
+  template: {}                                   # default
+reward:
+  functions:
+    answer:
+      name: gsm8k                                # run.yaml:27
+      weight: 1.0                                # default
+      options: {}                                # default
+  num_workers: 4                                 # default
+  limit_s: 10.0                                  # default
+  start_limit_s: 60.0                            # default
+  memory_bytes: 2147483648                       # default
+  max_samples_per_s: null                        # default
+  retries: 1                                     # default
+  on_failure: drop                               # default
+  max_failed_share: 0.05                         # default
+  environment: {}                                # default
 batch:
-  prompts_per_step: 8          # run.yaml:16
-  samples_per_prompt: 4        # run.yaml:17
-  samples_per_update: 16       # run.yaml:18
-  epochs_per_step: 1           # default
+  prompts_per_step: 8                            # run.yaml:16
+  samples_per_prompt: 4                          # run.yaml:17
+  samples_per_update: 16                         # run.yaml:18
+  epochs_per_step: 1                             # default
 actor:
   parallel:
-    tp: 2                      # run.yaml:20
-    pp: 1                      # default
-    vpp: 1                     # default
-    cp: 1                      # default
-    ep: 1                      # default
-    etp: 1                     # default
-    sequence_parallel: false   # default
-  max_tokens_per_device: 1024  # run.yaml:21
-  megatron: {}                 # default
-  ddp: {}                      # default
+    tp: 2                                        # run.yaml:20
+    pp: 1                                        # default
+    vpp: 1                                       # default
+    cp: 1                                        # default
+    ep: 1                                        # default
+    etp: 1                                       # default
+    sequence_parallel: false                     # default
+  max_tokens_per_device: 1024                    # run.yaml:21
+  megatron: {}                                   # default
+  ddp: {}                                        # default
   optimizer:
-    lr: 1e-06                  # run.yaml:22
-critic: null                   # command line
+    lr: 1e-06                                    # run.yaml:22
+critic: null                                     # command line
 rollout:
-  tp: 1                        # default
-  max_prompt_tokens: 256       # run.yaml:27
-  max_response_tokens: 256     # run.yaml:28
-  vllm: {}                     # default
+  tp: 1                                          # default
+  max_prompt_tokens: 256                         # run.yaml:29
+  max_response_tokens: 256                       # run.yaml:30
+  vllm: {}                                       # default
 """
     )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import mrl
 from mrl.config import schema
-from mrl.config.keys import schema_keys, section_of
+from mrl.config.keys import schema_keys
 
 SCHEMA = "config/schema.py"
 Read = tuple[str, str]
@@ -201,7 +201,7 @@ def sources_of_mrl() -> dict[str, str]:
 
 
 def keys_of_the_schema() -> set[Read]:
-    sections = {schema.Config, *(section_of(key.annotation) for key in schema_keys())} - {None}
+    sections = {schema.Config, *(key.section or key.entries for key in schema_keys())} - {None}
     return {(section.__name__, entry.name) for section in sections for entry in dataclasses.fields(section)}
 
 

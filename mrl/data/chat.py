@@ -1,0 +1,124 @@
+"""Chat messages to token ids: the tokenizer that a model brings, its chat template, and what it must not be fed.
+
+Text that users write must not hold the model's control tokens: a tokenizer reads `<|im_end|>` inside a message as the
+end of that message, and whoever wrote it would speak with another role's voice. Such a row is refused. Encoding
+the text piecewise instead would cut it into other tokens than the model knows, for every row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jinja2
+
+from mrl.data.rows import PromptRow
+from mrl.errors import BadRow, DataError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+
+
+class ChatTokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    chat_template: Any
+    eos_token_id: int | None
+    added_tokens_decoder: Mapping[int, Any]
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, list[list[int]]]: ...
+
+    def __len__(self) -> int: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool, **options: Any
+    ) -> str: ...
+
+    def decode(self, token_ids: list[int]) -> str: ...
+
+
+def load_tokenizer(path: str) -> ChatTokenizer:
+    """The tokenizer of a model, from its directory or the local cache of the hub; never from the network."""
+    _check_files(Path(path))
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: ChatTokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if not Path(path).is_dir():
+            what = "is neither a directory here nor a model in the local cache of the hub"
+            raise DataError(what, where=path, fix="download the model first: mrl never does") from error
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(f"the tokenizer cannot be loaded: {reason}", where=path) from error
+    _check_tokenizer(tokenizer, path)
+    return tokenizer
+
+
+class PromptEncoder:
+    """Renders prompts with the chat template and encodes them."""
+
+    def __init__(self, tokenizer: ChatTokenizer, template_options: Mapping[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._options = dict(template_options)
+        added = tokenizer.added_tokens_decoder.values()
+        control_tokens = sorted({token.content for token in added if token.special}, key=len, reverse=True)
+        self._control = re.compile("|".join(re.escape(token) for token in control_tokens) or r"(?!)")
+
+    def render(self, row: PromptRow) -> str:
+        """The prompt as the model reads it, up to where its answer begins."""
+        for index, message in enumerate(row.messages):
+            if found := self._control.search(message["content"]):
+                what = f'message {index} ({message["role"]}) holds the control token "{found[0]}"'
+                raise BadRow(what, where=row.where, fix="remove it: it would speak with another role's voice")
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(row.messages), tokenize=False, add_generation_prompt=True, **self._options
+            )
+        except TEMPLATE_ERRORS as error:
+            what = f"the chat template refuses this prompt: {error}"
+            raise BadRow(
+                what, where=row.where, fix="mend the row, or the template's options in data.template"
+            ) from error
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of rendered prompts; the template has written all special tokens already."""
+        return self._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+
+
+def _check_files(directory: Path) -> None:
+    """Say what is wrong with a directory before the libraries do it in their words."""
+    if not directory.is_dir():
+        return  # a name on the hub: the local cache decides
+    present = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    if not present:
+        raise DataError(
+            f"the directory has no tokenizer ({', '.join(TOKENIZER_FILES)})",
+            where=str(directory),
+            fix="save the tokenizer beside the model",
+        )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        file = directory / name
+        try:
+            content = json.loads(file.read_bytes()) if file.is_file() else {}
+        except ValueError as error:
+            raise DataError(f"not JSON: {error}", where=str(file), fix="copy the file again") from error
+        if not isinstance(content, dict) or (name == "tokenizer.json" and file.is_file() and "model" not in content):
+            raise DataError("not a tokenizer: it has no `model`", where=str(file), fix="copy the file again")
+
+
+def _check_tokenizer(tokenizer: ChatTokenizer, path: str) -> None:
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no end-of-sequence token", where=path, fix="set eos_token in its config")
+    if not tokenizer.chat_template:
+        raise DataError(
+            "the tokenizer has no chat template", where=path, fix="add a chat_template.jinja beside its files"
+        )
+    config = Path(path) / "config.json"
+    if config.is_file():
+        size = json.loads(config.read_bytes()).get("vocab_size")
+        if isinstance(size, int) and len(tokenizer) > size:
+            what = f"the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {size}"
+            raise DataError(what, where=path, fix="use the model's own tokenizer, or enlarge its embeddings")

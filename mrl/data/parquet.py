@@ -1,0 +1,107 @@
+"""Rows of a parquet file by number.
+
+A row group is decoded once, when one of its rows is first asked for, into an unlinked temporary file that is
+mapped into memory: shuffled reading then costs no decoding, and memory stays the system's to take back.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mrl.errors import BadRow, DataError, did_you_mean
+
+BATCH_ROWS = 4096
+
+
+class ParquetFile:
+    """One parquet file, of which only the named columns are read."""
+
+    def __init__(self, path: Path, columns: list[str]) -> None:
+        self._path = path
+        try:
+            self._file = pq.ParquetFile(path, memory_map=True)
+        except (pa.ArrowInvalid, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise DataError(f"not a readable parquet file: {reason}", where=str(path)) from error
+        self._columns = list(dict.fromkeys(column.partition(".")[0] for column in columns))
+        self._check_columns(columns)
+        metadata = self._file.metadata
+        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self._starts = np.cumsum([0, *sizes]).tolist()
+        if not len(self):
+            raise DataError("the file has no rows", where=str(path))
+        self._groups: dict[int, _MappedRows] = {}
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def where(self, index: int) -> str:
+        """File and row, counted from 0."""
+        return f"{self._path}: row {index}"
+
+    def row(self, index: int) -> Any:
+        """The columns of a row."""
+        group = bisect_right(self._starts, index) - 1
+        if group not in self._groups:
+            self._groups[group] = self._decode(group)
+        try:
+            return self._groups[group].row(index - self._starts[group])
+        except UnicodeDecodeError as error:
+            raise BadRow(f"text that is not UTF-8: {error.reason}", where=self.where(index)) from error
+
+    def _check_columns(self, columns: list[str]) -> None:
+        known = _dotted_names(self._file.schema_arrow)
+        for column in columns:
+            if column not in known:
+                fix = f"name it in the source's columns, or set it to null ({did_you_mean(column, known)})"
+                raise DataError(f"there is no column `{column}`", where=str(self._path), fix=fix)
+
+    def _decode(self, group: int) -> _MappedRows:
+        try:
+            return _MappedRows(self._file.iter_batches(BATCH_ROWS, row_groups=[group], columns=self._columns))
+        except (pa.ArrowException, OSError) as error:
+            reason = str(error).splitlines()[0]
+            rows = f"rows {self._starts[group]} to {self._starts[group + 1] - 1}"
+            raise DataError(f"{rows} cannot be read: {reason}", where=str(self._path)) from error
+
+
+class _MappedRows:
+    """Decoded rows in a file without a name, mapped into memory."""
+
+    def __init__(self, batches: Iterable[pa.RecordBatch]) -> None:
+        with tempfile.NamedTemporaryFile(prefix="mrl-rows-") as file:
+            starts = [0]
+            writer = None
+            for batch in batches:
+                writer = writer or pa.ipc.new_file(file, batch.schema)
+                writer.write_batch(batch)
+                starts.append(starts[-1] + batch.num_rows)
+            assert writer is not None, "a row group that is asked for a row has one"
+            writer.close()
+            file.flush()
+            self._batches = pa.ipc.open_file(pa.memory_map(file.name))
+        pa.default_memory_pool().release_unused()  # what decoding took, which Arrow would keep for later
+        self._starts = starts
+
+    def row(self, index: int) -> Any:
+        """The columns of a row as Python objects."""
+        batch = bisect_right(self._starts, index) - 1
+        return self._batches.get_batch(batch).slice(index - self._starts[batch], 1).to_pylist()[0]
+
+
+def _dotted_names(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:
+    """The columns of a schema with those nested in them."""
+    names = []
+    for field in fields:
+        names.append(f"{prefix}{field.name}")
+        if pa.types.is_struct(field.type):
+            names += _dotted_names(field.type, f"{prefix}{field.name}.")
+    return names

@@ -1,0 +1,131 @@
+"""One batch of prompts per step, always full: what is skipped on the way is counted, written down and limited."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mrl.config.schema import BatchConfig, DataConfig
+from mrl.data.rlhf_dataset import Prompt, RLHFDataset, Unusable, to_batch
+from mrl.data.sampler import Draw, PromptSampler
+from mrl.errors import BadRow, DataError
+from mrl.events import EventLog, SampleSkipped
+from mrl.protocol import DataProto
+
+LONGEST_DROUGHT = 10_000
+MOST_NAMED = 5
+
+
+class Skips:
+    """Rows that gave no prompt: overlong ones are counted, bad ones are allowed up to a limit."""
+
+    def __init__(self, max_bad_rows: int, events: EventLog) -> None:
+        self.overlong: Counter[str] = Counter()
+        """Source -> how many overlong prompts were drawn."""
+        self.bad_rows: dict[str, str] = {}
+        """Source and row -> what is wrong with it; a row is listed once however often it is drawn."""
+        self._max_bad_rows = max_bad_rows
+        self._events = events
+
+    def add(self, unusable: Unusable) -> None:
+        """Write it down. A prompt that must not be too long, or one bad row more than allowed, is an error."""
+        draw, error = unusable.draw, unusable.error
+        if error is not None and not isinstance(error, BadRow):
+            raise error
+        if error is None:
+            self.overlong[draw.source] += 1
+            detail = f"{draw.source} row {draw.row}: {unusable.num_tokens} tokens"
+            self._events.write(SampleSkipped(draw.number, "prompt too long", detail))
+            return
+        self.bad_rows[f"{draw.source}/{draw.row}"] = str(error)
+        if len(self.bad_rows) > self._max_bad_rows:
+            raise self._too_many(error)
+        self._events.write(SampleSkipped(draw.number, "bad row", str(error)))
+
+    def _too_many(self, error: DataError) -> DataError:
+        if self._max_bad_rows == 0:
+            return error
+        named = "".join(f"\n  - {row}" for row in list(self.bad_rows.values())[-MOST_NAMED:])
+        return DataError(
+            f"{len(self.bad_rows)} bad rows, and data.max_bad_rows is {self._max_bad_rows}; the last of them:{named}",
+            fix="mend the rows, or raise data.max_bad_rows",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts, as plain JSON."""
+        return {"overlong": dict(self.overlong), "bad_rows": dict(self.bad_rows)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from there."""
+        self.overlong = Counter(state["overlong"])
+        self.bad_rows = dict(state["bad_rows"])
+
+
+class PromptLoader:
+    """Draws prompts without end. A batch may reach from one epoch into the next: no row is left out or repeated."""
+
+    def __init__(self, dataset: RLHFDataset, data: DataConfig, batch: BatchConfig, events: EventLog) -> None:
+        num_rows, wanted = len(dataset), batch.prompts_per_step
+        if num_rows < wanted:
+            raise DataError(
+                f"{num_rows} prompts for batch.prompts_per_step={wanted}: a step would hold the same prompt twice",
+                fix=f"add prompts, or batch.prompts_per_step={num_rows}",
+            )
+        weights = {name: source.weight for name, source in data.train.items()}
+        self.skips = Skips(data.max_bad_rows, events)
+        self._dataset = dataset
+        self._sampler = PromptSampler(dataset.sizes, weights, seed=data.seed, shuffle=data.shuffle)
+        self._prompts_per_step = wanted
+        self._drought: Counter[str] = Counter()
+
+    def next_batch(self) -> DataProto:
+        """The prompts of one step."""
+        prompts: list[Prompt] = []
+        while missing := self._prompts_per_step - len(prompts):
+            # Exactly as many draws as could be used: nothing is drawn ahead, so the counts are the whole state.
+            for found in self._dataset.read([self._sampler.draw() for _ in range(missing)]):
+                if isinstance(found, Unusable):
+                    self.skips.add(found)
+                    self._count_drought(found.draw)
+                else:
+                    self._drought[found.draw.source] = 0
+                    prompts.append(found)
+        return to_batch(prompts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands between two batches, as plain JSON."""
+        return {"sampler": self._sampler.state_dict(), "skips": self.skips.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the batch that would have come next."""
+        self._sampler.load_state_dict(state["sampler"])
+        self.skips.load_state_dict(state["skips"])
+
+    def _count_drought(self, draw: Draw) -> None:
+        """A source of which nothing is ever usable would be drawn from for ever."""
+        self._drought[draw.source] += 1
+        size = self._dataset.sizes[draw.source]
+        # Within twice its rows at least one whole epoch was seen.
+        if self._drought[draw.source] >= min(2 * size, LONGEST_DROUGHT):
+            raise DataError(
+                f'source "{draw.source}": none of the last {self._drought[draw.source]} rows drawn is usable '
+                f"({self.skips.overlong[draw.source]} prompts were too long)",
+                fix="raise rollout.max_prompt_tokens, or remove the source",
+            )
+
+
+def one_pass(dataset: RLHFDataset, batch_size: int, skips: Skips) -> Iterator[DataProto]:
+    """Every prompt once and in order, for validation; the last batch may be smaller."""
+    usable: list[Prompt] = []
+    for begin in range(0, len(dataset), batch_size):
+        for found in dataset.read(dataset.draws(begin, begin + batch_size)):
+            if isinstance(found, Unusable):
+                skips.add(found)
+            else:
+                usable.append(found)
+        while len(usable) >= batch_size:
+            yield to_batch(usable[:batch_size])
+            usable = usable[batch_size:]
+    if usable:
+        yield to_batch(usable)

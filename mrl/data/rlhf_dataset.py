@@ -1,0 +1,153 @@
+"""RLHFDataset: prompts by source and row, checked, rendered, encoded and cut; a batch of them is a DataProto."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from mrl.config.schema import DataConfig, RolloutConfig, SourceConfig
+from mrl.data.chat import ChatTokenizer, PromptEncoder
+from mrl.data.overlong import Overlong, shorten
+from mrl.data.rows import PromptRow, RowParser
+from mrl.data.sampler import Draw
+from mrl.data.sources import RawRows, open_source
+from mrl.errors import BadRow, DataError
+from mrl.protocol import DataProto
+from mrl.protocol.columns import from_rows
+
+CHECKED_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that is ready for the model."""
+
+    draw: Draw
+    row: PromptRow
+    text: str
+    """As rendered; not cut, where the token ids were."""
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """A row that gives no prompt: a bad row, or one that is too long."""
+
+    draw: Draw
+    error: DataError | None
+    """None where the prompt was too long and the configuration lets it be dropped."""
+    num_tokens: int = 0
+
+
+class RLHFDataset:
+    """The prompts of several sources. Rows are read when they are asked for."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, tuple[RawRows, RowParser]],
+        encoder: PromptEncoder,
+        max_prompt_tokens: int,
+        overlong: Overlong,
+    ) -> None:
+        self._sources = dict(sources)
+        self._encoder = encoder
+        self._max_prompt_tokens = max_prompt_tokens
+        self._overlong = overlong
+        self._starts = list(accumulate(self.sizes.values(), initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of rows of each source."""
+        return {name: len(rows) for name, (rows, _) in self._sources.items()}
+
+    def batch(self, indices: Sequence[int]) -> DataProto:
+        """The prompts of these rows, counted over all sources; a row that gives none is an error."""
+        prompts = []
+        for found in self.read([self._draw_of(index) for index in indices]):
+            if isinstance(found, Unusable):
+                raise found.error or self._too_long(found)
+            prompts.append(found)
+        return to_batch(prompts)
+
+    def read(self, draws: Sequence[Draw]) -> list[Prompt | Unusable]:
+        """What each draw gives, in order."""
+        parsed: list[tuple[Draw, PromptRow, str] | Unusable] = []
+        for draw in draws:
+            try:
+                row = self._row(draw)
+                parsed.append((draw, row, self._encoder.render(row)))
+            except BadRow as error:
+                parsed.append(Unusable(draw, error))
+        ids = iter(self._encoder.encode([entry[2] for entry in parsed if not isinstance(entry, Unusable)]))
+        return [entry if isinstance(entry, Unusable) else self._prompt(*entry, next(ids)) for entry in parsed]
+
+    def check(self) -> Iterator[Unusable]:
+        """Go through every row once: what would be skipped, dropped or refused, ids that occur twice included."""
+        seen: dict[str, dict[str | int, str]] = {name: {} for name in self._sources}
+        for begin in range(0, len(self), CHECKED_AT_ONCE):
+            for found in self.read(self.draws(begin, begin + CHECKED_AT_ONCE)):
+                if isinstance(found, Unusable):
+                    yield found
+                elif (row_id := found.row.id) is not None:
+                    first = seen[found.draw.source].setdefault(row_id, found.row.where)
+                    if first != found.row.where:
+                        what = f'the id "{row_id}" occurs twice, first at {first}'
+                        yield Unusable(found.draw, BadRow(what, where=found.row.where))
+
+    def _row(self, draw: Draw) -> PromptRow:
+        rows, parser = self._sources[draw.source]
+        return parser.parse(rows.row(draw.row), rows.where(draw.row))
+
+    def _prompt(self, draw: Draw, row: PromptRow, text: str, ids: list[int]) -> Prompt | Unusable:
+        try:
+            kept = shorten(ids, self._max_prompt_tokens, self._overlong, row.where)
+        except DataError as error:
+            return Unusable(draw, error, len(ids))
+        return Unusable(draw, None, len(ids)) if kept is None else Prompt(draw, row, text, kept)
+
+    def draws(self, begin: int, end: int) -> list[Draw]:
+        """The rows from `begin` to before `end`, or to the last, each as if drawn in its first epoch."""
+        return [self._draw_of(index) for index in range(begin, min(end, len(self)))]
+
+    def _draw_of(self, index: int) -> Draw:
+        if not 0 <= index < len(self):
+            raise DataError(f"there is no row {index}: the sources have {len(self)}")
+        number = next(number for number, start in enumerate(self._starts[1:]) if index < start)
+        return Draw(index, list(self._sources)[number], 0, index - self._starts[number])
+
+    def _too_long(self, found: Unusable) -> DataError:
+        where = self._sources[found.draw.source][0].where(found.draw.row)
+        return DataError(
+            f"the prompt has {found.num_tokens} tokens; at most {self._max_prompt_tokens}, and longer ones are dropped",
+            where=where,
+        )
+
+
+def open_dataset(
+    sources: Mapping[str, SourceConfig], data: DataConfig, rollout: RolloutConfig, tokenizer: ChatTokenizer
+) -> RLHFDataset:
+    """The prompts of `sources`: the training or the validation ones of `data`."""
+    opened = {name: (open_source(source), RowParser(source.columns, name)) for name, source in sources.items()}
+    return RLHFDataset(opened, PromptEncoder(tokenizer, data.template), rollout.max_prompt_tokens, data.overlong)
+
+
+def to_batch(prompts: Sequence[Prompt]) -> DataProto:
+    """One row per prompt; its id is the number of its draw."""
+    return DataProto.from_dict(
+        tensors={"prompts": from_rows([torch.tensor(prompt.ids, dtype=torch.int32) for prompt in prompts])},
+        non_tensors={
+            "uid": [prompt.draw.uid for prompt in prompts],
+            "prompt_text": [prompt.text for prompt in prompts],
+            "data_source": [prompt.row.data_source for prompt in prompts],
+            "ability": [prompt.row.ability for prompt in prompts],
+            "ground_truth": [prompt.row.ground_truth for prompt in prompts],
+            "extra_info": [prompt.row.extra_info for prompt in prompts],
+        },
+        row_ids=[prompt.draw.number for prompt in prompts],
+    )

@@ -1,0 +1,194 @@
+"""One raw row of a source, checked: chat messages, the right answer, and what goes with them.
+
+Nothing is repaired or guessed. A row that is not a prompt is a `BadRow` that names file, row, column, what was
+expected and what was found.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.config.schema import ColumnsConfig
+from mrl.errors import BadRow, did_you_mean
+
+ROLES = ("system", "user", "assistant", "tool")
+ANSWERED_ROLES = ("user", "tool")
+MOST_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A row whose every field has the right type."""
+
+    messages: tuple[dict[str, str], ...]
+    data_source: str
+    ability: str | None
+    ground_truth: str | None
+    extra_info: dict[str, Any]
+    id: str | int | None
+    where: str
+    """File and row, for messages about it."""
+
+
+class RowParser:
+    """Turns the raw rows of one source into prompts, by the source's column names."""
+
+    def __init__(self, columns: ColumnsConfig, source_name: str) -> None:
+        self._columns = columns
+        self._source_name = source_name
+
+    def parse(self, raw: object, where: str) -> PromptRow:
+        """The row as a prompt, or `BadRow`."""
+        if not isinstance(raw, Mapping):
+            raise BadRow(f"a row must be an object of columns, not {describe(raw)}", where=where)
+        columns, cells = self._columns, _Cells(raw, where)
+        return PromptRow(
+            messages=cells.messages(columns.prompt),
+            data_source=cells.text(columns.data_source, "data_source") if columns.data_source else self._source_name,
+            ability=cells.optional_text(columns.ability, "ability") if columns.ability else None,
+            ground_truth=cells.text(columns.ground_truth, "ground_truth") if columns.ground_truth else None,
+            extra_info=cells.extra_info(columns.extra_info) if columns.extra_info else {},
+            id=cells.id(columns.id) if columns.id else None,
+            where=where,
+        )
+
+
+def describe(value: object) -> str:
+    """What a value is, in a few words."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return f"the number {value}"
+        case str():
+            return "text"
+        case list() | tuple():
+            return "a list"
+        case Mapping():
+            return "an object"
+    return f"a value of type {type(value).__name__}"
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """The cells of one raw row; each method returns a value of the right type or raises."""
+
+    raw: Mapping[str, Any]
+    where: str
+
+    def _at(self, column: str, key: str) -> Any:
+        value: Any = self.raw
+        passed: list[str] = []
+        for name in column.split("."):
+            if not isinstance(value, Mapping):
+                raise self._bad(".".join(passed), f"must be an object with `{name}`, not {describe(value)}")
+            if name not in value:
+                without = "" if key == "prompt" else ", or set it to null to do without"
+                fix = f"name it in columns.{key}{without} ({did_you_mean(column, _dotted_names(self.raw))})"
+                raise BadRow(f"there is no column `{column}`", where=self.where, fix=fix)
+            value = value[name]
+            passed.append(name)
+        return value
+
+    def _bad(self, column: str, what: str, fix: str = "") -> BadRow:
+        return BadRow(f"column `{column}` {what}", where=self.where, fix=fix)
+
+    def text(self, column: str, key: str) -> str:
+        value = self._at(column, key)
+        if not isinstance(value, str):
+            fix = ""
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                fix = f'write "{value}"'
+            elif value is None and key != "prompt":
+                fix = f"set columns.{key} to null to do without"
+            raise self._bad(column, f"must be text, not {describe(value)}", fix)
+        self._check_text(value, column)
+        if not value.strip():
+            raise self._bad(column, "is blank")
+        return value
+
+    def optional_text(self, column: str, key: str) -> str | None:
+        return None if self._at(column, key) is None else self.text(column, key)
+
+    def extra_info(self, column: str) -> dict[str, Any]:
+        value = self._at(column, "extra_info")
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self._bad(column, f"must be an object, not {describe(value)}")
+        try:
+            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        except (TypeError, ValueError) as error:  # a UnicodeEncodeError is a ValueError
+            raise self._bad(column, f"cannot be written as JSON: {error}") from error
+        return value
+
+    def id(self, column: str) -> str | int:
+        value = self._at(column, "id")
+        if not isinstance(value, str | int) or isinstance(value, bool):
+            raise self._bad(column, f"must be text or a whole number, not {describe(value)}")
+        return value
+
+    def messages(self, column: str) -> tuple[dict[str, str], ...]:
+        value = self._at(column, "prompt")
+        if isinstance(value, str):
+            return ({"role": "user", "content": self.text(column, "prompt")},)
+        if not isinstance(value, list):
+            raise self._bad(column, f"must be a list of messages or text, not {describe(value)}")
+        if not value:
+            raise self._bad(column, "is an empty list: there is nothing to answer")
+        messages = tuple(self._message(message, f"{column}[{index}]") for index, message in enumerate(value))
+        roles = [message["role"] for message in messages]
+        if "user" not in roles:
+            raise self._bad(column, f"has no message of the user (roles: {', '.join(roles)})")
+        if roles[-1] not in ANSWERED_ROLES:
+            what = f"ends with a message of role {roles[-1]}: there is nothing to answer"
+            raise self._bad(column, what, f"the last message must be of role {' or '.join(ANSWERED_ROLES)}")
+        return messages
+
+    def _message(self, message: object, place: str) -> dict[str, str]:
+        if not isinstance(message, dict):
+            raise self._bad(place, f"must be an object with role and content, not {describe(message)}")
+        for name in ("role", "content"):
+            if name not in message:
+                raise self._bad(place, f"has no {name}", did_you_mean(name, [str(key) for key in message]))
+        role, content = message["role"], message["content"]
+        if role not in ROLES:
+            shown = f'"{role}"' if isinstance(role, str) else describe(role)
+            raise self._bad(f"{place}.role", f"is {shown}", did_you_mean(str(role), ROLES))
+        if isinstance(content, list):
+            raise self._bad(f"{place}.content", "is a list of parts; mrl trains on text alone")
+        if not isinstance(content, str):
+            raise self._bad(f"{place}.content", f"must be text, not {describe(content)}")
+        self._check_text(content, f"{place}.content")
+        if not content.strip():
+            raise self._bad(f"{place}.content", "is blank")
+        # A parquet column gives every message every key, with null where it had none.
+        if odd := [key for key in message if key not in ("role", "content") and message[key] is not None]:
+            raise self._bad(place, f"has `{odd[0]}`, which no prompt can carry", "a message is role and content")
+        return {"role": role, "content": content}
+
+    def _check_text(self, text: str, column: str) -> None:
+        if len(text) > MOST_CHARACTERS:
+            raise self._bad(column, f"has {len(text)} characters; at most {MOST_CHARACTERS}")
+        if (at := text.find("\0")) >= 0:
+            raise self._bad(column, f"holds the character NUL at position {at}", "remove it")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            what = f"holds half of a surrogate pair (U+{ord(text[error.start]):04X}) at position {error.start}"
+            raise self._bad(column, what, "the text was cut inside a character, or escaped wrongly") from error
+
+
+def _dotted_names(raw: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The columns of a row with those nested in them, dotted."""
+    names = []
+    for name, value in raw.items():
+        names.append(f"{prefix}{name}")
+        if isinstance(value, Mapping):
+            names += _dotted_names(value, f"{prefix}{name}.")
+    return names

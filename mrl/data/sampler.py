@@ -1,0 +1,112 @@
+"""Which row comes next: an endless, seeded sequence of draws over weighted sources that can resume anywhere.
+
+Every source has epochs of its own. The order of its rows in an epoch is a pure function of seed, source, epoch and
+number of rows. Which source is next depends on how often each was drawn, so those few counts are the whole state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mrl.errors import DataError
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One occurrence of a prompt."""
+
+    number: int
+    """How many draws came before it, over all sources."""
+    source: str
+    epoch: int
+    """Of its source."""
+    row: int
+    """In its source."""
+
+    @property
+    def uid(self) -> str:
+        """The same for the same occurrence in every run, and of no other occurrence."""
+        return f"{self.source}/{self.epoch}/{self.row}"
+
+
+class PromptSampler:
+    """Draws rows without end. After n draws a source of share w was drawn w x n times, within one or two."""
+
+    def __init__(
+        self, sizes: Mapping[str, int], weights: Mapping[str, float | None], *, seed: int, shuffle: bool
+    ) -> None:
+        self._order = {
+            "seed": seed,
+            "shuffle": shuffle,
+            "sizes": dict(sizes),
+            "weights": _whole_weights(sizes, weights),
+        }
+        self._seed, self._shuffle, self._sizes = seed, shuffle, dict(sizes)
+        self._weights: dict[str, int] = self._order["weights"]  # type: ignore[assignment]
+        self._drawn = dict.fromkeys(sizes, 0)
+        self._rows: dict[str, tuple[int, npt.NDArray[np.int64]]] = {}
+
+    def draw(self) -> Draw:
+        """The next row."""
+        number, total = sum(self._drawn.values()), sum(self._weights.values())
+        # The source that is furthest behind its share; the first of equals.
+        source = max(self._sizes, key=lambda name: self._weights[name] * (number + 1) - total * self._drawn[name])
+        epoch, position = divmod(self._drawn[source], self._sizes[source])
+        self._drawn[source] += 1
+        return Draw(number, source, epoch, int(self._rows_of(source, epoch)[position]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the sequence stands, as plain JSON."""
+        return {"order": self._order, "drawn": dict(self._drawn)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where the state was taken; what decides the order must be the same."""
+        for name, now in self._order.items():
+            if (then := state["order"][name]) != now:
+                raise DataError(
+                    f"the prompts cannot go on where they stopped: {name} was {then}, now it is {now}",
+                    fix="resume with the same data section and files, or start a new run",
+                )
+        self._drawn = dict(state["drawn"])
+
+    def _rows_of(self, source: str, epoch: int) -> npt.NDArray[np.int64]:
+        """The order of a source's rows in an epoch; the last one asked for is kept."""
+        if self._rows.get(source, (-1,))[0] != epoch:
+            size = self._sizes[source]
+            order = shuffled(size, f"{self._seed}/{source}/{epoch}") if self._shuffle else np.arange(size)
+            self._rows[source] = epoch, order
+        return self._rows[source][1]
+
+
+def shuffled(size: int, key: str) -> npt.NDArray[np.int64]:
+    """The numbers below `size` in the order of a hash of key and number (SplitMix64).
+
+    Not numpy's own shuffle, whose order may change with numpy's version: a run must resume after an upgrade.
+    """
+    start = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8).digest(), dtype="<u8")
+    mixed = np.arange(1, size + 1, dtype=np.uint64) * _STEP + start
+    for shift, factor in _MIX:
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return np.argsort(mixed ^ (mixed >> np.uint64(31)), kind="stable")
+
+
+def _whole_weights(sizes: Mapping[str, int], weights: Mapping[str, float | None]) -> dict[str, int]:
+    """Weights as the smallest whole numbers of the same ratio: shares are then exact, however long a run is."""
+    exact = {
+        name: Fraction(size) if weights[name] is None else Fraction(str(weights[name])) for name, size in sizes.items()
+    }
+    scale = math.lcm(*(weight.denominator for weight in exact.values()))
+    whole = {name: int(weight * scale) for name, weight in exact.items()}
+    divisor = math.gcd(*whole.values())
+    return {name: weight // divisor for name, weight in whole.items()}

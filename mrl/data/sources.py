@@ -1,0 +1,150 @@
+"""Where raw rows come from: files, known datasets by name, and the user's own."""
+
+from __future__ import annotations
+
+import glob
+import inspect
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence, Sized
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+from mrl.config.data_rules import is_file
+from mrl.config.schema import ColumnsConfig, SourceConfig
+from mrl.data.jsonl import JsonlFile
+from mrl.data.parquet import ParquetFile
+from mrl.data.reasoning_gym import ReasoningGymTask
+from mrl.data.toy import TOY_TASKS
+from mrl.errors import DataError, did_you_mean
+from mrl.registry import Registry, load_attribute
+
+
+class Indexed(Protocol):
+    """A sequence of rows as far as it is needed: what a dataset by name has to make."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+MakeRows = Callable[..., Indexed]
+DATASETS: Registry[Callable[[str], MakeRows]] = Registry("dataset")
+"""Known datasets: what stands before the colon of `name:task` -> what gives the function that makes a task's rows."""
+
+
+class RawRows(Protocol):
+    """Rows by number, as they stand in their source."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> Any:
+        """The raw row, or `BadRow` where there is nothing to read."""
+
+    def where(self, index: int) -> str:
+        """Which row that is, for messages."""
+
+
+class MadeRows:
+    """Rows that code makes: any sequence of them, the user's included."""
+
+    def __init__(self, rows: Indexed, name: str) -> None:
+        self._rows = rows
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Any:
+        """What the sequence holds there."""
+        return self._rows[index]
+
+    def where(self, index: int) -> str:
+        """Name and row, counted from 0."""
+        return f"{self._name}: row {index}"
+
+
+class ManyFiles:
+    """The rows of several files, one file after another."""
+
+    def __init__(self, files: Sequence[RawRows]) -> None:
+        self._files = files
+        self._starts = list(accumulate((len(file) for file in files), initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def row(self, index: int) -> Any:
+        """The row in its file."""
+        file, inner = self._place(index)
+        return file.row(inner)
+
+    def where(self, index: int) -> str:
+        """What its file says."""
+        file, inner = self._place(index)
+        return file.where(inner)
+
+    def _place(self, index: int) -> tuple[RawRows, int]:
+        number = bisect_right(self._starts, index) - 1
+        return self._files[number], index - self._starts[number]
+
+
+def open_source(source: SourceConfig) -> RawRows:
+    """The rows of a source. Files are opened and indexed, but no row is read that is not asked for."""
+    if is_file(source):
+        files = [_open_file(Path(path), source.columns) for path in _matching(source.dataset)]
+        return files[0] if len(files) == 1 else ManyFiles(files)
+    rows = _make_rows(source)
+    if not len(rows):
+        raise DataError("the dataset has no rows", where=source.dataset)
+    return MadeRows(rows, source.dataset)
+
+
+def _matching(pattern: str) -> list[str]:
+    paths = sorted(glob.glob(pattern, recursive=True))
+    if not paths:
+        folder = Path(pattern).parent
+        near = did_you_mean(Path(pattern).name, [path.name for path in folder.iterdir()]) if folder.is_dir() else ""
+        there = near if folder.is_dir() else f'there is no directory "{folder}"'
+        raise DataError("there is no such file", where=pattern, fix=there)
+    return paths
+
+
+def _open_file(path: Path, columns: ColumnsConfig) -> RawRows:
+    try:
+        if path.suffix == ".jsonl":
+            return JsonlFile(path)
+        used = (columns.prompt, columns.data_source, columns.ability, columns.ground_truth, columns.extra_info)
+        return ParquetFile(path, [column for column in (*used, columns.id) if column is not None])
+    except OSError as error:
+        raise DataError(f"cannot be opened: {error.strerror}", where=str(path)) from error
+
+
+def _make_rows(source: SourceConfig) -> Indexed:
+    name, _, task = source.dataset.partition(":")
+    make = DATASETS.resolve(name)(task) if name in DATASETS else load_attribute(source.dataset)
+    if not callable(make):
+        raise DataError("is not a class or function that makes rows", where=source.dataset)
+    try:
+        inspect.signature(make).bind(**source.options)
+    except TypeError as error:
+        fix = f"it takes {', '.join(inspect.signature(make).parameters) or 'none'}"
+        raise DataError(f"options: {error}", where=source.dataset, fix=fix) from error
+    rows = make(**source.options)
+    if not isinstance(rows, Sized) or not hasattr(rows, "__getitem__") or isinstance(rows, Mapping | str):
+        what = f"must make a sequence of rows, with a length and an index, not {type(rows).__name__}"
+        raise DataError(what, where=source.dataset)
+    return rows  # type: ignore[return-value]
+
+
+@DATASETS.register("toy")
+def _toy(task: str) -> MakeRows:
+    if task not in TOY_TASKS:
+        raise DataError(f'there is no toy task "{task}"', fix=did_you_mean(task, TOY_TASKS))
+    return TOY_TASKS[task]
+
+
+@DATASETS.register("reasoning_gym")
+def _reasoning_gym(task: str) -> MakeRows:
+    return partial(ReasoningGymTask, task)

@@ -1,0 +1,90 @@
+"""Tasks that a model of a million parameters learns in minutes: nothing is downloaded, answers are exact.
+
+Row i of a task is a pure function of its options and i. `part` splits a task for training and validation, so that
+no prompt is in both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mrl.errors import DataError, did_you_mean
+
+PARTS = ("all", "train", "validation")
+VALIDATION_SHARE = 10  # one row in so many
+Task = Callable[[int], tuple[str, str]]
+
+
+class ToyRows:
+    """Rows in the field's schema: a question of the user, and its answer."""
+
+    def __init__(self, name: str, make: Task, numbers: Sequence[int]) -> None:
+        self._name = name
+        self._make = make
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        question, answer = self._make(self._numbers[index])
+        return {
+            "prompt": [{"role": "user", "content": question}],
+            "data_source": f"toy:{self._name}",
+            "ability": self._name,
+            "reward_model": {"ground_truth": answer},
+            "extra_info": {"index": self._numbers[index]},
+        }
+
+
+def addition(part: str = "all") -> ToyRows:
+    """Every sum of two two-digit numbers."""
+
+    def make(number: int) -> tuple[str, str]:
+        first, second = 10 + number // 90, 10 + number % 90
+        return f"{first}+{second}=", str(first + second)
+
+    return ToyRows("addition", make, _part("addition", 90 * 90, part))
+
+
+def reversing(size: int = 10_000, longest: int = 8, seed: int = 0, part: str = "all") -> ToyRows:
+    """Letters to be written backwards."""
+
+    def make(number: int) -> tuple[str, str]:
+        chance = random.Random(f"reversing {seed} {number}")
+        text = "".join(chance.choices(string.ascii_lowercase, k=chance.randint(2, longest)))
+        return f"reverse {text}", text[::-1]
+
+    return ToyRows("reversing", make, _part("reversing", size, part))
+
+
+def sorting(size: int = 10_000, longest: int = 8, seed: int = 0, part: str = "all") -> ToyRows:
+    """Digits to be put in order."""
+
+    def make(number: int) -> tuple[str, str]:
+        chance = random.Random(f"sorting {seed} {number}")
+        digits = chance.choices(string.digits, k=chance.randint(2, longest))
+        return f"sort {''.join(digits)}", "".join(sorted(digits))
+
+    return ToyRows("sorting", make, _part("sorting", size, part))
+
+
+TOY_TASKS: dict[str, Callable[..., ToyRows]] = {"addition": addition, "reversing": reversing, "sorting": sorting}
+
+
+def _part(task: str, size: int, part: str) -> Sequence[int]:
+    """The numbers of the rows of a part; which part a row is in never depends on the size."""
+    if part not in PARTS:
+        raise DataError(f'toy:{task} has no part "{part}"', fix=did_you_mean(part, PARTS))
+    if part == "all":
+        return range(size)
+    wanted = part == "validation"
+    return [number for number in range(size) if _is_validation(task, number) is wanted]
+
+
+def _is_validation(task: str, number: int) -> bool:
+    return hashlib.blake2b(f"{task} {number}".encode()).digest()[0] % VALIDATION_SHARE == 0

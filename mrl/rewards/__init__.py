@@ -1,0 +1,3 @@
+"""Rewards: `RewardManager` scores samples in worker processes; one built-in reward is one file in `functions/`."""
+
+from __future__ import annotations

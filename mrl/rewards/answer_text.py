@@ -1,0 +1,60 @@
+"""Finding the answer in a response, and the words of an answer."""
+
+from __future__ import annotations
+
+import string
+
+from mrl.errors import RewardError
+from mrl.rewards.sample import Sample
+
+ANY_NUMBER = r"(?:(?<!\d)[-\u2212])?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?%?"
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = {"a", "an", "the"}
+
+
+def after_hashes(text: str) -> str | None:
+    """The line after the last `####`."""
+    _, hashes, answer = text.rpartition("####")
+    lines = answer.strip().splitlines()
+    return lines[0].strip() if hashes and lines else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last `\boxed{...}` (or `\fbox`) holds, braces inside it included; None where it never closes."""
+    begin = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    if begin < 0:
+        return None
+    start = text.index("{", begin) + 1
+    depth = 1
+    for position in range(start, len(text)):
+        if text[position - 1] == "\\" and text[position - 2 : position] != "\\\\":
+            continue  # \{ and \} are braces of the answer
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start:position].strip()
+    return None
+
+
+def answer_in(response: str, tag: str | None) -> str:
+    """The response, or what its last `<tag>...</tag>` holds; nothing where it has none."""
+    if tag is None:
+        return response
+    before, close, _ = response.rpartition(f"</{tag}>")
+    _, opening, inside = before.rpartition(f"<{tag}>")
+    return inside if close and opening else ""
+
+
+def accepted_answers(sample: Sample) -> list[str]:
+    """The ground truth as a list of texts."""
+    truth = sample.ground_truth
+    accepted = truth if isinstance(truth, list) else [truth]
+    if not accepted or any(not isinstance(answer, str | int | float) for answer in accepted):
+        what = f"the ground truth {truth!r:.200} is neither a text nor a list of texts"
+        raise RewardError(what, where=sample.name)
+    return [str(answer) for answer in accepted]
+
+
+def plain_words(text: str) -> list[str]:
+    """The words of a text without case, punctuation and articles."""
+    words = text.lower().translate(_WITHOUT_PUNCTUATION).split()
+    return [word for word in words if word not in _ARTICLES]

@@ -1,0 +1,98 @@
+"""What becomes of a sample: a score, or a failure with its kind. Nothing in between, and never a made-up 0."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any, Literal
+
+FailureKind = Literal["timeout", "crashed", "raised", "bad_result", "memory"]
+FAILURE_KINDS: tuple[FailureKind, ...] = ("timeout", "crashed", "raised", "bad_result", "memory")
+_LONGEST_DETAIL = 2000
+_LONGEST_NAME = 100
+_MOST_PARTS = 100
+
+
+@dataclass(frozen=True)
+class Score:
+    """The weighted sum, and what it was made of: function (or `function/part`) -> number."""
+
+    value: float
+    parts: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A sample without a score: what kind of failure, and what is known about it."""
+
+    kind: FailureKind
+    detail: str
+    seconds: float
+    attempts: int = 1
+
+
+Outcome = Score | Failure
+
+
+class BadResult(ValueError):
+    """What a reward function returned is not a finite number, nor a dictionary of such with a `score`."""
+
+
+def numbers_of(result: Any) -> dict[str, float]:
+    """The numbers of what a reward function returned, `score` among them."""
+    if isinstance(result, dict):
+        if "score" not in result:
+            names = ", ".join(sorted(str(name)[:_LONGEST_NAME] for name in list(result)[:10]))
+            raise BadResult(f'the dictionary has no "score"; it has {names or "nothing"}')
+        if len(result) > _MOST_PARTS:
+            raise BadResult(f"the dictionary has {len(result)} entries; at most {_MOST_PARTS}")
+        return {_part_name(name): _finite(value, f'"{name}" is ') for name, value in result.items()}
+    return {"score": _finite(result, "the result is ")}
+
+
+def _part_name(name: Any) -> str:
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+        raise BadResult(f"{name!r:.100} names a part; names are text of 1 to {_LONGEST_NAME} printable characters")
+    return name
+
+
+def _finite(value: Any, subject: str) -> float:
+    if inspect.iscoroutine(value):
+        value.close()  # or Python complains that nobody awaited it
+        raise BadResult(f"{subject}a coroutine; write `def score`, not `async def`")
+    if value is None:
+        raise BadResult(f"{subject}None; is a `return` missing?")
+    if not isinstance(value, numbers.Real):
+        size = f" of length {len(value)}" if isinstance(value, str | bytes | list | tuple | set | dict) else ""
+        raise BadResult(f"{subject}of type {type(value).__name__}{size}, not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise BadResult(f"{subject}a whole number too large for a float") from None
+    if not math.isfinite(number):
+        raise BadResult(f"{subject}{number}, not a finite number")
+    return number
+
+
+def failure_reply(kind: FailureKind, detail: str, seconds: float) -> dict[str, Any]:
+    """A failure as it travels, not longer than a reply may be."""
+    clipped = detail if len(detail) <= _LONGEST_DETAIL else f"{detail[:_LONGEST_DETAIL]} ..."
+    return {"failure": kind, "detail": clipped, "seconds": seconds}
+
+
+def read_reply(body: bytes, attempts: int) -> Outcome:
+    """The outcome that a reply tells; a reward function may have written the reply, so it is checked like one."""
+    try:
+        reply = json.loads(body)
+        if "failure" in reply:
+            if reply["failure"] not in FAILURE_KINDS:
+                raise ValueError(f"unknown failure {reply['failure']!r:.100}")
+            return Failure(reply["failure"], str(reply["detail"]), float(reply["seconds"]), attempts)
+        parts = {str(name): _finite(number, "a part is ") for name, number in reply["parts"].items()}
+        return Score(_finite(reply["value"], "the score is "), parts, float(reply["seconds"]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return Failure("crashed", f"its answer cannot be read: {error!r:.200}", 0.0, attempts)

@@ -1,0 +1,79 @@
+"""The few things about processes that Linux offers and Python does not: whose child one is, and how to end a family.
+
+A worker and the keeper adopt the orphans below them, so whatever a reward function starts stays below its worker
+until that is ended, and below the keeper afterwards: a new session or a double fork changes nothing about it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below this one whose own parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with(parent: int) -> None:
+    """Be killed as soon as the process `parent`, which started this one, is gone."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before the line above
+        os._exit(1)
+
+
+def children() -> set[int]:
+    """The children of this process, those that have ended but were not waited for included."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
+
+
+def has_children() -> bool:
+    """Whether there is any child; far cheaper than naming them."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def end_group(pid: int) -> None:
+    """Kill a process and its whole group at once: members that are just forking do not get away."""
+    with contextlib.suppress(ProcessLookupError):
+        group = os.getpgid(pid)
+        if group != os.getpgrp():
+            os.killpg(group, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def reap(pid: int) -> bool:
+    """Whether a child has ended and is now off the process table."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+
+
+def describe_status(status: int) -> str:
+    """How a process ended, in words."""
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"its process left with status {code}"
+    hint = "; out of memory, or it closed its channel" if code == -signal.SIGKILL else ""
+    return f"its process was ended by signal {-code} ({signal.strsignal(-code)}{hint})"
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")

@@ -1,0 +1,52 @@
+"""What a reward function is given."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.errors import RewardError
+from mrl.rewards.frames import MOST_SAMPLE_BYTES, to_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A prompt, the response that the model gave, and what the data set says about the right one."""
+
+    prompt: str
+    response: str
+    num_response_tokens: int
+    """Length of the response as the model wrote it; its text may have fewer or more tokens."""
+    ground_truth: Any
+    """As the data set has it: text, a number, a list, a dictionary, or None."""
+    data_source: str
+    extra_info: dict[str, Any]
+    uid: str
+    """Of the prompt: the samples of a group share it."""
+    row_id: int
+
+    def to_json(self) -> bytes:
+        """The sample as it travels to a worker; what is not plain data is an error that names it."""
+        try:
+            body = to_json(dataclasses.asdict(self))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RewardError(
+                f"the sample is not plain data: {error}",
+                where=self.name,
+                fix="ground_truth and extra_info hold text, finite numbers, lists and dictionaries only",
+            ) from error
+        if len(body) > MOST_SAMPLE_BYTES:
+            raise RewardError(f"the sample has {len(body)} bytes; at most {MOST_SAMPLE_BYTES}", where=self.name)
+        return body
+
+    @classmethod
+    def from_json(cls, body: bytes) -> Sample:
+        """The sample that `to_json` wrote."""
+        return cls(**json.loads(body))
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return f"row {self.row_id} (uid {self.uid}, source {self.data_source})"

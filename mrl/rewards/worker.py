@@ -1,0 +1,151 @@
+"""One worker: a process that scores one sample after another, and may be killed at any time.
+
+It is forked by the keeper, so it starts at once, and it is all that a reward function can harm: it has limits on
+memory and files, no secrets in its environment, no way to the run's files but by their names, and what it leaves
+running is ended. This is containment of accidents, not a sandbox: code that means harm needs one around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+import signal
+import socket
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mrl.errors import MrlError
+from mrl.rewards.catalogue import RewardFunction, load_reward_function
+from mrl.rewards.frames import MOST_SAMPLE_BYTES, FrameReader, control, frame, to_json
+from mrl.rewards.outcome import BadResult, FailureKind, failure_reply, numbers_of
+from mrl.rewards.processes import adopt_orphans, children, die_with, end_group, has_children, reap
+from mrl.rewards.sample import Sample
+from mrl.rewards.settings import FunctionSettings, PoolSettings
+
+_SAMPLES_PER_WORKER = 1000  # then a fresh process, so that a function that leaks fails nobody's sample
+_MOST_FILE_BYTES = 256 << 20
+
+
+def run_worker(channel: socket.socket, settings: PoolSettings, keeper: int) -> NoReturn:
+    """Score what comes through the channel until it closes; never returns into the keeper's code."""
+    status = 1
+    try:
+        functions = _start(channel, settings, keeper)
+        if functions:
+            channel.sendall(control(ready=True))
+            _serve(channel, functions, settings.memory_bytes)
+            status = 0
+    finally:
+        os._exit(status)
+
+
+def _start(channel: socket.socket, settings: PoolSettings, keeper: int) -> list[RewardFunction]:
+    """The functions, loaded within the limits; where that cannot be, none, after every reason was told."""
+    try:
+        _settle(channel, settings, keeper)
+    except OSError as error:
+        channel.sendall(control(problems=[f"a reward worker cannot take on its limits: {error}"]))
+        return []
+    loaded = [_load(function) for function in settings.functions]
+    problems = [problem for problem in loaded if isinstance(problem, str)]
+    if problems:
+        channel.sendall(control(problems=problems))
+        return []
+    return [function for function in loaded if isinstance(function, RewardFunction)]
+
+
+def _settle(channel: socket.socket, settings: PoolSettings, keeper: int) -> None:
+    """Leave nothing of the keeper but the channel, and take on the limits."""
+    die_with(keeper)
+    os.setsid()
+    adopt_orphans()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(nothing, standard)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != channel.fileno():
+            with contextlib.suppress(OSError):  # the one that listed them is gone already
+                os.close(int(name))
+    # What a reward function forks has no business on the channel.
+    os.register_at_fork(after_in_child=channel.close)
+    with contextlib.suppress(OSError):  # /proc may be read-only
+        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the run itself goes last
+    _lower(resource.RLIMIT_AS, settings.memory_bytes)
+    _lower(resource.RLIMIT_FSIZE, _MOST_FILE_BYTES)
+    _lower(resource.RLIMIT_CORE, 0)
+
+
+def _lower(limit: int, value: int) -> None:
+    hard = resource.getrlimit(limit)[1]
+    lower = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(limit, (lower, lower))
+
+
+def _load(settings: FunctionSettings) -> RewardFunction | str:
+    try:
+        return load_reward_function(settings)
+    except BaseException as error:  # importing a user's module may raise anything, SystemExit included
+        return f"reward.functions.{settings.label}: {settings.name} cannot be loaded: {_describe(error)}"
+
+
+def _serve(channel: socket.socket, functions: list[RewardFunction], memory_bytes: int) -> None:
+    """One frame in, one frame out; then a word that the next one may come."""
+    reader, scored, home, own = FrameReader(MOST_SAMPLE_BYTES), 0, os.getcwd(), os.getpid()
+    while data := channel.recv(1 << 20):
+        for ticket, body in reader.feed(data):
+            reply = score_sample(functions, body, memory_bytes)
+            if os.getpid() != own:
+                return  # a fork of the reward function that came back out of it
+            _tidy(home)
+            scored += 1
+            stays = scored < _SAMPLES_PER_WORKER and reply.get("failure") != "memory"
+            channel.sendall(frame(ticket, to_json(reply)) + (control(ready=True) if stays else b""))
+            if not stays:
+                return
+
+
+def _tidy(home: str) -> None:
+    """End what a reward function left running, and undo what would reach the next sample."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    os.chdir(home)
+    while has_children():
+        for child in children():
+            end_group(child)
+            reap(child)
+
+
+def score_sample(functions: list[RewardFunction], body: bytes, memory_bytes: int) -> dict[str, Any]:
+    """What the functions say about a sample, or how they failed, ready to be sent."""
+    begin, label = time.monotonic(), ""
+    value, parts = 0.0, dict[str, float]()
+    kind: FailureKind
+    try:
+        for function in functions:
+            label = function.settings.label
+            # Each gets its own copy: what one does to its sample the next one does not see.
+            scored = numbers_of(function(Sample.from_json(body)))
+            value += function.settings.weight * scored["score"]
+            parts |= {label if name == "score" else f"{label}/{name}": number for name, number in scored.items()}
+        if not math.isfinite(value):
+            raise BadResult("the weighted sum is not a finite number")
+        return {"value": value, "parts": parts, "seconds": time.monotonic() - begin}
+    except BadResult as error:
+        kind, detail = "bad_result", str(error)
+    except MemoryError:
+        kind, detail = "memory", f"more than {memory_bytes / (1 << 20):g} MiB"
+    except BaseException as error:  # whatever it is, SystemExit included, it is this sample's failure
+        kind, detail = "raised", _describe(error)
+    return failure_reply(kind, f"{label}: {detail}", time.monotonic() - begin)
+
+
+def _describe(error: BaseException) -> str:
+    """An exception in words, with the line that raised it; also one whose own text cannot be made."""
+    if isinstance(error, MrlError):
+        return str(error)
+    said = "".join(traceback.format_exception_only(error)).strip()
+    places = traceback.extract_tb(error.__traceback__, limit=-1)
+    return f"{said} ({places[-1].filename}:{places[-1].lineno}, {places[-1].name})" if places else said

@@ -1,0 +1,96 @@
+"""A real tokenizer on disk, and a short way from a source to its dataset and loader."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.config.schema import BatchConfig, DataConfig, RolloutConfig, SourceConfig
+from mrl.data.chat import ChatTokenizer, load_tokenizer
+from mrl.data.prompt_loader import PromptLoader
+from mrl.data.rlhf_dataset import RLHFDataset, open_dataset
+from mrl.data.toy_tokenizer import save_toy_tokenizer
+from mrl.events import EventLog
+
+
+def good_row(number: int = 0, **changes: Any) -> dict[str, Any]:
+    """A row in the field's schema, with some columns changed."""
+    return {
+        "prompt": [{"role": "user", "content": f"What is {number}?"}],
+        "data_source": "numbers",
+        "ability": "counting",
+        "reward_model": {"ground_truth": str(number)},
+        "extra_info": {"index": number},
+    } | changes
+
+
+def jsonl(*rows: object) -> bytes:
+    """Rows as JSON Lines; what is bytes already stays as it is."""
+    return b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    save_toy_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_directory: Path) -> ChatTokenizer:
+    return load_tokenizer(str(tokenizer_directory))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current directory, so that messages hold short paths."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def events(here: Path) -> Iterator[EventLog]:
+    log = EventLog(here / "events.jsonl")
+    yield log
+    log.close()
+
+
+OpenDataset = Callable[..., RLHFDataset]
+OpenLoader = Callable[..., PromptLoader]
+
+
+@pytest.fixture
+def dataset_of(tokenizer: ChatTokenizer) -> OpenDataset:
+    """Opens `DataConfig` fields as a dataset; a train source may be a text, which is its dataset."""
+
+    def make(max_prompt_tokens: int = 64, **fields: Any) -> RLHFDataset:
+        data = data_config(**fields)
+        rollout = RolloutConfig(max_prompt_tokens=max_prompt_tokens, max_response_tokens=8)
+        return open_dataset(data.train, data, rollout, tokenizer)
+
+    return make
+
+
+@pytest.fixture
+def loader_of(dataset_of: OpenDataset, events: EventLog) -> OpenLoader:
+    """The same with a loader over it."""
+
+    def make(prompts_per_step: int = 1, **fields: Any) -> PromptLoader:
+        batch = BatchConfig(
+            prompts_per_step=prompts_per_step, samples_per_prompt=1, samples_per_update=prompts_per_step
+        )
+        dataset = dataset_of(**fields)
+        fields.pop("max_prompt_tokens", None)
+        return PromptLoader(dataset, data_config(**fields), batch, events)
+
+    return make
+
+
+def data_config(train: Any, **fields: Any) -> DataConfig:
+    sources = train if isinstance(train, dict) else {"train": train}
+    made = {name: SourceConfig(dataset=given) if isinstance(given, str) else given for name, given in sources.items()}
+    return DataConfig(train=made, **fields)

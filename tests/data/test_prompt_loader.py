@@ -1,0 +1,122 @@
+"""Full batches whatever is skipped on the way, limits, counts and events, and resuming between any two steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mrl.config.schema import SourceConfig
+from mrl.data.prompt_loader import PromptLoader, Skips, one_pass
+from mrl.errors import BadRow, DataError
+from mrl.events import EventLog, SampleSkipped, read_events
+from tests.data.conftest import OpenDataset, OpenLoader, good_row, jsonl
+
+LONG = good_row(9, prompt="x" * 100)
+
+
+def uids(loader: PromptLoader, steps: int) -> list[list[str]]:
+    return [loader.next_batch()["uid"].tolist() for _ in range(steps)]
+
+
+def skipped(log: EventLog) -> list[SampleSkipped]:
+    return [recorded.event for recorded in read_events(log.path) if isinstance(recorded.event, SampleSkipped)]
+
+
+def test_resuming_between_any_two_steps_gives_the_same_steps(here: Path, loader_of: OpenLoader) -> None:
+    rows = [good_row(number) for number in range(11)]
+    Path("rows.jsonl").write_bytes(jsonl(*rows[:4], LONG, *rows[4:8], b"{", *rows[8:]))
+    fields = {"train": {"a": "rows.jsonl", "b": "toy:addition"}, "overlong": "drop", "max_bad_rows": 1}
+    fields["train"] = {
+        "a": SourceConfig(dataset="rows.jsonl", weight=2),
+        "b": SourceConfig(dataset="toy:sorting", options={"size": 5}, weight=1),
+    }
+    whole = loader_of(prompts_per_step=3, **fields)
+    states = [json.loads(json.dumps(whole.state_dict()))]
+    steps = []
+    for _ in range(15):  # three epochs of each source
+        steps += uids(whole, 1)
+        states.append(json.loads(json.dumps(whole.state_dict())))
+    for stop, state in enumerate(states):
+        resumed = loader_of(prompts_per_step=3, **fields)
+        resumed.load_state_dict(state)
+        assert uids(resumed, len(steps) - stop) == steps[stop:]
+        assert resumed.state_dict() == states[-1]
+    assert states[-1]["skips"]["overlong"] == {"a": 2}
+    assert list(states[-1]["skips"]["bad_rows"]) == ["a/9"]
+
+
+def test_steps_are_full_and_cross_epochs_without_loss(here: Path, loader_of: OpenLoader) -> None:
+    Path("rows.jsonl").write_bytes(jsonl(*[good_row(number) for number in range(5)]))
+    drawn = [uid for step in uids(loader_of(train="rows.jsonl", prompts_per_step=3), 10) for uid in step]
+    assert sorted(drawn) == sorted(f"train/{epoch}/{row}" for epoch in range(6) for row in range(5))
+
+
+def test_overlong_prompts_are_dropped_and_counted(here: Path, loader_of: OpenLoader, events: EventLog) -> None:
+    Path("rows.jsonl").write_bytes(jsonl(good_row(0), LONG, good_row(2)))
+    loader = loader_of(train="rows.jsonl", overlong="drop", shuffle=False, prompts_per_step=2)
+    assert uids(loader, 1) == [["train/0/0", "train/0/2"]]
+    assert loader.skips.overlong == {"train": 1}
+    assert skipped(events) == [SampleSkipped(1, "prompt too long", "train row 1: 103 tokens")]
+
+
+def test_one_bad_line_among_many(here: Path, loader_of: OpenLoader, events: EventLog) -> None:
+    rows: list[object] = [good_row(number) for number in range(2000)]
+    rows[1234] = b'{"prompt": "why?"'
+    Path("rows.jsonl").write_bytes(jsonl(*rows))
+    loader = loader_of(train="rows.jsonl", prompts_per_step=500, max_bad_rows=1)
+    drawn = [uid for step in uids(loader, 8) for uid in step]
+    assert sorted(drawn[:1999]) == sorted(f"train/0/{row}" for row in range(2000) if row != 1234)
+    message = "rows.jsonl:1235: not a JSON object: Expecting ',' delimiter at column 18"
+    assert loader.skips.bad_rows == {"train/1234": message}
+    assert {event.detail for event in skipped(events)} == {message}  # met in both epochs, counted once
+
+
+def test_one_bad_row_more_than_allowed_stops(here: Path, loader_of: OpenLoader) -> None:
+    Path("rows.jsonl").write_bytes(jsonl(good_row(), b"[]", good_row(1, prompt=None), good_row(2)))
+    loader = loader_of(train="rows.jsonl", shuffle=False, max_bad_rows=1)
+    loader.next_batch()
+    with pytest.raises(DataError) as caught:
+        loader.next_batch()
+    assert str(caught.value) == (
+        "2 bad rows, and data.max_bad_rows is 1; the last of them:\n"
+        "  - rows.jsonl:2: a row must be an object of columns, not a list\n"
+        "  - rows.jsonl:3: column `prompt` must be a list of messages or text, not null\n"
+        "  fix: mend the rows, or raise data.max_bad_rows"
+    )
+
+
+def test_nothing_left_after_dropping(here: Path, loader_of: OpenLoader) -> None:
+    Path("rows.jsonl").write_bytes(jsonl(LONG, LONG))
+    loader = loader_of(train={"long": "rows.jsonl", "sums": "toy:addition"}, overlong="drop", prompts_per_step=100)
+    with pytest.raises(DataError) as caught:
+        uids(loader, 1000)
+    assert str(caught.value) == (
+        'source "long": none of the last 4 rows drawn is usable (4 prompts were too long)\n'
+        "  fix: raise rollout.max_prompt_tokens, or remove the source"
+    )
+
+
+def test_fewer_prompts_than_a_step(here: Path, loader_of: OpenLoader) -> None:
+    Path("rows.jsonl").write_bytes(jsonl(good_row(), good_row()))
+    with pytest.raises(DataError) as caught:
+        loader_of(train="rows.jsonl", prompts_per_step=3)
+    assert str(caught.value) == (
+        "2 prompts for batch.prompts_per_step=3: a step would hold the same prompt twice\n"
+        "  fix: add prompts, or batch.prompts_per_step=2"
+    )
+
+
+def test_one_pass_gives_every_prompt_once_and_in_order(here: Path, dataset_of: OpenDataset, events: EventLog) -> None:
+    Path("rows.jsonl").write_bytes(jsonl(good_row(0), LONG, good_row(2), b"", good_row(4)))
+    dataset = dataset_of(train={"a": "rows.jsonl", "b": "rows.jsonl"}, overlong="drop")
+    skips = Skips(2, events)
+    batches = list(one_pass(dataset, 4, skips))
+    assert [len(batch) for batch in batches] == [4, 2]
+    assert [uid for batch in batches for uid in batch["uid"]] == [
+        f"{source}/0/{row}" for source in "ab" for row in (0, 2, 4)
+    ]
+    assert skips.overlong == {"a": 1, "b": 1}
+    with pytest.raises(BadRow, match=r"^rows.jsonl:4: the line is empty"):
+        list(one_pass(dataset, 4, Skips(0, events)))

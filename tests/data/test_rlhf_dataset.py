@@ -1,0 +1,174 @@
+"""Files of either kind give the same prompts; what looks odd but is allowed is read right."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mrl.config.schema import ColumnsConfig, RolloutConfig, SourceConfig
+from mrl.data.chat import ChatTokenizer, load_tokenizer
+from mrl.data.overlong import Overlong
+from mrl.data.rlhf_dataset import open_dataset
+from mrl.errors import DataError
+from mrl.protocol import DataProto
+from mrl.protocol.columns import num_rows
+from mrl.protocol.wire import decode, encode
+from tests.data.conftest import OpenDataset, data_config, good_row, jsonl
+
+
+def columns_of(batch: DataProto) -> dict[str, list[Any]]:
+    prompts = [row.tolist() for row in batch.batch["prompts"].unbind()]
+    return {"prompts": prompts} | {name: column.tolist() for name, column in batch.non_tensor_batch.items()}
+
+
+def test_columns_of_a_batch(here: Path, dataset_of: OpenDataset, tokenizer: ChatTokenizer) -> None:
+    Path("rows.jsonl").write_bytes(jsonl(*[good_row(number) for number in range(5)]))
+    batch = dataset_of(train="rows.jsonl").batch([3, 1])
+    columns = columns_of(batch)
+    text = "<|user|>What is 3?<|end|><|assistant|>"
+    assert columns.pop("prompts")[0] == tokenizer([text], add_special_tokens=False)["input_ids"][0]
+    assert columns == {
+        "uid": ["train/0/3", "train/0/1"],
+        "prompt_text": [text, text.replace("3", "1")],
+        "data_source": ["numbers"] * 2,
+        "ability": ["counting"] * 2,
+        "ground_truth": ["3", "1"],
+        "extra_info": [{"index": 3}, {"index": 1}],
+    }
+    assert str(batch.batch["prompts"].dtype) == "torch.int32"
+    assert batch.row_ids.tolist() == [3, 1]
+    for name, column in batch.columns().items():
+        assert num_rows(decode(encode(column, name))) == 2
+
+
+@pytest.mark.parametrize("row_group_size", [1, 3, 7, 10_000])
+def test_parquet_and_jsonl_give_the_same(row_group_size: int, here: Path, dataset_of: OpenDataset) -> None:
+    rows = [good_row(number, prompt=[{"role": "user", "content": f"é {number} 数"}]) for number in range(9000)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows[:900]), "small.parquet", row_group_size=row_group_size)
+    pq.write_table(pa.Table.from_pylist(rows), "large.parquet")
+    lines = dataset_of(train="rows.jsonl")
+    for name, size in (("small.parquet", 900), ("large.parquet", 9000)):
+        table = dataset_of(train=name)
+        assert len(table) == size
+        indices = [0, size - 1, 5, 898, 3, 2, size // 2]
+        assert columns_of(table.batch(indices)) == columns_of(lines.batch(indices))
+
+
+def test_a_pattern_is_several_files_in_order(here: Path, dataset_of: OpenDataset) -> None:
+    Path("part-1.jsonl").write_bytes(jsonl(good_row(0), good_row(1)))
+    Path("part-2.jsonl").write_bytes(jsonl(good_row(2)))
+    pq.write_table(pa.Table.from_pylist([good_row(3)]), "part-3.parquet")
+    dataset = dataset_of(train={"lines": "part-*.jsonl", "table": "part-*.parquet"})
+    assert dataset.sizes == {"lines": 3, "table": 1}
+    assert dataset.batch([3, 2, 1, 0])["ground_truth"].tolist() == ["3", "2", "1", "0"]
+    Path("part-2.jsonl").write_bytes(b"{}\n")
+    with pytest.raises(DataError, match=r"^part-2.jsonl:1: there is no column `prompt`"):
+        dataset_of(train="part-*.jsonl").batch([2])
+
+
+ALLOWED: dict[str, bytes] = {
+    "byte order mark": b"\xef\xbb\xbf" + jsonl(good_row(7)),
+    "Windows line ends": jsonl(good_row(7), good_row(8)).replace(b"\n", b"\r\n"),
+    "no newline at the end": jsonl(good_row(7))[:-1],
+    "extra columns": jsonl(good_row(7, level=3, notes=None)),
+    "null where nothing is needed": jsonl(good_row(7, extra_info=None, ability=None)),
+    "null message keys": jsonl(good_row(7, prompt=[{"role": "user", "content": "What is 7?", "name": None}])),
+    "one text as prompt": jsonl(good_row(7, prompt="What is 7?")),
+    "escaped line end": jsonl(good_row(7, notes="a\nb\u2028c")),
+}
+
+
+@pytest.mark.parametrize("case", ALLOWED)
+def test_allowed(case: str, here: Path, dataset_of: OpenDataset) -> None:
+    Path("rows.jsonl").write_bytes(ALLOWED[case])
+    (text,) = dataset_of(train="rows.jsonl").batch([0])["prompt_text"]
+    assert text == "<|user|>What is 7?<|end|><|assistant|>"
+
+
+def test_many_lines_across_chunks(here: Path, dataset_of: OpenDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [good_row(number, notes="x" * (number % 40)) for number in range(300)]
+    Path("rows.jsonl").write_bytes(jsonl(*rows))
+    for chunk in (1, 7, 64, 4096):
+        monkeypatch.setattr("mrl.data.jsonl.CHUNK_BYTES", chunk)
+        dataset = dataset_of(train="rows.jsonl")
+        assert len(dataset) == 300
+        assert dataset.batch(range(300))["ground_truth"].tolist() == [str(number) for number in range(300)]
+
+
+def test_other_columns(here: Path, dataset_of: OpenDataset) -> None:
+    row = {"question": "why?", "meta": {"answer": {"text": "so"}}, "key": 4}
+    Path("rows.jsonl").write_bytes(jsonl(row, row))
+    pq.write_table(pa.Table.from_pylist([row, row]), "rows.parquet")
+    columns = ColumnsConfig(
+        prompt="question", data_source=None, ability=None, ground_truth="meta.answer.text", extra_info=None, id="key"
+    )
+    for name in ("rows.jsonl", "rows.parquet"):
+        dataset = dataset_of(train={"mine": SourceConfig(dataset=name, columns=columns)})
+        batch = columns_of(dataset.batch([0]))
+        assert (batch["data_source"], batch["ground_truth"], batch["extra_info"]) == (["mine"], ["so"], [{}])
+        (twice,) = dataset.check()
+        second = "rows.jsonl:2" if name == "rows.jsonl" else "rows.parquet: row 1"
+        first = second.replace("2", "1").replace("row 1", "row 0")
+        assert str(twice.error) == f'{second}: the id "4" occurs twice, first at {first}'
+
+
+def test_check_finds_everything_at_once(here: Path, dataset_of: OpenDataset) -> None:
+    Path("rows.jsonl").write_bytes(jsonl(good_row(), b"{", good_row(2, prompt="x" * 90), good_row(3), b"[]"))
+    found = [(unusable.draw.row, unusable.num_tokens) for unusable in dataset_of(train="rows.jsonl").check()]
+    assert found == [(1, 0), (2, 93), (4, 0)]
+
+
+@pytest.mark.parametrize(
+    ("overlong", "expected"),
+    [("left", "89" + "<|end|><|assistant|>"), ("right", "<|user|>012"), ("middle", "<|user|>0<|end|><|assistant|>")],
+)
+def test_cuts(overlong: Overlong, expected: str, here: Path, tokenizer: ChatTokenizer, dataset_of: OpenDataset) -> None:
+    Path("rows.jsonl").write_bytes(jsonl(good_row(prompt="0123456789")))
+    batch = dataset_of(train="rows.jsonl", overlong=overlong, max_prompt_tokens=4).batch([0])
+    assert tokenizer.decode(batch.batch["prompts"][0].tolist()) == expected
+
+
+@pytest.mark.parametrize("overlong", ["error", "drop", "left", "right", "middle"])
+def test_exactly_at_the_limit_is_whole(overlong: Overlong, here: Path, dataset_of: OpenDataset) -> None:
+    Path("rows.jsonl").write_bytes(jsonl(good_row(prompt="0123456789")))
+    batch = dataset_of(train="rows.jsonl", overlong=overlong, max_prompt_tokens=13).batch([0])
+    assert batch.lengths("prompts").tolist() == [13]
+
+
+def test_dropped_prompt_asked_for_by_index(here: Path, dataset_of: OpenDataset) -> None:
+    Path("rows.jsonl").write_bytes(jsonl(good_row(prompt="0123456789")))
+    dataset = dataset_of(train="rows.jsonl", overlong="drop", max_prompt_tokens=12)
+    with pytest.raises(DataError, match=r"^rows.jsonl:1: the prompt has 13 tokens; at most 12, and longer ones"):
+        dataset.batch([0])
+    with pytest.raises(DataError, match=r"^there is no row 1: the sources have 1$"):
+        dataset.batch([1])
+
+
+def test_padding_that_is_the_end_token_changes_nothing(
+    here: Path, tokenizer_directory: Path, dataset_of: OpenDataset
+) -> None:
+    shutil.copytree(tokenizer_directory, "made")
+    config = json.loads(Path("made/tokenizer_config.json").read_text())
+    Path("made/tokenizer_config.json").write_text(json.dumps(config | {"pad_token": config["eos_token"]}))
+    Path("rows.jsonl").write_bytes(jsonl(good_row(1)))
+    same = load_tokenizer("made")
+    data, rollout = data_config("rows.jsonl"), RolloutConfig(max_prompt_tokens=64, max_response_tokens=8)
+    odd = open_dataset(data.train, data, rollout, same)
+    assert columns_of(odd.batch([0])) == columns_of(dataset_of(train="rows.jsonl").batch([0]))
+
+
+def test_template_options_reach_the_template(here: Path, tokenizer_directory: Path) -> None:
+    shutil.copytree(tokenizer_directory, "made")
+    Path("made/chat_template.jinja").write_text("{{ messages[0].content }} thinking={{ enable_thinking }}")
+    Path("rows.jsonl").write_bytes(jsonl(good_row(prompt="why?")))
+    data = data_config("rows.jsonl", template={"enable_thinking": False})
+    rollout = RolloutConfig(max_prompt_tokens=64, max_response_tokens=8)
+    batch = open_dataset(data.train, data, rollout, load_tokenizer("made")).batch([0])
+    assert batch["prompt_text"].tolist() == ["why? thinking=False"]

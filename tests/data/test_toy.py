@@ -1,0 +1,104 @@
+"""Toy tasks have right answers and clean splits; their tokenizer loses nothing; one's own dataset comes by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrl.config.schema import SourceConfig
+from mrl.data.chat import ChatTokenizer, load_tokenizer
+from mrl.data.toy import TOY_TASKS
+from mrl.data.toy_tokenizer import save_toy_tokenizer
+from tests.data.conftest import OpenDataset
+
+
+def solved(question: str) -> str:
+    """The answer, found another way than the task finds it."""
+    if match := re.fullmatch(r"(\d\d)\+(\d\d)=", question):
+        return str(sum(map(int, match.groups())))
+    verb, text = question.split()
+    return (
+        "".join(reversed(text)) if verb == "reverse" else "".join(digit * text.count(digit) for digit in "0123456789")
+    )
+
+
+@pytest.mark.parametrize("task", TOY_TASKS)
+def test_answers_and_splits(task: str) -> None:
+    whole = TOY_TASKS[task]()
+    rows = [whole[index] for index in range(len(whole))]
+    assert len(rows) >= 8100
+    for row in rows:
+        assert solved(row["prompt"][0]["content"]) == row["reward_model"]["ground_truth"]
+    train, validation = TOY_TASKS[task](part="train"), TOY_TASKS[task](part="validation")
+    parts = [[part[index]["extra_info"]["index"] for index in range(len(part))] for part in (train, validation)]
+    assert sorted(parts[0] + parts[1]) == list(range(len(whole)))
+    assert 0.08 < len(validation) / len(whole) < 0.12
+
+
+def test_every_sum_occurs_once() -> None:
+    whole = TOY_TASKS["addition"]()
+    questions = {whole[index]["prompt"][0]["content"] for index in range(len(whole))}
+    assert len(questions) == 8100
+    assert {"10+10=", "99+99=", "10+99="} <= questions
+
+
+def test_rows_depend_on_the_seed_alone() -> None:
+    first, again, other = (TOY_TASKS["sorting"](seed=seed) for seed in (1, 1, 2))
+    assert [first[index] for index in range(50)] == [again[index] for index in range(50)]
+    assert [first[index] for index in range(50)] != [other[index] for index in range(50)]
+    assert first[3]["prompt"][0]["content"] == FIXED_QUESTION
+
+
+FIXED_QUESTION = "sort 56532099"
+
+
+def test_datasets_by_name(dataset_of: OpenDataset) -> None:
+    dataset = dataset_of(
+        train={
+            "sums": SourceConfig(dataset="toy:addition", options={"part": "validation"}),
+            "mine": SourceConfig(dataset="tests.data.own_dataset:squares", options={"count": 4}),
+        }
+    )
+    assert dataset.sizes["mine"] == 4
+    assert dataset.batch([len(dataset) - 1])["ground_truth"].tolist() == ["9"]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_tokenizer_loses_nothing(text: str) -> None:
+    tokenizer = shared_tokenizer()
+    (ids,) = tokenizer([text], add_special_tokens=False)["input_ids"]
+    if "<|" not in text:
+        assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_tokenizer_files_and_template(tmp_path: Path) -> None:
+    num_tokens = save_toy_tokenizer(tmp_path)
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= {f.name for f in tmp_path.iterdir()}
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert len(tokenizer) == num_tokens == 262
+    text = tokenizer.apply_chat_template(
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}],
+        tokenize=False,
+        add_generation_prompt=False,
+    )
+    assert text == "<|system|>s<|end|><|user|>u<|end|><|assistant|>a<|end|>"
+    (ids,) = tokenizer([text], add_special_tokens=False)["input_ids"]
+    assert len(ids) == 9
+    assert ids[-1] == tokenizer.eos_token_id
+
+
+_MADE: list[ChatTokenizer] = []
+
+
+@pytest.fixture(autouse=True)
+def _share(tokenizer: ChatTokenizer) -> None:
+    _MADE[:] = [tokenizer]
+
+
+def shared_tokenizer() -> ChatTokenizer:
+    return _MADE[0]

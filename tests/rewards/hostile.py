@@ -1,0 +1,224 @@
+"""Reward functions that go wrong in every way; `sample.extra_info["do"]` says how, `{"ok": x}` scores x."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import ctypes
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from fractions import Fraction
+from typing import Any
+
+from mrl.rewards.sample import Sample
+
+
+class Unpicklable(Exception):
+    def __init__(self, first: str, second: object) -> None:
+        super().__init__(f"{first}: {second!r}")
+        self.lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not to be sent anywhere")
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(7)
+
+
+class Hostile(BaseException):
+    pass
+
+
+def score(sample: Sample) -> Any:
+    """Do what the sample says."""
+    return ACTIONS[sample.extra_info["do"]](sample)
+
+
+def count(sample: Sample) -> float:
+    """The number that the sample holds."""
+    return float(sample.extra_info["ok"])
+
+
+def spoil(sample: Sample) -> float:
+    """Changes what it was given."""
+    sample.extra_info.clear()
+    sample.extra_info["ok"] = -1
+    object.__setattr__(sample, "response", "spoilt")
+    return 0.0
+
+
+def raising(error: BaseException) -> Any:
+    raise error
+
+
+def fail_once(sample: Sample) -> float:
+    """Crashes in the first attempt only: the file says whether there was one."""
+    if os.path.exists(sample.extra_info["file"]):
+        return 1.0
+    open(sample.extra_info["file"], "w").close()
+    os._exit(1)
+
+
+def endless(sample: Sample) -> float:
+    while True:
+        pass
+
+
+def leave_child(sample: Sample) -> float:
+    if os.fork() == 0:
+        note_and_sleep(sample)
+    return 1.0
+
+
+def leave_daemon(sample: Sample) -> float:
+    """A grandchild in a session of its own whose parent has ended."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        if os.fork() == 0:
+            note_and_sleep(sample)
+        os._exit(0)
+    os.waitpid(child, 0)
+    return 1.0
+
+
+def leave_daemon_and_hang(sample: Sample) -> float:
+    leave_daemon(sample)
+    return endless(sample)
+
+
+def leave_program(sample: Sample) -> float:
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    return 1.0
+
+
+def note_and_sleep(sample: Sample) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        time.sleep(1000)
+
+
+def fork_and_come_back(sample: Sample) -> float:
+    os.fork()
+    return 1.0
+
+
+def fork_many(sample: Sample) -> float:
+    for _ in range(6):
+        os.fork()
+    return endless(sample)
+
+
+def flood(sample: Sample) -> float:
+    for _ in range(200):
+        print("x" * 100_000)
+        print("y" * 100_000, file=sys.stderr)
+    os.write(1, b"z" * 1_000_000)
+    return 1.0
+
+
+def fill_memory(sample: Sample) -> float:
+    hoard = []
+    while True:
+        hoard.append(bytes(16 << 20))
+
+
+def meddle(sample: Sample) -> float:
+    os.chdir("/")
+    random.seed(0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.alarm(1)
+    os.environ["PATH"] = ""
+    return 1.0
+
+
+def write_to_every_descriptor(sample: Sample) -> float:
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            os.write(int(name), b"\xff" * 100)
+        except OSError:
+            continue
+    return 1.0
+
+
+def close_everything(sample: Sample) -> float:
+    os.closerange(0, 100)
+    return endless(sample)
+
+
+async def later() -> float:
+    await asyncio.sleep(0)
+    return 1.0
+
+
+ACTIONS: dict[str, Any] = {
+    "ok": count,
+    "true": lambda sample: True,
+    "fraction": lambda sample: Fraction(1, 4),
+    "parts": lambda sample: {"score": 0.5, "length": 3},
+    "where": lambda sample: {"score": float(os.getcwd() != "/"), "pid": os.getpid()},
+    "environment": lambda sample: float("MRL_TEST_TOKEN" in os.environ) + 2 * float("MRL_TEST_GIVEN" in os.environ),
+    "fail once": fail_once,
+    "sleep": lambda sample: time.sleep(sample.extra_info["s"]) or 1.0,
+    "endless": endless,
+    "sleep for ever": lambda sample: time.sleep(1e6),
+    "catastrophic regex": lambda sample: re.match(r"(a+)+$", "a" * 40 + "b"),
+    "huge power": lambda sample: 9**9**9,
+    "200 kB": lambda sample: "x" * 200_000,
+    "200 kB of parts": lambda sample: {"score": 1.0, "x" * 200_000: 1.0},
+    "many parts": lambda sample: {"score": 1.0} | {f"part {n}": 1.0 for n in range(5000)},
+    "os._exit": lambda sample: os._exit(0),
+    "os._exit 3": lambda sample: os._exit(3),
+    "segfault": lambda sample: ctypes.string_at(0),
+    "abort": lambda sample: os.abort(),
+    "kill yourself": lambda sample: os.kill(os.getpid(), signal.SIGKILL),
+    "stop yourself": lambda sample: os.kill(os.getpid(), signal.SIGSTOP),
+    "SystemExit": lambda sample: sys.exit("enough"),
+    "KeyboardInterrupt": lambda sample: raising(KeyboardInterrupt()),
+    "GeneratorExit": lambda sample: raising(GeneratorExit()),
+    "BaseException": lambda sample: raising(Hostile("odd")),
+    "ValueError": lambda sample: raising(ValueError("no answer in row 7")),
+    "long message": lambda sample: raising(ValueError("x" * 1_000_000)),
+    "unpicklable": lambda sample: raising(Unpicklable("lock", threading.Lock)),
+    "unprintable": lambda sample: raising(Unprintable()),
+    "recursion": lambda sample: score(sample),
+    "None": lambda sample: None,
+    "str": lambda sample: "1.0",
+    "list": lambda sample: [1.0, 2.0],
+    "nan": lambda sample: math.nan,
+    "inf": lambda sample: -math.inf,
+    "huge int": lambda sample: 10**400,
+    "complex": lambda sample: 1j,
+    "object": lambda sample: object(),
+    "bytes": lambda sample: b"1",
+    "coroutine": lambda sample: later(),
+    "generator": lambda sample: (number for number in [1.0]),
+    "dict without score": lambda sample: {"accuracy": 1.0},
+    "empty dict": lambda sample: {},
+    "dict of text": lambda sample: {"score": 1.0, "answer": "42"},
+    "dict of nan": lambda sample: {"score": 1.0, "share": math.nan},
+    "dict with None": lambda sample: {"score": None},
+    "dict with number as name": lambda sample: {"score": 1.0, 3: 1.0},
+    "dict with nested": lambda sample: {"score": {"score": 1.0}},
+    "child": leave_child,
+    "daemon": leave_daemon,
+    "daemon and hang": leave_daemon_and_hang,
+    "program": leave_program,
+    "fork and come back": fork_and_come_back,
+    "fork many": fork_many,
+    "flood": flood,
+    "memory": fill_memory,
+    "meddle": meddle,
+    "write to every descriptor": write_to_every_descriptor,
+    "close everything": close_everything,
+    "replace builtins": lambda sample: vars(builtins).clear(),
+}

@@ -1,0 +1,270 @@
+"""Whatever a reward function does, it costs its own sample only, in time, with a type, and leaves no process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mrl.rewards.manager import RewardManager
+from mrl.rewards.outcome import Failure, Score
+from tests.rewards import conftest
+from tests.rewards import hostile as rewards
+from tests.rewards.conftest import Bench, make_sample
+
+LIMIT_S, WORKERS = 0.5, 2
+SOURCE = rewards.__file__
+RAISING = f"({SOURCE}:{{line}}, raising)"
+
+FAILURES = {
+    "endless": ("timeout", "no answer within 0.5 s"),
+    "sleep for ever": ("timeout", "no answer within 0.5 s"),
+    "catastrophic regex": ("timeout", "no answer within 0.5 s"),
+    "huge power": ("timeout", "no answer within 0.5 s"),
+    "stop yourself": ("timeout", "no answer within 0.5 s"),
+    "daemon and hang": ("timeout", "no answer within 0.5 s"),
+    "fork many": ("timeout", "no answer within 0.5 s"),
+    "os._exit": ("crashed", "its process left with status 0"),
+    "os._exit 3": ("crashed", "its process left with status 3"),
+    "segfault": ("crashed", "its process was ended by signal 11 (Segmentation fault)"),
+    "abort": ("crashed", "its process was ended by signal 6 (Aborted)"),
+    "kill yourself": (
+        "crashed",
+        "its process was ended by signal 9 (Killed; out of memory, or it closed its channel)",
+    ),
+    "close everything": (
+        "crashed",
+        "its process was ended by signal 9 (Killed; out of memory, or it closed its channel)",
+    ),
+    "replace builtins": ("crashed", "its process left with status 1"),
+    "write to every descriptor": (
+        "crashed",
+        "its process sent something else than an answer: a frame of 4294967295 bytes; at most 65536",
+    ),
+    "memory": ("memory", "f0: more than 256 MiB"),
+    "None": ("bad_result", "f0: the result is None; is a `return` missing?"),
+    "str": ("bad_result", "f0: the result is of type str of length 3, not a number"),
+    "200 kB": ("bad_result", "f0: the result is of type str of length 200000, not a number"),
+    "bytes": ("bad_result", "f0: the result is of type bytes of length 1, not a number"),
+    "list": ("bad_result", "f0: the result is of type list of length 2, not a number"),
+    "nan": ("bad_result", "f0: the result is nan, not a finite number"),
+    "inf": ("bad_result", "f0: the result is -inf, not a finite number"),
+    "huge int": ("bad_result", "f0: the result is a whole number too large for a float"),
+    "complex": ("bad_result", "f0: the result is of type complex, not a number"),
+    "object": ("bad_result", "f0: the result is of type object, not a number"),
+    "coroutine": ("bad_result", "f0: the result is a coroutine; write `def score`, not `async def`"),
+    "generator": ("bad_result", "f0: the result is of type generator, not a number"),
+    "dict without score": ("bad_result", 'f0: the dictionary has no "score"; it has accuracy'),
+    "empty dict": ("bad_result", 'f0: the dictionary has no "score"; it has nothing'),
+    "dict of text": ("bad_result", 'f0: "answer" is of type str of length 2, not a number'),
+    "dict of nan": ("bad_result", 'f0: "share" is nan, not a finite number'),
+    "dict with None": ("bad_result", 'f0: "score" is None; is a `return` missing?'),
+    "dict with nested": ("bad_result", 'f0: "score" is of type dict of length 1, not a number'),
+    "dict with number as name": (
+        "bad_result",
+        "f0: 3 names a part; names are text of 1 to 100 printable characters",
+    ),
+    "200 kB of parts": (
+        "bad_result",
+        f"f0: '{'x' * 99} names a part; names are text of 1 to 100 printable characters",
+    ),
+    "many parts": ("bad_result", "f0: the dictionary has 5001 entries; at most 100"),
+}
+RAISED = {
+    "SystemExit": "f0: SystemExit: enough",
+    "KeyboardInterrupt": "f0: KeyboardInterrupt",
+    "GeneratorExit": "f0: GeneratorExit",
+    "BaseException": "f0: tests.rewards.hostile.Hostile: odd",
+    "ValueError": "f0: ValueError: no answer in row 7",
+    "unpicklable": "f0: tests.rewards.hostile.Unpicklable: lock: <built-in function allocate_lock>",
+    "unprintable": "f0: tests.rewards.hostile.Unprintable: <exception str() failed>",
+    "recursion": "f0: RecursionError: maximum recursion depth exceeded",
+}
+SCORED = {
+    "true": 1.0,
+    "fraction": 0.25,
+    "parts": 0.5,
+    "child": 1.0,
+    "daemon": 1.0,
+    "program": 1.0,
+    "fork and come back": 1.0,
+    "flood": 1.0,
+    "meddle": 1.0,
+}
+
+
+def score_among_good_ones(manager: RewardManager, bench: Bench, do: str) -> Score | Failure:
+    """The outcome of one sample between good ones; the others must not notice, and nothing may be left."""
+    begin = time.monotonic()
+    before, outcome, after = manager.score([make_sample(row_id=1), make_sample(do), make_sample(row_id=3)])
+    assert time.monotonic() - begin < LIMIT_S + 1
+    assert isinstance(before, Score)
+    assert isinstance(after, Score)
+    assert (before.value, after.value) == (1.0, 3.0)
+    assert len(bench.settle(1 + WORKERS)) == 1 + WORKERS, "the keeper and its workers, and nothing else"
+    return outcome
+
+
+@pytest.mark.parametrize("do", FAILURES)
+def test_failure_is_contained(hostile: tuple[RewardManager, Bench], do: str) -> None:
+    outcome = score_among_good_ones(*hostile, do)
+    assert isinstance(outcome, Failure)
+    assert (outcome.kind, outcome.detail) == FAILURES[do]
+
+
+@pytest.mark.parametrize("do", RAISED)
+def test_exception_is_contained(hostile: tuple[RewardManager, Bench], do: str) -> None:
+    outcome = score_among_good_ones(*hostile, do)
+    assert isinstance(outcome, Failure)
+    assert outcome.kind == "raised"
+    assert outcome.detail.startswith(f"{RAISED[do]} ({SOURCE}:")
+
+
+def test_long_message_is_cut(hostile: tuple[RewardManager, Bench]) -> None:
+    outcome = score_among_good_ones(*hostile, "long message")
+    assert isinstance(outcome, Failure)
+    assert outcome.detail == f"f0: ValueError: {'x' * 1984} ..."
+
+
+@pytest.mark.parametrize("do", SCORED)
+def test_score_counts_whatever_is_left_behind(hostile: tuple[RewardManager, Bench], do: str) -> None:
+    outcome = score_among_good_ones(*hostile, do)
+    assert isinstance(outcome, Score)
+    assert outcome.value == SCORED[do]
+
+
+def test_every_action_is_tried() -> None:
+    elsewhere = {"ok", "where", "environment", "sleep", "fail once", "long message"}
+    assert set(rewards.ACTIONS) == {*FAILURES, *RAISED, *SCORED, *elsewhere}
+
+
+def test_waiting_does_not_count(bench: Bench) -> None:
+    manager = bench.manager(num_workers=1, limit_s=0.4)
+    outcomes = manager.score([make_sample("sleep", s=0.2) for _ in range(8)])
+    assert all(isinstance(outcome, Score) and 0.2 <= outcome.seconds < 0.4 for outcome in outcomes)
+
+
+def test_others_go_on_while_one_hangs(bench: Bench) -> None:
+    manager = bench.manager(limit_s=2.0)
+    hanging = manager.submit(make_sample("sleep for ever"))
+    good = [manager.submit(make_sample(row_id=row)) for row in range(50)]
+    deadline, done = time.monotonic() + 1.5, {}
+    while len(done) < len(good) and time.monotonic() < deadline:
+        done |= manager.collect()
+    assert sorted(done) == good, "all that is good is there before the limit of the bad one"
+    assert set(manager.drain()) == {hanging}
+
+
+def test_what_a_function_changes_does_not_last(bench: Bench) -> None:
+    manager = bench.manager(num_workers=1, limit_s=3)
+    _, before, _, after = manager.score([make_sample(do) for do in ("ok", "where", "meddle", "where")])
+    assert isinstance(before, Score)
+    assert isinstance(after, Score)
+    assert before.parts == after.parts, "the same process, and back in its directory"
+    (later,) = manager.score([make_sample("sleep", s=1.2)])
+    assert isinstance(later, Score), "the alarm that was left behind did not go off"
+
+
+def test_functions_do_not_see_what_others_do_to_a_sample(bench: Bench) -> None:
+    manager = bench.manager("tests.rewards.hostile:spoil", "tests.rewards.hostile:count")
+    (outcome,) = manager.score([make_sample(row_id=9)])
+    assert isinstance(outcome, Score)
+    assert outcome.parts == {"f0": 0.0, "f1": 9.0}
+
+
+def test_a_worker_is_replaced_after_a_thousand_samples(bench: Bench) -> None:
+    manager = bench.manager(num_workers=1)
+    outcomes = manager.score([make_sample("where") for _ in range(2100)])
+    pids = [outcome.parts["f0/pid"] for outcome in outcomes if isinstance(outcome, Score)]
+    assert len(pids) == 2100
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [1000, 1000, 100]
+
+
+def test_workers_have_no_secrets(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MRL_TEST_TOKEN", "canary-5up3r-hidden")
+    manager = bench.manager(environment={"MRL_TEST_GIVEN": "yes"})
+    (outcome,) = manager.score([make_sample("environment")])
+    assert isinstance(outcome, Score)
+    assert outcome.value == 2.0
+    for pid in bench.processes():
+        assert b"canary" not in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def test_works_outside_the_main_thread(bench: Bench) -> None:
+    outcomes: list[object] = []
+
+    def work() -> None:
+        with bench.manager() as manager:
+            outcomes.extend(manager.score([make_sample("endless"), make_sample(row_id=5)]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(10)
+    bad, good = outcomes
+    assert isinstance(bad, Failure)
+    assert bad.kind == "timeout"
+    assert isinstance(good, Score)
+
+
+def test_close_ends_samples_at_work(bench: Bench) -> None:
+    manager = bench.manager(limit_s=60)
+    for do in ("daemon and hang", "endless", "ok"):
+        manager.submit(make_sample(do))
+    time.sleep(0.3)
+    begin = time.monotonic()
+    manager.close()
+    assert time.monotonic() - begin < 2
+    assert bench.processes() == set()
+    manager.close()
+
+
+def test_close_does_not_wait_for_a_fork_of_the_run(bench: Bench) -> None:
+    manager = bench.manager()
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)  # and holds the keeper's pipe open
+        os._exit(0)
+    begin = time.monotonic()
+    manager.close()
+    assert time.monotonic() - begin < 2
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+RUN = """
+import sys, time
+from pathlib import Path
+from tests.rewards.conftest import Bench, make_sample
+bench = Bench(Path(sys.argv[1]))
+bench.marker = sys.argv[2]
+manager = bench.manager(limit_s=600)
+for do in ("daemon and hang", "endless"):
+    manager.submit(make_sample(do))
+time.sleep(0.3)
+print("working", flush=True)
+time.sleep(600)
+"""
+
+
+def test_everything_ends_when_the_run_is_killed(tmp_path: Path) -> None:
+    run = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path), tmp_path.name * 8], stdout=subprocess.PIPE)
+    assert run.stdout is not None
+    assert run.stdout.readline() == b"working\n"
+    assert len(conftest.marked(tmp_path.name * 8)) == 4, "a keeper, two workers and a daemon"
+    run.kill()
+    run.wait()
+    assert conftest.settle(tmp_path.name * 8, 0, within_s=3) == set()
+
+
+def test_workers_end_when_the_keeper_is_killed(bench: Bench) -> None:
+    manager = bench.manager(limit_s=600)
+    manager.submit(make_sample("endless"))
+    time.sleep(0.2)
+    os.kill(min(bench.processes()), signal.SIGKILL)
+    assert bench.settle(0) == set()

@@ -1,0 +1,165 @@
+"""The built-in reward functions, each against its rule."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.config.reward_rules import BUILT_IN, REQUIRED
+from mrl.errors import RewardError
+from mrl.rewards.functions import exact_match, f1, format, gsm8k, length, math, overlong
+from mrl.rewards.sample import Sample
+
+
+def sample(response: str = "", truth: Any = "", tokens: int = 0) -> Sample:
+    return Sample(
+        prompt="?",
+        response=response,
+        num_response_tokens=tokens,
+        ground_truth=truth,
+        data_source="test",
+        extra_info={},
+        uid="u",
+        row_id=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "options", "expected"),
+    [
+        ("3 + 4 = 7\n#### 7", "7", {}, (1, 1)),
+        ("#### $1,200.00", "#### 1200", {}, (1, 1)),
+        ("#### 7 apples", "He has 3 + 4 = <<3+4=7>>7\n#### 7", {}, (1, 1)),
+        ("#### 8", "7", {}, (0, 1)),
+        ("#### 7\nNo: #### 8", "7", {}, (0, 1)),
+        ("the answer is 7", "7", {}, (0, 0)),
+        ("the answer is 7", "7", {"last_number": True}, (1, 1)),
+        ("7 of 8", "7", {"last_number": True}, (0, 1)),
+        ("it falls to \N{MINUS SIGN}12.", -12, {"last_number": True}, (1, 1)),
+        ("nothing", "7", {"last_number": True}, (0, 0)),
+        ("10-3", "3", {"last_number": True}, (1, 1)),
+    ],
+)
+def test_gsm8k(response: str, truth: Any, options: dict[str, Any], expected: tuple[int, int]) -> None:
+    scored = gsm8k.score(sample(response, truth), **options)
+    assert (scored["score"], scored["found"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        ("so it is $\\boxed{\\frac{1}{2}}$.", "0.5", (1, 1)),
+        ("\\boxed{(1, 2]}", "$(1,2]$", (1, 1)),
+        ("\\boxed{50\\%}", "\\boxed{1/2}", (1, 1)),
+        ("#### 12", "12", (1, 1)),
+        ("\\boxed{3}", "4", (0, 1)),
+        ("it is 4", "4", (0, 0)),
+        ("\\boxed{}", "", (0, 0)),
+        ("\\boxed{4", "4", (0, 0)),
+    ],
+)
+def test_math(response: str, truth: str, expected: tuple[int, int]) -> None:
+    scored = math.score(sample(response, truth))
+    assert (scored["score"], scored["found"]) == expected
+
+
+def test_math_verify() -> None:
+    pytest.importorskip("math_verify", reason="the extra `math` is not installed")
+    math_verify = importlib.import_module("mrl.rewards.functions.math_verify")
+    assert math_verify.score(sample("\\boxed{(x+1)^2}", "x^2+2x+1")) == {"score": 1.0, "found": 1.0}
+    assert math_verify.score(sample("\\boxed{x}", "y")) == {"score": 0.0, "found": 1.0}
+    assert math_verify.score(sample("no idea", "5")) == {"score": 0.0, "found": 0.0}
+    with pytest.raises(RewardError, match="math-verify cannot read the ground truth ''"):
+        math_verify.score(sample("\\boxed{1}", ""))
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "options", "exact", "shared"),
+    [
+        ("The Eiffel Tower!", "eiffel tower", {}, 1, 1),
+        ("the tower", "Eiffel Tower", {}, 0, pytest.approx(2 / 3)),
+        ("Paris", ["London", "paris."], {}, 1, 1),
+        ("in Paris, France", ["London", "Paris"], {}, 0, 0.5),
+        ("", "Paris", {}, 0, 0),
+        ("the", "", {}, 1, 1),
+        ("dog dog", "dog", {}, 0, pytest.approx(2 / 3)),
+        ("42", 42, {}, 1, 1),
+        ("I think <answer>Rome</answer> no <answer>Paris</answer>.", "Paris", {"tag": "answer"}, 1, 1),
+        ("Paris", "Paris", {"tag": "answer"}, 0, 0),
+        ("<answer>Paris", "Paris", {"tag": "answer"}, 0, 0),
+    ],
+)
+def test_question_answering(response: str, truth: Any, options: dict[str, Any], exact: float, shared: Any) -> None:
+    assert exact_match.score(sample(response, truth), **options) == exact
+    assert f1.score(sample(response, truth), **options) == shared
+
+
+@pytest.mark.parametrize("truth", [None, [], {"a": 1}, [None]], ids=repr)
+def test_answers_that_are_none(truth: Any) -> None:
+    with pytest.raises(RewardError) as caught:
+        f1.score(sample("x", truth))
+    assert str(caught.value) == (
+        f"row 0 (uid u, source test): the ground truth {truth!r} is neither a text nor a list of texts"
+    )
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<think>a\nb</think>\n<answer>c</answer>\n", 1),
+        ("<think></think><answer>c</answer>", 0),
+        ("<answer>c</answer>", 0),
+        ("Well: <think>a</think><answer>c</answer>", 0),
+    ],
+)
+def test_format(response: str, expected: float) -> None:
+    assert format.score(sample(response)) == expected
+    assert format.score(sample("abc"), pattern="[a-c]+") == 1
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 1), (100, 1), (150, 0.5), (200, 0), (900, 0)])
+def test_length(tokens: int, expected: float) -> None:
+    assert length.score(sample(tokens=tokens), target_tokens=100, max_tokens=200) == expected
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (80, 0), (90, -0.5), (95, -0.75), (100, -1), (120, -1)])
+def test_overlong(tokens: int, expected: float) -> None:
+    assert overlong.score(sample(tokens=tokens), max_tokens=100, buffer_tokens=20) == expected
+
+
+@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"math_verify"}))
+def test_the_configuration_knows_the_options(name: str) -> None:
+    score = importlib.import_module(f"mrl.rewards.functions.{name}").score
+    parameters = list(inspect.signature(score).parameters.values())[1:]
+    empty = inspect.Parameter.empty
+    assert {entry.name: REQUIRED if entry.default is empty else entry.default for entry in parameters} == BUILT_IN[name]
+    assert inspect.getdoc(score), "the rule stands in the docstring"
+
+
+def test_each_function_is_in_the_table() -> None:
+    package = importlib.import_module("mrl.rewards.functions")
+    files = {file.stem for path in package.__path__ for file in Path(path).glob("*.py")}
+    assert files - {"__init__"} == set(BUILT_IN)
+
+
+def test_a_worker_is_light() -> None:
+    program = (
+        "import sys, mrl.rewards.keeper, mrl.rewards.functions.gsm8k\n"
+        "heavy = {'torch', 'numpy', 'ray', 'omegaconf', 'yaml', 'sympy', 'asyncio'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+
+    def seconds() -> float:
+        begin = time.perf_counter()
+        finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert finished.returncode == 0, finished.stderr
+        return time.perf_counter() - begin
+
+    assert min(seconds() for _ in range(3)) < 0.3

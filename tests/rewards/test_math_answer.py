@@ -1,0 +1,215 @@
+"""The normaliser of mathematical answers, as a table."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from mrl.rewards.answer_text import after_hashes, last_boxed
+from mrl.rewards.math_answer import normal_form, same_answer
+
+NORMAL_FORMS = [
+    # whole numbers, signs, separators
+    ("42", "42"),
+    (" 42. ", "42"),
+    ("+7", "7"),
+    ("-7", "-7"),
+    ("- 7", "-7"),
+    ("\N{MINUS SIGN}7", "-7"),
+    ("\N{EN DASH}3.5", "-7/2"),
+    ("1,234", "1234"),
+    ("1,234,567.50", "2469135/2"),
+    ("1{,}000", "1000"),
+    ("1\\,000\\,000", "1000000"),
+    ("007", "7"),
+    # decimals and trailing zeros
+    ("3.50", "7/2"),
+    ("3.0", "3"),
+    ("3.", "3"),
+    (".5", "1/2"),
+    ("-0.0", "0"),
+    # fractions
+    ("1/2", "1/2"),
+    ("2/4", "1/2"),
+    ("0.5/2", "1/4"),
+    ("\\frac{1}{2}", "1/2"),
+    ("\\dfrac{10}{4}", "5/2"),
+    ("\\tfrac{3}{6}", "1/2"),
+    ("\\frac12", "1/2"),
+    ("-\\frac{3}{4}", "-3/4"),
+    ("\\frac{-3}{4}", "-3/4"),
+    ("3/0", "3/0"),
+    # mixed numbers
+    ("1\\frac{1}{2}", "3/2"),
+    ("2 \\frac34", "11/4"),
+    ("1 1/2", "3/2"),
+    ("-1 1/2", "-3/2"),
+    # scientific notation
+    ("1.5e3", "1500"),
+    ("2E-2", "1/50"),
+    ("1.5 \\times 10^{3}", "1500"),
+    ("6\\cdot10^4", "60000"),
+    ("3 \N{MULTIPLICATION SIGN} 10^2", "300"),
+    ("10^{-2}", "1/100"),
+    ("1e999999999", "1e999999999"),
+    ("10^{99999}", "10^{99999}"),
+    # percentages
+    ("50%", "50%"),
+    ("12.5\\%", "25/2%"),
+    ("50 percent", "50%"),
+    # currency
+    ("$18", "18"),
+    ("\\$18.50", "37/2"),
+    ("\u20ac 7", "7"),
+    ("12 dollars", "12"),
+    # degrees and units
+    ("90^\\circ", "90"),
+    ("90^{\\circ}", "90"),
+    ("45\N{DEGREE SIGN}", "45"),
+    ("30 degrees", "30"),
+    ("5 cm", "5"),
+    ("5cm", "5"),
+    ("5\\text{ cm}^2", "5"),
+    ("12 \\mathrm{~m/s}", "12"),
+    ("60 miles per hour", "60"),
+    ("3 apples", "3"),
+    ("5 m", "5"),
+    ("5m", "5m"),
+    ("5 or 6", "5or6"),
+    ("2\\pi", "2\\pi"),
+    ("3i", "3i"),
+    # wrappers
+    ("$42$", "42"),
+    ("$$42$$", "42"),
+    ("\\(42\\)", "42"),
+    ("\\[ 42 \\]", "42"),
+    ("\\boxed{42}", "42"),
+    ("\\boxed{\\boxed{\\frac{1}{2}}}", "1/2"),
+    ("\\text{Even}", "even"),
+    ("\\textbf{(C)}", "c"),
+    ("\\left( \\frac12 \\right)", "1/2"),
+    ("x = 5", "5"),
+    ("f(x) = 5", "5"),
+    ("x \\in [0, 1]", "[0,1]"),
+    # tuples, intervals, lists and sets stay what they are
+    ("(1, 2)", "(1,2)"),
+    ("(1,234)", "(1,234)"),
+    ("(0.5, \\frac{1}{2}]", "(1/2,1/2]"),
+    ("[-1, \\infty)", "[-1,\\infty)"),
+    ("1, 2, 3", "1,2,3"),
+    ("\\{3, 1\\}", "{3,1}"),
+    ("((1,2),(3,4))", "((1,2),(3,4))"),
+    # expressions are text
+    ("2 \\cdot x + 1", "2x+1"),
+    ("\\sqrt2", "\\sqrt{2}"),
+    ("1+1", "1+1"),
+    ("1  2", "1 2"),
+    # nothing
+    ("", ""),
+    ("$$", ""),
+    ("\\text{}", ""),
+]
+
+
+@pytest.mark.parametrize(("answer", "expected"), NORMAL_FORMS, ids=lambda text: repr(text)[:40])
+def test_normal_form(answer: str, expected: str) -> None:
+    assert normal_form(answer).text == expected
+
+
+def test_there_are_many_cases() -> None:
+    assert len(NORMAL_FORMS) >= 60
+    assert len({answer for answer, _ in NORMAL_FORMS}) == len(NORMAL_FORMS)
+
+
+@pytest.mark.parametrize("answer", [answer for answer, _ in NORMAL_FORMS], ids=repr)
+def test_a_normal_form_is_its_own(answer: str) -> None:
+    assert normal_form(normal_form(answer).text).text == normal_form(answer).text
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("1/2", "0.5", True),
+        ("0.333", "1/3", False),
+        ("50%", "0.5", True),
+        ("50%", "50", True),
+        ("50%", "\\frac12", True),
+        ("50%", "5", False),
+        ("50%", "5000", False),
+        ("50%", "50\\%", True),
+        ("0%", "0", True),
+        ("1,000", "1000.00", True),
+        ("(1,2)", "(2,1)", False),
+        ("(1,2)", "[1,2]", False),
+        ("(0.5,1)", "( 1/2 , 1 )", True),
+        ("x=3", "3", True),
+        ("5x", "5", False),
+        ("-5", "5", False),
+        ("$1{,}234", "1234 dollars", True),
+        ("", "", False),
+        ("12", "1 2", False),
+        ("Even", "\\text{even}", True),
+        ("10", "1e1", True),
+    ],
+)
+def test_same_answer(one: str, other: str, same: bool) -> None:
+    assert same_answer(one, other) is same
+    assert same_answer(other, one) is same
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(" * 499 + ")" * 499,
+        "{[(" * 300,
+        "5 " + "a" * 900 + "!",
+        "5 " + "ab " * 300 + "!",
+        "1" * 999,
+        "1," * 499,
+        "1,111" * 199 + "!",
+        "\\frac{" * 160,
+        "\\text{" * 160,
+        "\\boxed{" * 140,
+        "$" * 999,
+        "9" * 500 + "e" + "9" * 400,
+        "10^" + "9" * 900,
+        " " * 900 + "x",
+        "x=" * 450,
+        "%" * 900,
+        "-" * 999,
+        "(" * 2_000_000,
+    ],
+    ids=lambda text: text[:12],
+)
+def test_hostile_answers_cost_little(text: str) -> None:
+    begin = time.perf_counter()
+    normal_form(text)
+    assert time.perf_counter() - begin < 0.3
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("so \\boxed{5}.", "5"),
+        ("\\boxed{1} or rather \\boxed{2}", "2"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("\\boxed{\\left\\{ x \\right\\}}", "\\left\\{ x \\right\\}"),
+        ("\\fbox{7}", "7"),
+        ("\\boxed{never closed", None),
+        ("\\boxed 5", None),
+        ("5", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(response: str, answer: str | None) -> None:
+    assert last_boxed(response) == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [("#### 5", "5"), ("#### 4\n#### 5\nbye", "5"), ("a ####", None), ("5", None), ("#### \n\n 5 ", "5")],
+)
+def test_after_hashes(response: str, answer: str | None) -> None:
+    assert after_hashes(response) == answer
