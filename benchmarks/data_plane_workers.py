@@ -18,7 +18,6 @@ class Producer(Worker):
 
     @register(
         Dispatch.DATA_PARALLEL,
-        reads=("prompts",),
         writes=("responses", "response_mask", "rollout_log_probs", "scores"),
     )
     def produce(self, batch: DataProto, name: str) -> DataProto:
@@ -34,8 +33,8 @@ class Consumer(Worker):
         reads=("prompts", "responses", "response_mask", "rollout_log_probs", "scores", "uid"),
     )
     def consume(self, batch: DataProto) -> float:
-        """Touch every token and log-prob."""
-        return sum(float(values_of(batch[name]).sum()) for name in ("prompts", "responses", "rollout_log_probs"))
+        """Touch every response token and log-prob."""
+        return sum(float(values_of(batch[name]).sum()) for name in ("responses", "rollout_log_probs"))
 
 
 def _samples(lengths: list[int]) -> dict[str, torch.Tensor]:

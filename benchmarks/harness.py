@@ -37,8 +37,11 @@ class Timing:
 
     @property
     def spread_s(self) -> float:
-        """From the fastest to the slowest."""
-        return max(self.seconds) - min(self.seconds)
+        """Between the quartiles: the width of the middle half, which a single disturbed repeat cannot stretch."""
+        if len(self.seconds) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return high - low
 
     def columns(self, name: str) -> dict[str, float]:
         """Median and spread as columns of a row."""

@@ -45,8 +45,8 @@ class End:
         return self.rows
 
     def consume(self, rows: TensorDict) -> float:
-        """Touch every token and log-prob."""
-        return sum(float(rows[name].sum()) for name in ("prompts", "responses", "rollout_log_probs"))
+        """Touch every response token and log-prob."""
+        return sum(float(rows[name].sum()) for name in ("responses", "rollout_log_probs"))
 
 
 def main() -> None:
