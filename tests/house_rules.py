@@ -71,7 +71,7 @@ BANNED_CALLS = {
 MUST_BE_FALSE = {"shell", "allow_pickle", "trust_remote_code"}
 NEEDS_SAFE_LOADER = {"yaml.load", "yaml.load_all", "yaml.compose", "yaml.compose_all"}
 EMPTY_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
-MACHINE_PATH = re.compile(r"(?<![\w.~}/-])/(work|tmp|home/\w+|Users/\w+)(?![\w-])")
+MACHINE_PATH = re.compile(r"(?<![\w.~}/-])/(tmp|home/\w+|Users/\w+)(?![\w-])")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX)\b(?!: (\S+ ){4})")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
