@@ -74,6 +74,12 @@ class SetupError(MrlError):
     """A library, device or service that a command needs and this machine lacks."""
 
 
+class ModelError(MrlError):
+    """A model's files that cannot be read or used, or a layout that they do not fit."""
+
+    exit_code = 2
+
+
 class BatchError(MrlError):
     """Columns or rows of a batch that do not fit what is asked of them."""
 
@@ -90,6 +96,10 @@ class BadRow(DataError):
 
 class RewardError(MrlError):
     """A reward that is missing, not a finite number, or on a token that the model did not write."""
+
+
+class EngineError(MrlError):
+    """Megatron asked for what it cannot do, or a model, layout and batch that do not fit each other."""
 
 
 class WireError(MrlError):

@@ -1,0 +1,1 @@
+"""Model families as tables: a model's sizes, and which slice of which Megatron tensor each of its tensors is."""

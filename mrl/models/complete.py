@@ -1,0 +1,67 @@
+"""Proof that a table is whole: every element of every tensor is held, once, on either side."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import product
+
+from mrl.errors import ModelError
+from mrl.models.coverage import listed, tiling_problems
+from mrl.models.layout import Layout, RankPlace
+from mrl.models.parameters import Box
+from mrl.models.spec import ModelSpec
+from mrl.models.table import EMBEDDING, Head, Shard, dense_shards, expert_shards, hf_tensors
+
+Placed = list[tuple[RankPlace, Shard]]
+
+
+def check_complete(spec: ModelSpec, layout: Layout, head: Head) -> None:
+    """Refuse a table that leaves out, doubles or invents anything, with a list of it."""
+    layout.check(spec)
+    shards = _everything(spec, layout, head)
+    if problems := [*_local_problems(shards), *_hf_problems(spec, layout, head, shards)]:
+        raise ModelError(f"the table of {spec.family} is not complete for {layout}:{listed(problems)}")
+
+
+def _everything(spec: ModelSpec, layout: Layout, head: Head) -> Placed:
+    """Every shard of every place: tp ranks for the dense parameters, ep and etp ranks for the experts."""
+    placed: Placed = []
+    for pp in range(layout.pp):
+        for tp in range(layout.tp):
+            place = RankPlace(tp=tp, pp=pp)
+            placed += [(place, shard) for shard in dense_shards(spec, layout, place, head)]
+        for ep, etp in product(range(layout.ep), range(layout.etp)):
+            place = RankPlace(pp=pp, ep=ep, etp=etp)
+            placed += [(place, shard) for shard in expert_shards(spec, layout, place)]
+    return placed
+
+
+def _local_problems(shards: Placed) -> Iterator[str]:
+    for place, shard in shards:
+        boxes = [*(piece.target for piece in shard.pieces), *shard.padding]
+        for problem in tiling_problems(shard.shape, boxes):
+            yield f"{shard.name} on {place}: {problem}"
+        for piece in shard.pieces:
+            if [stop - start for start, stop in piece.source] != [stop - start for start, stop in piece.target]:
+                yield f"{shard.name} on {place}: {piece.source} of {piece.hf} does not fit into {piece.target}"
+
+
+def _hf_problems(spec: ModelSpec, layout: Layout, head: Head, shards: Placed) -> Iterator[str]:
+    holders: dict[str, dict[Box, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    num_copies: dict[str, int] = {}
+    for place, shard in shards:
+        holder = f"{shard.name} in chunk {shard.chunk} of stage {place.pp}, ep {place.ep}"
+        num_copies[holder] = 1 if shard.split else (layout.etp if shard.expert else layout.tp)
+        for piece in shard.pieces:
+            holders[piece.hf][piece.source][holder] += 1
+    tensors = hf_tensors(spec, head)
+    yield from (f"{name} is no tensor of this family" for name in holders.keys() - tensors)
+    for name, shape in tensors.items():
+        boxes = holders.get(name, {})
+        yield from (f"{name}: {problem}" for problem in tiling_problems(shape, boxes))
+        twice = name == EMBEDDING and spec.tied and head == "lm" and layout.pp > 1
+        for box, found in boxes.items():
+            if len(found) != (2 if twice else 1) or any(count != num_copies[holder] for holder, count in found.items()):
+                copies = ", ".join(f"{count} x {holder}" for holder, count in found.items())
+                yield f"{name} {box} is held by the wrong ranks: {copies}"

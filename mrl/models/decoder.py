@@ -1,0 +1,153 @@
+"""The layer that Llama and its relatives share: its Hugging Face tensors, and the Megatron parameters made of them.
+
+The two are written down apart, so that each proves the other: `complete.py` finds what one has and the other has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mrl.models.hf_config import HfConfig
+from mrl.models.parameters import Parameter, Rows, Shape
+from mrl.models.rope import read_rope
+from mrl.models.spec import ModelSpec, MoeSpec
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a family calls the parts of its expert layers, below `model.layers.N.`."""
+
+    router: str = "mlp.gate.weight"
+    gate: str = "mlp.experts.{}.gate_proj.weight"
+    up: str = "mlp.experts.{}.up_proj.weight"
+    down: str = "mlp.experts.{}.down_proj.weight"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models whose layers are Llama's, with the additions that a spec switches on.
+
+    A family with other layers overrides `tensors`, `parameters` and `expert`; the rest of the tables asks no more.
+    """
+
+    model_type: str
+    class_prefix: str  # of the transformers classes: `Llama` in `LlamaForCausalLM`
+    read: Callable[[HfConfig], ModelSpec]
+    names: ExpertNames = ExpertNames()
+
+    def architecture(self, head: Literal["lm", "score"]) -> str:
+        """The transformers class of a model with that head."""
+        return self.class_prefix + {"lm": "ForCausalLM", "score": "ForSequenceClassification"}[head]
+
+    def tensors(self, spec: ModelSpec, layer: int) -> dict[str, Shape]:
+        """Hugging Face's tensors of a layer, by their full names."""
+        own = _attention_tensors(spec)
+        if spec.moe and spec.has_experts(layer):
+            own |= _expert_tensors(spec.moe, spec.hidden, self.names)
+        else:
+            own["mlp.gate_proj.weight"] = own["mlp.up_proj.weight"] = (spec.ffn, spec.hidden)
+            own["mlp.down_proj.weight"] = (spec.hidden, spec.ffn)
+        return {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
+
+    def parameters(self, spec: ModelSpec, layer: int) -> Iterator[Parameter]:
+        """Megatron's parameters of a layer but for the experts, named below `decoder.layers.n.`."""
+        prefix = f"model.layers.{layer}."
+
+        def whole(name: str, hf: str, rows: int, columns: int | None = None) -> Parameter:
+            return Parameter(name, ((Rows(prefix + hf, 0, rows),),), columns)
+
+        yield whole("input_layernorm.weight", "input_layernorm.weight", spec.hidden)
+        yield Parameter("self_attention.linear_qkv.weight", (_qkv(spec, prefix, "weight"),), spec.hidden, "rows")
+        if spec.qkv_bias:
+            yield Parameter("self_attention.linear_qkv.bias", (_qkv(spec, prefix, "bias"),), None, "rows")
+        if spec.qk_norm:
+            yield whole("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", spec.head_dim)
+            yield whole("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", spec.head_dim)
+        o_proj = Rows(f"{prefix}self_attn.o_proj.weight", 0, spec.hidden)
+        yield Parameter("self_attention.linear_proj.weight", ((o_proj,),), spec.num_heads * spec.head_dim, "columns")
+        yield whole("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", spec.hidden)
+        if spec.moe and spec.has_experts(layer):
+            yield whole("mlp.router.weight", self.names.router, spec.moe.num_experts, spec.hidden)
+        else:
+            hf = [f"{prefix}mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+            yield from _mlp("mlp.", hf, spec.ffn, spec.hidden)
+
+    def expert(self, spec: ModelSpec, layer: int, expert: int) -> Iterator[Parameter]:
+        """Megatron's parameters of one expert of a layer, named below `mlp.experts.local_experts.n.`."""
+        assert spec.moe is not None, "a model without experts was asked for one"
+        names = (self.names.gate, self.names.up, self.names.down)
+        hf = [f"model.layers.{layer}.{name.format(expert)}" for name in names]
+        yield from _mlp("", hf, spec.moe.expert_ffn, spec.hidden)
+
+
+def read_decoder(config: HfConfig, **own: Any) -> ModelSpec:
+    """The spec of a Llama-like model from what all of their files hold, and what is the family's own."""
+    hidden, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    config = config.defaulting(head_dim=hidden // num_heads, tie_word_embeddings=False)
+    config.require("hidden_act", "silu")
+    config.require("attention_dropout", 0.0, "mrl trains without dropout")
+    head_dim = config.integer("head_dim")
+    return ModelSpec(
+        num_layers=config.integer("num_hidden_layers"),
+        hidden=hidden,
+        num_heads=num_heads,
+        num_kv_heads=config.integer("num_key_value_heads"),
+        head_dim=head_dim,
+        ffn=config.integer("intermediate_size"),
+        vocab=config.integer("vocab_size"),
+        norm_eps=config.number("rms_norm_eps"),
+        tied=config.flag("tie_word_embeddings"),
+        rope=read_rope(config, head_dim),
+        max_positions=config.integer("max_position_embeddings"),
+        dtype=config.text("dtype", "torch_dtype") if "dtype" in config or "torch_dtype" in config else None,
+        **own,
+    )
+
+
+def _attention_tensors(spec: ModelSpec) -> dict[str, Shape]:
+    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    tensors: dict[str, Shape] = {
+        "input_layernorm.weight": (spec.hidden,),
+        "self_attn.q_proj.weight": (q_rows, spec.hidden),
+        "self_attn.k_proj.weight": (kv_rows, spec.hidden),
+        "self_attn.v_proj.weight": (kv_rows, spec.hidden),
+        "self_attn.o_proj.weight": (spec.hidden, q_rows),
+        "post_attention_layernorm.weight": (spec.hidden,),
+    }
+    if spec.qkv_bias:
+        tensors["self_attn.q_proj.bias"] = (q_rows,)
+        tensors["self_attn.k_proj.bias"] = tensors["self_attn.v_proj.bias"] = (kv_rows,)
+    if spec.qk_norm:
+        tensors["self_attn.q_norm.weight"] = tensors["self_attn.k_norm.weight"] = (spec.head_dim,)
+    return tensors
+
+
+def _expert_tensors(moe: MoeSpec, hidden: int, names: ExpertNames) -> dict[str, Shape]:
+    tensors: dict[str, Shape] = {names.router: (moe.num_experts, hidden)}
+    for expert in range(moe.num_experts):
+        tensors[names.gate.format(expert)] = tensors[names.up.format(expert)] = (moe.expert_ffn, hidden)
+        tensors[names.down.format(expert)] = (hidden, moe.expert_ffn)
+    return tensors
+
+
+def _qkv(spec: ModelSpec, prefix: str, kind: str) -> tuple[Rows, ...]:
+    """Megatron's order: for each query group its query heads, its key head, its value head.
+
+    The whole is cut into equal runs of rows, also where there are fewer groups than ranks: then a rank's rows end
+    within a group, and Megatron gathers the outputs of a group's ranks.
+    """
+    q, kv = spec.num_heads // spec.num_kv_heads * spec.head_dim, spec.head_dim
+    return tuple(
+        Rows(f"{prefix}self_attn.{name}_proj.{kind}", group * size, (group + 1) * size)
+        for group in range(spec.num_kv_heads)
+        for name, size in (("q", q), ("k", kv), ("v", kv))
+    )
+
+
+def _mlp(prefix: str, hf: list[str], ffn: int, hidden: int) -> Iterator[Parameter]:
+    """Gate above up in one parameter, each split on its own; down beside it."""
+    gate, up, down = hf
+    yield Parameter(f"{prefix}linear_fc1.weight", ((Rows(gate, 0, ffn),), (Rows(up, 0, ffn),)), hidden, "rows")
+    yield Parameter(f"{prefix}linear_fc2.weight", ((Rows(down, 0, hidden),),), ffn, "columns")

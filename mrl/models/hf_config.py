@@ -1,0 +1,100 @@
+"""A model's `config.json`, read strictly: what a family needs must be there, of its type, and supported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mrl.errors import ModelError, did_you_mean
+
+T = TypeVar("T")
+
+
+class HfConfig:
+    """Keys and values of a `config.json`; null counts as not given."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values = {key: value for key, value in values.items() if value is not None}
+        self.where = where
+
+    @classmethod
+    def read(cls, path: str | Path) -> HfConfig:
+        """The `config.json` of a model directory."""
+        file = Path(path) / "config.json"
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ModelError(
+                f"cannot be read: {error.strerror}", where=str(file), fix="give a Hugging Face model directory"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise ModelError("is not JSON", where=str(file)) from error
+        if not isinstance(values, dict):
+            raise ModelError("holds no keys and values", where=str(file))
+        return cls(values, str(file))
+
+    def defaulting(self, **values: Any) -> HfConfig:
+        """The same, with what this kind of file means where it says nothing."""
+        return HfConfig({**values, **self.values}, self.where)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.values
+
+    def integer(self, *names: str) -> int:
+        """A whole number above zero, under whichever of its names the file uses."""
+        value = self._value(names)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(names[0], f"{value!r} is not a whole number above zero")
+        return value
+
+    def number(self, name: str) -> float:
+        """A number that is not negative."""
+        value = self._value((name,))
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise self.error(name, f"{value!r} is not a number from zero")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """True or false."""
+        return self._typed(bool, name)
+
+    def text(self, *names: str) -> str:
+        """A string, under whichever of its names the file uses."""
+        return self._typed(str, *names)
+
+    def items(self, name: str, kind: type) -> list[Any]:
+        """A list of values of one type."""
+        values = self._typed(list, name)
+        if not all(isinstance(value, kind) for value in values):
+            raise self.error(name, f"{values!r} does not hold {kind.__name__} alone")
+        return values
+
+    def section(self, name: str) -> HfConfig:
+        """The keys and values below a key."""
+        return HfConfig(self._typed(dict, name), f"{self.where}: {name}")
+
+    def require(self, name: str, only: Any, why: str = "") -> None:
+        """Refuse a file that gives another value than the only one supported, or any where that is None."""
+        value = self.values.get(name, only)
+        if value != only:
+            reason = f": {why}" if why else ""
+            fix = f"use another model; or set it to {json.dumps(only)}, if that is how the weights are meant"
+            raise self.error(name, f"{value!r} is not supported, only {only!r}{reason}", fix)
+
+    def error(self, name: str, what: str, fix: str = "") -> ModelError:
+        """A mistake at one key."""
+        return ModelError(f"{name}: {what}", where=self.where, fix=fix)
+
+    def _typed(self, kind: type[T], *names: str) -> T:
+        value = self._value(names)
+        if not isinstance(value, kind):
+            raise self.error(names[0], f"{value!r} is not of type {kind.__name__}")
+        return value
+
+    def _value(self, names: tuple[str, ...]) -> Any:
+        for name in names:
+            if name in self.values:
+                return self.values[name]
+        raise self.error(names[0], "is missing", f"add it to the file ({did_you_mean(names[0], self.values)})")

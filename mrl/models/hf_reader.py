@@ -1,0 +1,128 @@
+"""Weights out of safetensors files, only the boxes that somebody asks for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mrl.errors import ModelError
+from mrl.models.coverage import listed
+from mrl.models.parameters import Box
+from mrl.models.spec import ModelSpec
+from mrl.models.table import LM_HEAD, SCORE, Head, Shard, hf_tensors
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_FLOAT_TYPES = {"F64", "F32", "F16", "BF16"}
+
+
+class HfReader:
+    """The tensors of a model directory, by name and box."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._open: dict[str, Any] = {}
+        if (self.path / INDEX_FILE).exists():
+            self._file_of = self._read_index()
+        elif (self.path / SINGLE_FILE).exists():
+            self._file_of = dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
+        else:
+            raise self._nothing_to_read()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """A box of one tensor; nothing else of it is read."""
+        tensor: torch.Tensor = self._slice(name)[slices(box)]
+        return tensor
+
+    def check(self, spec: ModelSpec, head: Head, new_head: bool = False) -> None:
+        """Refuse files that are not this model; `new_head` allows a language model below a score head to come."""
+        expected = hf_tensors(spec, head)
+        ignorable = {LM_HEAD} if spec.tied or (new_head and head == "score") else set()
+        optional = {SCORE} if new_head else set()
+        problems = [f"{name} is missing" for name in expected if name not in self and name not in optional]
+        for name in self._file_of:
+            if name in expected:
+                found = self._slice(name)
+                shape, dtype = tuple(found.get_shape()), found.get_dtype()
+                if shape != expected[name]:
+                    problems.append(f"{name} has shape {list(shape)}, not {list(expected[name])}")
+                if dtype not in _FLOAT_TYPES:
+                    problems.append(f"{name} holds {dtype}, not one of {', '.join(sorted(_FLOAT_TYPES))}")
+            elif name not in ignorable and not name.endswith(".rotary_emb.inv_freq"):
+                problems.append(f"{name} is unexpected")
+        if problems:
+            stacked = any(name.endswith(".experts.gate_up_proj") for name in self._file_of)
+            raise ModelError(
+                f"{len(problems)} tensors are not those of a {spec.family} with a {head} head:{listed(problems)}",
+                where=str(self.path),
+                fix="save the model again with one tensor per expert, as `save_pretrained` does unless told otherwise"
+                if stacked
+                else "do config.json and the weights belong together, and is the head the right one?",
+            )
+
+    def _slice(self, name: str) -> Any:
+        if name not in self:
+            raise ModelError(f"there is no tensor {name}", where=str(self.path))
+        file = self._file_of[name]
+        try:
+            return self._handle(file).get_slice(name)
+        except SafetensorError as error:
+            raise ModelError(f"{name} cannot be read: {error}", where=str(self.path / file)) from error
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.path / file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(
+                    f"cannot be read: {error}", where=str(self.path / file), fix="fetch the file again"
+                ) from error
+        return self._open[file]
+
+    def _read_index(self) -> dict[str, str]:
+        where = str(self.path / INDEX_FILE)
+        try:
+            weight_map = json.loads((self.path / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"is not an index of weights: {error}", where=where, fix="fetch the file again") from error
+        if not isinstance(weight_map, dict):
+            raise ModelError("is not an index of weights", where=where)
+        for file in weight_map.values():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ModelError(f"{file!r} is not the name of a file beside it", where=where)
+        return weight_map
+
+    def _nothing_to_read(self) -> ModelError:
+        pickled = sorted(file.name for file in self.path.glob("*.bin")) if self.path.is_dir() else []
+        if pickled:
+            return ModelError(
+                f"{pickled[0]} is a pickle, which may run code when it is read",
+                where=str(self.path),
+                fix="load the model with transformers where you trust it and `save_pretrained` it as safetensors",
+            )
+        return ModelError(
+            f"there is neither {SINGLE_FILE} nor {INDEX_FILE}",
+            where=str(self.path),
+            fix="give a model directory with safetensors weights",
+        )
+
+
+def load_shard(reader: HfReader, shard: Shard, dtype: torch.dtype) -> torch.Tensor:
+    """One local parameter, padding as zeros."""
+    tensor = torch.empty(shard.shape, dtype=dtype)
+    for box in shard.padding:
+        tensor[slices(box)] = 0
+    for piece in shard.pieces:
+        tensor[slices(piece.target)] = reader.read(piece.hf, piece.source)
+    return tensor
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """A box as an index into a tensor."""
+    return tuple(slice(start, stop) for start, stop in box)

@@ -1,0 +1,182 @@
+"""A model directory that transformers loads, written box by box in any order.
+
+All sizes are known before the first weight arrives, so the files get their headers and their full length at once, and
+every box goes straight to its place through a memory map: no tensor is gathered, and memory holds what arrives.
+The directory appears under its name when it is whole and on disk, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from mrl.errors import ModelError
+from mrl.models.coverage import listed, tiling_problems
+from mrl.models.families import FAMILIES
+from mrl.models.hf_reader import INDEX_FILE, SINGLE_FILE, slices
+from mrl.models.parameters import Box, Shape
+from mrl.models.spec import ModelSpec
+from mrl.models.table import Head, hf_tensors
+
+_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+# Tokenizer, chat template and generation settings have too many names to list them; weights and code end otherwise.
+_COPIED_SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
+_MORE_TEMPLATES = "additional_chat_templates"
+
+
+class HfWriter:
+    """Takes the boxes of a model's tensors; leaving the `with` block makes the directory, an error inside it none."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        spec: ModelSpec,
+        source_path: str | Path,
+        head: Head,
+        dtype: torch.dtype,
+        max_file_bytes: int = 5 * 10**9,
+    ) -> None:
+        self._directory = Path(directory).absolute()
+        self._refuse_existing()
+        if dtype not in _DTYPES:
+            raise ModelError(f"weights cannot be written as {dtype}", fix=f"one of {', '.join(map(str, _DTYPES))}")
+        self._shapes = hf_tensors(spec, head)
+        self._boxes: dict[str, list[Box]] = defaultdict(list)
+        self._staged = self._directory.with_name(f".{self._directory.name}.partial-{secrets.token_hex(4)}")
+        self._staged.mkdir(parents=True)
+        with ExitStack() as cleanup:
+            cleanup.callback(shutil.rmtree, self._staged, ignore_errors=True)  # it is gone where it was published
+            self._copy_settings(Path(source_path))
+            self._adapt_config(FAMILIES[spec.family].architecture(head), head, dtype)
+            self._tensors = self._make_files(dtype, max_file_bytes)
+            self._cleanup = cleanup.pop_all()
+
+    def __enter__(self) -> HfWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._cleanup:
+            if kind is None:
+                self._publish()
+
+    def write(self, name: str, tensor: torch.Tensor, box: Box | None = None) -> None:
+        """One box of a tensor, or the whole; each element of each tensor must come exactly once."""
+        if name not in self._shapes:
+            raise ModelError(f"{name} is no tensor of this model", where=str(self._directory))
+        box = box or tuple((0, size) for size in self._shapes[name])
+        target = self._tensors[name][slices(box)]
+        if tensor.shape != target.shape:
+            raise ModelError(f"{name} {box}: a tensor of {list(tensor.shape)} came", where=str(self._directory))
+        target.copy_(tensor)
+        self._boxes[name].append(box)
+
+    def _publish(self) -> None:
+        problems = [
+            f"{name}: {problem}"
+            for name, shape in self._shapes.items()
+            for problem in tiling_problems(shape, self._boxes[name])
+        ]
+        if problems:
+            raise ModelError(f"not every weight came exactly once:{listed(problems)}", where=str(self._directory))
+        self._refuse_existing()
+        self._tensors.clear()
+        for path in (*self._staged.rglob("*"), self._staged):
+            _sync(path)
+        self._staged.rename(self._directory)
+        _sync(self._directory.parent)
+
+    def _refuse_existing(self) -> None:
+        if self._directory.exists():
+            raise ModelError("exists already", where=str(self._directory), fix="choose a new directory, or remove it")
+
+    def _copy_settings(self, source: Path) -> None:
+        """Everything beside the weights that transformers reads."""
+        for path in source.iterdir():
+            if path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, self._staged / path.name)
+        if (source / _MORE_TEMPLATES).is_dir():
+            shutil.copytree(source / _MORE_TEMPLATES, self._staged / _MORE_TEMPLATES)
+
+    def _adapt_config(self, architecture: str, head: Head, dtype: torch.dtype) -> None:
+        """The source's configuration with another head and data type."""
+        config = json.loads((self._staged / "config.json").read_text(encoding="utf-8"))
+        config["architectures"] = [architecture]
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+        if head == "score":
+            config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # how transformers says: one label
+        self._write_json("config.json", config)
+
+    def _make_files(self, dtype: torch.dtype, max_file_bytes: int) -> dict[str, torch.Tensor]:
+        """The files at their full length, and every tensor as a view of its place in them."""
+        groups = _grouped(self._shapes, dtype.itemsize, max_file_bytes)
+        if len(groups) == 1:
+            return _mapped_file(self._staged / SINGLE_FILE, groups[0], dtype)
+        tensors: dict[str, torch.Tensor] = {}
+        weight_map: dict[str, str] = {}
+        for number, shapes in enumerate(groups, start=1):
+            file = f"model-{number:05}-of-{len(groups):05}.safetensors"
+            tensors |= _mapped_file(self._staged / file, shapes, dtype)
+            weight_map |= dict.fromkeys(shapes, file)
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        self._write_json(INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        return tensors
+
+    def _write_json(self, name: str, values: Any) -> None:
+        (self._staged / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _grouped(shapes: Mapping[str, Shape], item_bytes: int, max_file_bytes: int) -> list[dict[str, Shape]]:
+    """Tensors in order, a new file where the present one would grow too long."""
+    groups: list[dict[str, Shape]] = [{}]
+    file_bytes = 0
+    for name, shape in shapes.items():
+        num_bytes = torch.Size(shape).numel() * item_bytes
+        if groups[-1] and file_bytes + num_bytes > max_file_bytes:
+            groups.append({})
+            file_bytes = 0
+        groups[-1][name] = shape
+        file_bytes += num_bytes
+    return groups
+
+
+def _mapped_file(path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A safetensors file of those tensors, and views of it to be filled."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors behind it are aligned
+    data = 8 + len(text)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, data + end)  # a full disk is an error here, and not a crash in the map
+    whole = torch.from_file(str(path), shared=True, size=data + end, dtype=torch.uint8)
+    return {
+        name: whole[data + header[name]["data_offsets"][0] : data + header[name]["data_offsets"][1]]
+        .view(dtype)
+        .view(shape)
+        for name, shape in shapes.items()
+    }
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

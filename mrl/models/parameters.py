@@ -1,0 +1,95 @@
+"""What a Megatron parameter is made of: rows of Hugging Face tensors, stacked, then split over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Box = tuple[tuple[int, int], ...]
+"""A rectangular slice: start and stop on every axis."""
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of a Hugging Face tensor that is one box, of the same extent, of a local Megatron tensor."""
+
+    hf: str
+    source: Box
+    target: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Consecutive rows of one Hugging Face tensor."""
+
+    hf: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One Megatron parameter before it is split.
+
+    Its rows are those of its parts, one after another. Each part is split on its own: of gate and up a rank holds
+    its share of the gate above its share of up, while queries, keys and values, one part, are cut as a whole.
+    """
+
+    name: str
+    parts: tuple[tuple[Rows, ...], ...]
+    columns: int | None = None  # None: a vector
+    split: Literal["rows", "columns"] | None = None  # None: every rank holds all of it
+    padded: bool = False  # rows of nothing at the end, up to a multiple of the ranks
+
+    def share(self, rank: int, num_ranks: int) -> tuple[Shape, tuple[Piece, ...], tuple[Box, ...]]:
+        """Shape, pieces and padding of what one of `num_ranks` ranks holds."""
+        columns = None if self.columns is None else (0, self.columns)
+        if columns and self.split == "columns":
+            columns = _share(columns[1], rank, num_ranks)
+        row_rank, num_row_ranks = (rank, num_ranks) if self.split == "rows" else (0, 1)
+        # In the local tensor the columns start at 0 whichever they are.
+        source_rest = () if columns is None else (columns,)
+        target_rest = () if columns is None else ((0, columns[1] - columns[0]),)
+        pieces: list[Piece] = []
+        padding: list[Box] = []
+        top = 0  # local row at which the present part starts
+        for part in self.parts:
+            num_rows = sum(rows.stop - rows.start for rows in part)
+            if self.padded:
+                num_rows = padded_vocab(num_rows, num_ranks)
+            first, last = _share(num_rows, row_rank, num_row_ranks)
+            end = first
+            for rows, at in _cut(part, first, last):
+                start, end = top + at - first, at + rows.stop - rows.start
+                target = ((start, top + end - first), *target_rest)
+                pieces.append(Piece(rows.hf, ((rows.start, rows.stop), *source_rest), target))
+            if end < last:
+                padding.append(((top + end - first, top + last - first), *target_rest))
+            top += last - first
+        return (top, *(stop for _, stop in target_rest)), tuple(pieces), tuple(padding)
+
+
+def padded_vocab(vocab: int, tp: int) -> int:
+    """Rows of the embedding over all ranks: the least multiple of `tp`, which is all that Megatron asks for.
+
+    More would cost memory and time in every head, and a size that only hardware likes does not belong to the model.
+    """
+    return -(-vocab // tp) * tp
+
+
+def _share(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    assert size % num_ranks == 0, f"{size} does not split over {num_ranks} ranks: the layout was not checked"
+    return rank * size // num_ranks, (rank + 1) * size // num_ranks
+
+
+def _cut(part: tuple[Rows, ...], first: int, last: int) -> Iterator[tuple[Rows, int]]:
+    """What of a part lies in its rows `first` to `last`, and at which of them it starts."""
+    position = 0
+    for rows in part:
+        end = position + rows.stop - rows.start
+        start, stop = max(first, position), min(last, end)
+        if start < stop:
+            yield Rows(rows.hf, rows.start + start - position, rows.start + stop - position), start
+        position = end

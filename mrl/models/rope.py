@@ -1,0 +1,94 @@
+"""Rotary position embeddings: base, scaling, and the frequencies that transformers computes from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mrl.models.hf_config import HfConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by a factor."""
+
+    factor: float
+
+    def apply(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """The frequencies after scaling."""
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Long wavelengths divided by a factor, short ones kept, a ramp between: Llama 3.1's way."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+    def apply(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """The frequencies after scaling."""
+        import torch
+
+        wavelengths = 2 * math.pi / frequencies
+        longest_kept = self.original_max_positions / self.high_freq_factor
+        shortest_divided = self.original_max_positions / self.low_freq_factor
+        ramp = (self.original_max_positions / wavelengths - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        # Divide before multiplying, in this order: the result is transformers' own to the last bit.
+        between = (1 - ramp) * frequencies / self.factor + ramp * frequencies
+        scaled = torch.where(wavelengths > shortest_divided, frequencies / self.factor, between)
+        return torch.where(wavelengths < longest_kept, frequencies, scaled)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary embedding of a model."""
+
+    dim: int
+    theta: float
+    scaling: LinearScaling | Llama3Scaling | None = None
+
+    def inverse_frequencies(self) -> torch.Tensor:
+        """One angle per position step for each pair of dimensions, equal to transformers' to the bit."""
+        import torch
+
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.int64).to(torch.float32) / self.dim
+        frequencies = 1.0 / self.theta**exponents
+        return self.scaling.apply(frequencies) if self.scaling else frequencies
+
+
+def read_rope(config: HfConfig, dim: int) -> Rope:
+    """The rotary embedding as `config.json` gives it: in `rope_parameters`, or in `rope_theta` and `rope_scaling`."""
+    known = [name for name in ("rope_scaling", "rope_parameters") if name in config]
+    given = config.section(known[0]) if known else HfConfig({}, config.where)
+    for section in (config, given):
+        section.require("partial_rotary_factor", 1.0)
+    if any(isinstance(value, dict) for value in given.values.values()):
+        raise given.error("rope_type", "only one rotary embedding for all layers is supported", "use another model")
+    theta = (given if "rope_theta" in given else config).number("rope_theta")
+    kind = given.defaulting(type="default").text("rope_type", "type")
+    if kind == "default":
+        return Rope(dim, theta)
+    if kind == "linear":
+        return Rope(dim, theta, LinearScaling(given.number("factor")))
+    if kind == "llama3":
+        scaling = Llama3Scaling(
+            factor=given.number("factor"),
+            low_freq_factor=given.number("low_freq_factor"),
+            high_freq_factor=given.number("high_freq_factor"),
+            original_max_positions=given.integer("original_max_position_embeddings"),
+        )
+        return Rope(dim, theta, scaling)
+    raise given.error(
+        "rope_type",
+        f'"{kind}" is not supported, only default, linear and llama3',
+        fix="take the scaling out of the file if your sequences fit the model's original length",
+    )

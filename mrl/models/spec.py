@@ -1,0 +1,172 @@
+"""The sizes and switches of one model: what Megatron is built with, and what a token costs.
+
+Nothing here loads torch until Megatron's arguments or the frequencies are asked for, so that planning can do without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.errors import ModelError
+from mrl.models.rope import Rope
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """The experts of a model and the router before them."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_ffn: int
+    norm_topk: bool
+    aux_loss_coef: float
+    dense_layers: frozenset[int] = frozenset()  # layers that have an ordinary MLP instead
+    scoring: str = "softmax"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One model of a family, as its `config.json` describes it."""
+
+    family: str
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    norm_eps: float
+    tied: bool
+    rope: Rope
+    max_positions: int
+    dtype: str | None  # None where `config.json` does not say
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    moe: MoeSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(f"{self.num_heads} attention heads are not a multiple of {self.num_kv_heads} for keys")
+        moe = self.moe
+        if moe is None:
+            return
+        if moe.experts_per_token > moe.num_experts:
+            raise ModelError(f"{moe.experts_per_token} experts per token, but there are only {moe.num_experts}")
+        if moe.experts_per_token == 1 and moe.norm_topk:
+            raise ModelError("one expert per token with normalised weights gives its router no gradient")
+        if len(moe.dense_layers) == self.num_layers:
+            raise ModelError(f"experts are described, but none of the {self.num_layers} layers has any")
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether that layer (counted over the whole model, from 0) routes its tokens to experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of queries, keys and values together."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    # --- what Megatron is built with --------------------------------------------------------------------------
+
+    def transformer_config(self) -> dict[str, Any]:
+        """Arguments of Megatron's `TransformerConfig` that describe the model; how it runs is the engine's to add."""
+        from torch.nn.functional import silu
+
+        return {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.num_heads,
+            "num_query_groups": self.num_kv_heads,
+            "kv_channels": self.head_dim,
+            "ffn_hidden_size": self.ffn,
+            "layernorm_epsilon": self.norm_eps,
+            "normalization": "RMSNorm",
+            "gated_linear_unit": True,
+            "activation_func": silu,
+            "add_bias_linear": False,
+            "add_qkv_bias": self.qkv_bias,
+            "qk_layernorm": self.qk_norm,
+            # Megatron counts the tokens seen before the present one, transformers the present one too.
+            "window_size": (self.sliding_window - 1, 0) if self.sliding_window else None,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            **self._moe_config(),
+        }
+
+    def _moe_config(self) -> dict[str, Any]:
+        moe = self.moe
+        if moe is None:
+            return {}
+        return {
+            "num_moe_experts": moe.num_experts,
+            "moe_router_topk": moe.experts_per_token,
+            "moe_ffn_hidden_size": moe.expert_ffn,
+            "moe_layer_freq": [int(self.has_experts(layer)) for layer in range(self.num_layers)],
+            "moe_router_score_function": moe.scoring,
+            # A softmax over the chosen logits is the full softmax over them, normalised.
+            "moe_router_pre_softmax": not moe.norm_topk,
+            "moe_router_dtype": "fp32",
+            # The loss is the algorithm's alone; `aux_loss_coef` is there for who wants to add a balancing term.
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+        }
+
+    def gpt_model_arguments(self) -> dict[str, Any]:
+        """Arguments of Megatron's `GPTModel` that describe the model; the vocabulary is the layout's to pad.
+
+        Megatron's own scaling for Llama 3 fixes three of its four numbers, so it stays off: whoever builds the model
+        sets the rotary module's `inv_freq` to `rope.inverse_frequencies()`.
+        """
+        return {
+            "position_embedding_type": "rope",
+            "rotary_base": self.rope.theta,
+            "rotary_percent": 1.0,
+            "rope_scaling": False,
+            "share_embeddings_and_output_weights": self.tied,
+            "max_sequence_length": self.max_positions,
+        }
+
+    # --- what it costs ----------------------------------------------------------------------------------------
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the language model; tied embeddings count once."""
+        attention = self._attention_weights + (self.qkv_rows if self.qkv_bias else 0)
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        experts = self.moe.num_experts if self.moe else 0
+        return self.num_layers * (attention + norms) + self._mlp_weights(experts) + embeddings + self.hidden
+
+    @property
+    def flops_per_token(self) -> int:
+        """Forward work of one token, the head included and attention over other tokens not: two per active weight."""
+        active_experts = self.moe.experts_per_token if self.moe else 0
+        layers = self.num_layers * self._attention_weights + self._mlp_weights(active_experts)
+        return 2 * (layers + self.vocab * self.hidden)
+
+    @property
+    def attention_flops_per_token_pair(self) -> int:
+        """Forward work for one token looking at one: a causal sequence of n tokens has n (n + 1) / 2 such pairs."""
+        return 4 * self.num_layers * self.num_heads * self.head_dim
+
+    def sequence_flops(self, num_tokens: int) -> int:
+        """Forward work of one sequence, only the pairs counted that the causal mask and the window let through."""
+        window = min(num_tokens, self.sliding_window or num_tokens)
+        pairs = window * (window + 1) // 2 + (num_tokens - window) * window
+        return self.flops_per_token * num_tokens + self.attention_flops_per_token_pair * pairs
+
+    @property
+    def _attention_weights(self) -> int:
+        return self.hidden * (self.qkv_rows + self.num_heads * self.head_dim)
+
+    def _mlp_weights(self, num_experts: int) -> int:
+        """Weights of the MLPs of all layers, with that many experts in each layer that has experts."""
+        num_moe_layers = sum(map(self.has_experts, range(self.num_layers)))
+        dense = (self.num_layers - num_moe_layers) * 3 * self.hidden * self.ffn
+        if self.moe is None:
+            return dense
+        expert_layer = num_experts * 3 * self.hidden * self.moe.expert_ffn + self.moe.num_experts * self.hidden
+        return dense + num_moe_layers * expert_layer

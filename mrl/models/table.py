@@ -1,0 +1,132 @@
+"""Which slice of which Hugging Face tensor each local Megatron parameter is, for one rank of a layout.
+
+One table serves reading and writing checkpoints, the reshard into the rollout engine, and the memory model.
+Names are those of Megatron's local layer spec; `te_name` and `local_name` translate Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from mrl.models.families import FAMILIES
+from mrl.models.layout import Layout, RankPlace
+from mrl.models.parameters import Box, Parameter, Piece, Rows, Shape
+from mrl.models.spec import ModelSpec
+
+Head = Literal["lm", "score"]
+EMBEDDING, NORM, LM_HEAD, SCORE = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "score.weight"
+
+_FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+_UNFUSED_NORMS = {fused: plain for plain, fused in _FUSED_NORMS.items()}
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
+_TE_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One local parameter of one rank: what it is called in its pipeline chunk, and what it is made of."""
+
+    chunk: int
+    name: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+    padding: tuple[Box, ...]  # rows of the vocabulary that no token has
+    expert: bool  # split over ep and etp instead of tp
+    split: bool  # whether the ranks of tp (of etp for an expert) hold different parts
+
+
+def shards_of(spec: ModelSpec, layout: Layout, place: RankPlace, head: Head) -> list[Shard]:
+    """Everything that one rank holds."""
+    layout.check(spec)
+    return [*dense_shards(spec, layout, place, head), *expert_shards(spec, layout, place)]
+
+
+def dense_shards(spec: ModelSpec, layout: Layout, place: RankPlace, head: Head) -> Iterator[Shard]:
+    """What a rank holds beside experts: it depends on its place in tp and pp alone."""
+
+    def shard(chunk: int, parameter: Parameter, prefix: str = "") -> Shard:
+        return _shard(chunk, prefix + parameter.name, parameter, place.tp, layout.tp)
+
+    if place.pp == 0:
+        yield shard(0, _vocabulary("embedding.word_embeddings.weight", EMBEDDING, spec))
+    for chunk, prefix, layer in _layers(spec, layout, place):
+        for parameter in FAMILIES[spec.family].parameters(spec, layer):
+            yield shard(chunk, parameter, prefix)
+    if place.pp == layout.pp - 1:
+        yield from (shard(layout.vpp - 1, parameter) for parameter in _after_layers(spec, layout, head))
+
+
+def expert_shards(spec: ModelSpec, layout: Layout, place: RankPlace) -> Iterator[Shard]:
+    """The experts that a rank holds: they depend on its place in ep, etp and pp alone."""
+    if spec.moe is None:
+        return
+    num_local = spec.moe.num_experts // layout.ep
+    for chunk, prefix, layer in _layers(spec, layout, place):
+        for local in range(num_local) if spec.has_experts(layer) else ():
+            expert_prefix = f"{prefix}mlp.experts.local_experts.{local}."
+            for parameter in FAMILIES[spec.family].expert(spec, layer, place.ep * num_local + local):
+                yield _shard(chunk, expert_prefix + parameter.name, parameter, place.etp, layout.etp, expert=True)
+
+
+def _layers(spec: ModelSpec, layout: Layout, place: RankPlace) -> Iterator[tuple[int, str, int]]:
+    """Chunk, name in the chunk, and number in the model of each layer of a rank."""
+    for chunk in range(layout.vpp):
+        for local, layer in enumerate(layout.layers_of_chunk(spec.num_layers, place.pp, chunk)):
+            yield chunk, f"decoder.layers.{local}.", layer
+
+
+def _after_layers(spec: ModelSpec, layout: Layout, head: Head) -> Iterator[Parameter]:
+    yield Parameter("decoder.final_layernorm.weight", ((Rows(NORM, 0, spec.hidden),),))
+    if head == "score":
+        yield Parameter("score.weight", ((Rows(SCORE, 0, 1),),), spec.hidden)
+    elif not spec.tied:
+        yield _vocabulary("output_layer.weight", LM_HEAD, spec)
+    elif layout.pp > 1:  # a single stage uses the embedding itself
+        yield _vocabulary("output_layer.weight", EMBEDDING, spec)
+
+
+def _shard(chunk: int, name: str, parameter: Parameter, rank: int, num_ranks: int, expert: bool = False) -> Shard:
+    shape, pieces, padding = parameter.share(rank, num_ranks)
+    return Shard(chunk, name, shape, pieces, padding, expert, parameter.split is not None)
+
+
+def _vocabulary(name: str, hf: str, spec: ModelSpec) -> Parameter:
+    return Parameter(name, ((Rows(hf, 0, spec.vocab),),), spec.hidden, "rows", padded=True)
+
+
+def hf_tensors(spec: ModelSpec, head: Head) -> dict[str, Shape]:
+    """Names and shapes of every tensor of the model in Hugging Face's files."""
+    tensors: dict[str, Shape] = {EMBEDDING: (spec.vocab, spec.hidden)}
+    for layer in range(spec.num_layers):
+        tensors |= FAMILIES[spec.family].tensors(spec, layer)
+    tensors[NORM] = (spec.hidden,)
+    if head == "score":
+        tensors[SCORE] = (1, spec.hidden)
+    elif not spec.tied:
+        tensors[LM_HEAD] = (spec.vocab, spec.hidden)
+    return tensors
+
+
+def te_name(name: str, expert_layer: bool) -> str:
+    """What Transformer Engine's layer spec calls a parameter: norms fused into linears, experts grouped.
+
+    A norm before experts stays on its own, so the name alone does not say.
+    """
+    for plain, fused in _FUSED_NORMS.items():
+        if name.endswith(f".{plain}") and not (expert_layer and plain.startswith("pre_mlp")):
+            return name.removesuffix(plain) + fused
+    return _LOCAL_EXPERT.sub(r"mlp.experts.\2.weight\1", name)
+
+
+def local_name(name: str) -> str:
+    """What the local layer spec, and so a `Shard`, calls a parameter of either spec."""
+    for fused, plain in _UNFUSED_NORMS.items():
+        if name.endswith(f".{fused}"):
+            return name.removesuffix(fused) + plain
+    return _TE_EXPERT.sub(r"mlp.experts.local_experts.\2.\1.weight", name)

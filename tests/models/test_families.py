@@ -1,0 +1,178 @@
+"""Specs read from `config.json`: sizes, costs and frequencies as transformers has them, refusals where mrl cannot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from mrl.errors import ModelError
+from mrl.models.families import read_spec, spec_of
+from mrl.models.hf_config import HfConfig
+from mrl.models.spec import ModelSpec
+from mrl.models.table import hf_tensors
+from tests.models import published
+from tests.models.conftest import Tiny
+from tests.models.tiny_models import SIZES, TINY_FAMILIES
+
+
+def spec_from(values: dict[str, Any], **changes: Any) -> ModelSpec:
+    return spec_of(HfConfig({**values, **changes}, "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("values", "billions"),
+    [
+        (published.LLAMA_2_7B, 6.738),
+        (published.LLAMA_31_70B, 70.554),
+        (published.MISTRAL_7B, 7.242),
+        (published.QWEN25_05B, 0.494),
+        (published.QWEN3_8B, 8.191),
+        (published.QWEN3_235B, 235.094),
+        (published.MIXTRAL_8X22B, 140.621),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_published_models_have_their_published_size(values: dict[str, Any], billions: float) -> None:
+    spec = spec_from(values)
+    assert round(spec.num_parameters / 1e9, 3) == billions
+    assert spec.num_parameters == sum(torch.Size(shape).numel() for shape in hf_tensors(spec, "lm").values())
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_parameters_frequencies_and_work_are_those_of_transformers(tiny: Tiny, family: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny(family), attn_implementation="eager")
+    model.set_experts_implementation("eager")
+    spec = read_spec(tiny(family))
+
+    assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+    theirs = model.model.rotary_emb.inv_freq
+    assert torch.equal(spec.rope.inverse_frequencies(), theirs)
+
+    num_tokens = 20  # below the tiny window: eager attention computes every pair, seen or not
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(num_tokens)[None], use_cache=False)
+    angles = spec.head_dim * num_tokens  # transformers multiplies frequencies and positions as matrices
+    pairs = spec.attention_flops_per_token_pair * num_tokens**2
+    assert counter.get_total_flops() == spec.flops_per_token * num_tokens + pairs + angles
+
+
+def test_a_sequence_costs_the_pairs_that_its_mask_lets_through() -> None:
+    spec = spec_from(published.MISTRAL_7B, sliding_window=4)
+    seen = sum(query - key < 4 for query in range(10) for key in range(query + 1))
+    assert spec.sequence_flops(10) == 10 * spec.flops_per_token + seen * spec.attention_flops_per_token_pair
+    spec = spec_from(published.MISTRAL_7B, sliding_window=None)
+    assert spec.sequence_flops(10) == 10 * spec.flops_per_token + 55 * spec.attention_flops_per_token_pair
+
+
+@pytest.mark.parametrize(
+    ("new", "old"),
+    [
+        ({"rope_type": "default", "rope_theta": 5e5}, {"rope_theta": 5e5}),
+        (
+            {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+            {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 3.0}},
+        ),
+        (
+            {"rope_theta": 5e5, **published.LLAMA_31_70B["rope_scaling"]},
+            {"rope_theta": 5e5, "rope_scaling": published.LLAMA_31_70B["rope_scaling"]},
+        ),
+    ],
+    ids=["default", "linear", "llama3"],
+)
+def test_both_ways_of_writing_rope_give_the_frequencies_of_transformers(
+    new: dict[str, Any], old: dict[str, Any]
+) -> None:
+    base = {key: value for key, value in published.LLAMA_31_70B.items() if not key.startswith("rope")}
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**base, rope_parameters=dict(new))).inv_freq
+    for given in ({"rope_parameters": new}, old):
+        assert torch.equal(spec_from(base, **given).rope.inverse_frequencies(), theirs)
+
+
+def test_a_file_without_rope_theta_means_ten_thousand_for_llama_and_a_million_for_mixtral() -> None:
+    assert spec_from(published.LLAMA_2_7B).rope.theta == 1e4
+    assert spec_from(published.MIXTRAL_8X22B, rope_theta=None).rope.theta == 1e6
+
+
+def test_transformer_config_of_experts_and_of_windows() -> None:
+    config = spec_from(published.QWEN3_235B, mlp_only_layers=[0, 5], decoder_sparse_step=2).transformer_config()
+    pattern = [int(layer % 2 == 1 and layer != 5) for layer in range(94)]
+    assert config["moe_layer_freq"] == pattern
+    assert (config["moe_ffn_hidden_size"], config["ffn_hidden_size"]) == (1536, 12288)
+    assert (config["num_moe_experts"], config["moe_router_topk"], config["qk_layernorm"]) == (128, 8, True)
+    assert config["moe_router_pre_softmax"] is False
+    assert spec_from(published.QWEN3_235B, norm_topk_prob=False).transformer_config()["moe_router_pre_softmax"] is True
+    assert spec_from(published.MISTRAL_7B).transformer_config()["window_size"] == (4095, 0)
+    assert spec_from(published.QWEN25_05B).transformer_config()["add_qkv_bias"] is True
+
+
+def test_windows_of_qwen_are_taken_for_all_layers_or_none() -> None:
+    on = {"use_sliding_window": True, "sliding_window": 128}
+    assert spec_from(published.QWEN25_05B).sliding_window is None
+    assert spec_from(published.QWEN25_05B, **on, max_window_layers=24).sliding_window is None
+    assert spec_from(published.QWEN25_05B, **on, max_window_layers=0).sliding_window == 128
+    assert spec_from(published.QWEN25_05B, **on, layer_types=["sliding_attention"] * 24).sliding_window == 128
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "message"),
+    [
+        (published.LLAMA_2_7B, {"model_type": "gpt2"}, 'model_type: "gpt2" is not supported'),
+        (published.LLAMA_2_7B, {"model_type": "lama"}, 'did you mean "llama"?'),
+        (published.LLAMA_2_7B, {"architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification: only"),
+        (published.LLAMA_2_7B, {"attention_bias": True}, "attention_bias: True is not supported"),
+        (published.LLAMA_2_7B, {"mlp_bias": True}, "mlp_bias: True is not supported"),
+        (published.LLAMA_2_7B, {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+        (published.LLAMA_2_7B, {"attention_dropout": 0.1}, "without dropout"),
+        (published.LLAMA_2_7B, {"hidden_size": None}, "hidden_size: is missing"),
+        (published.LLAMA_2_7B, {"num_hidden_layers": "32"}, "num_hidden_layers: '32' is not a whole number"),
+        (published.LLAMA_2_7B, {"num_key_value_heads": 5}, "32 attention heads are not a multiple of 5"),
+        (published.LLAMA_2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
+        (published.LLAMA_2_7B, {"quantization_config": {"bits": 4}}, "quantised weights cannot be trained"),
+        (published.LLAMA_2_7B, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, '"yarn" is not supported'),
+        (published.LLAMA_2_7B, {"rope_scaling": {"type": "linear"}}, "rope_scaling: factor: is missing"),
+        (published.LLAMA_2_7B, {"rope_parameters": {"full_attention": {}}}, "only one rotary embedding for all layers"),
+        (published.MISTRAL_7B, {"layer_types": ["full_attention"] * 32}, "a window of some layers"),
+        (published.QWEN25_05B, {"use_sliding_window": True, "max_window_layers": 20}, "windows in 4 of 24 layers"),
+        (published.QWEN3_8B, {"attention_bias": True}, "attention_bias: True is not supported"),
+        (published.QWEN3_235B, {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
+        (published.QWEN3_235B, {"num_experts_per_tok": 1}, "gives its router no gradient"),
+        (published.QWEN3_235B, {"num_experts_per_tok": 129}, "129 experts per token, but there are only 128"),
+        (published.QWEN3_235B, {"decoder_sparse_step": 100}, "none of the 94 layers has any"),
+        (published.MIXTRAL_8X22B, {"router_jitter_noise": 0.1}, "router_jitter_noise: 0.1 is not supported"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_trained_exactly_is_refused(
+    values: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        spec_from(values, **changes)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("config.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "cannot be read"), ("{", "is not JSON"), ("[]", "holds no keys and values")]
+)
+def test_a_directory_without_a_config_is_refused(tmp_path: Any, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=message):
+        read_spec(tmp_path)
+
+
+def test_planning_needs_no_torch() -> None:
+    program = "import sys, mrl.models.complete; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_tiny_models_are_odd() -> None:
+    assert SIZES["vocab_size"] % 2

@@ -1,0 +1,86 @@
+"""A tiny random model of each family, made and saved by transformers, with the odd shapes that real ones have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,  # no multiple of anything
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
+    "llama_tied": (LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "mistral": (MistralConfig, {"sliding_window": 24, "num_key_value_heads": 1}),
+    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, {"head_dim": 32, "num_key_value_heads": 1}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+}
+TINY_FAMILIES = tuple(CONFIGS)
+MOE_FAMILIES = ("qwen3_moe", "mixtral")
+
+
+def tiny_config(family: str) -> PretrainedConfig:
+    """The transformers configuration of a tiny model: one of `TINY_FAMILIES`."""
+    kind, own = CONFIGS[family]
+    return kind(**{**SIZES, **own})
+
+
+def make_tiny(
+    family: str, directory: Path, seed: int = 0, head: Literal["lm", "score"] = "lm", **save_options: Any
+) -> Path:
+    """Save a random float32 model to `directory`; norms and biases are random too, so that a mix-up shows."""
+    torch.manual_seed(seed)
+    config = tiny_config(family)
+    if head == "score":
+        config.num_labels = 1
+    kind = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    model = kind.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(directory, **save_options)
+    return directory
