@@ -6,7 +6,7 @@ import torch
 
 from mrl.controller import Dispatch, Place, Worker, register
 from mrl.protocol import DataProto
-from mrl.protocol.columns import jagged, values_of
+from mrl.protocol.columns import Jagged, jagged
 
 
 class Producer(Worker):
@@ -34,10 +34,10 @@ class Consumer(Worker):
     )
     def consume(self, batch: DataProto) -> float:
         """Touch every response token and log-prob."""
-        return sum(float(values_of(batch[name]).sum()) for name in ("responses", "rollout_log_probs"))
+        return sum(float(batch.values(name).sum()) for name in ("responses", "rollout_log_probs"))
 
 
-def _samples(lengths: list[int]) -> dict[str, torch.Tensor]:
+def _samples(lengths: list[int]) -> dict[str, torch.Tensor | Jagged]:
     total = sum(lengths)
     return {
         "responses": jagged(torch.arange(total, dtype=torch.int32), lengths),

@@ -13,7 +13,7 @@ import torch.distributed
 from mrl.controller import Dispatch, Place, Worker, register
 from mrl.errors import BatchError
 from mrl.protocol import DataProto
-from mrl.protocol.columns import jagged, row_lengths
+from mrl.protocol.columns import jagged
 
 
 class RankWorker(Worker):
@@ -59,8 +59,7 @@ class RankWorker(Worker):
     @register(Dispatch.DATA_PARALLEL, reads=("prompts",), writes=("responses", "rollout_log_probs", "scores"))
     def generate(self, batch: DataProto, extra: int) -> DataProto:
         """Responses that tell who made them: the prompt, `extra` longer, plus this shard's number."""
-        prompts = batch["prompts"]
-        lengths = row_lengths(prompts) + extra
+        lengths = batch.lengths("prompts") + extra
         values = torch.full((int(lengths.sum()),), self.place.coordinates.dp, dtype=torch.int32)
         return DataProto.from_dict(
             {
@@ -79,8 +78,8 @@ class RankWorker(Worker):
             "rank": self.rank,
             "row_ids": batch.row_ids.tolist(),
             "uid": batch["uid"].tolist(),
-            "tokens": int(row_lengths(batch["responses"]).sum()),
-            "made_by": sorted({int(value) for value in batch["responses"].values()}),
+            "tokens": int(batch.lengths("responses").sum()),
+            "made_by": sorted({int(value) for value in batch.values("responses")}),
             "columns": sorted(batch.columns()),
         }
 

@@ -7,45 +7,38 @@ reference, the row lengths, and columns with one number per row; the next worker
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import ray
 from ray import ObjectRef
 from torch import Tensor
 
 from mrl.errors import BatchError, WireError
 from mrl.protocol import DataProto, RemoteColumn
-from mrl.protocol import columns as column_ops
-from mrl.protocol.columns import Column, Index
+from mrl.protocol.columns import Column, Index, Jagged, gather
+from mrl.protocol.table import AnyColumn
 from mrl.protocol.wire import Wire, decode, encode
 
 _INLINE_BYTES = 64 * 1024
 """A smaller column rides in the call itself: a visit to the object store costs more than it saves."""
 
 
-Bundle: TypeAlias = dict[str, Wire]
-"""The columns of one stored object, by name."""
+# Lists, bytes, strings and numbers are what Ray sends without pickling them.
+Bundle: TypeAlias = dict[str, list[Any]]
+"""The columns of one stored object, by name: `[head, body]`."""
 
 ColumnPlan: TypeAlias = list[Any]
-"""How a worker puts one column together, in values that Ray sends without pickling them:
-`[wire]` where its bytes ride along, `[None, parts]` where it is one stored part as it stands, and
-`[None, parts, part_of_row, row_in_part]` (as bytes) where its rows come from several. `parts` are positions among
-the call's object arguments."""
+"""How a worker puts one column together: `[head, body]` where its bytes ride along, `[parts]` where it is one stored
+part as it stands, `[parts, rows as bytes]` where these rows of the parts, counted through, make it up. `parts` are
+positions among the call's object arguments."""
 
 ShardPlan: TypeAlias = list[Any]
 """The rows of one data-parallel shard, as a worker is told of them: `[row_ids as bytes, meta_info, {column: plan}]`."""
 
-
-@dataclass
-class Answer:
-    """What comes back to the driver with a shard's columns, which are separate objects beside it."""
-
-    meta_info: dict[str, Any] = field(default_factory=dict)
-    lengths: dict[str, npt.NDArray[np.int32] | None] = field(default_factory=dict)
-    scalars: dict[str, Wire] = field(default_factory=dict)
+Answer: TypeAlias = list[Any]
+"""What comes back to the driver with a shard's stored columns, which are an object of their own beside it:
+`[meta_info, {stored column: its row lengths as bytes, or None}, {column with a number per row: [head, body]}]`."""
 
 
 def plan_shard(shard: DataProto, reads: Sequence[str]) -> tuple[ShardPlan, list[ObjectRef]]:
@@ -58,15 +51,14 @@ def plan_shard(shard: DataProto, reads: Sequence[str]) -> tuple[ShardPlan, list[
         column = columns[name]
         if isinstance(column, RemoteColumn):
             parts = [references.setdefault(part, len(references)) for part in column.parts]
-            where = [] if column.is_whole_part() else [column.part_of_row.tobytes(), column.row_in_part.tobytes()]
-            plans[name] = [None, parts, *where]
+            plans[name] = [parts] if column.is_whole_part() else [parts, column.rows_among_parts().tobytes()]
         elif (wire := encode(column, name)).nbytes <= _INLINE_BYTES:
-            plans[name] = [[wire.head.tobytes(), wire.body.tobytes()]]
+            plans[name] = [wire.head, bytes(wire.body)]
         else:
-            to_store[name] = wire
+            to_store[name] = list(wire)
     if to_store:
         part = references.setdefault(ray.put(to_store), len(references))
-        plans |= {name: [None, [part]] for name in to_store}
+        plans |= {name: [[part]] for name in to_store}
     return [shard.row_ids.tobytes(), shard.meta_info, plans], list(references)
 
 
@@ -79,13 +71,13 @@ def assemble_shard(plan: ShardPlan, objects: Sequence[Bundle]) -> DataProto:
 
 def _assemble_column(name: str, plan: ColumnPlan, objects: Sequence[Bundle]) -> Column:
     match plan:
-        case [[head, body]]:
-            return decode(Wire(np.frombuffer(head, dtype=np.uint8), np.frombuffer(body, dtype=np.uint8)))
-        case [None, [part]]:
-            return decode(objects[part][name])
-        case [None, parts, part_of_row, row_in_part]:
-            rows = (np.frombuffer(index, dtype=np.int32) for index in (part_of_row, row_in_part))
-            return column_ops.gather([decode(objects[part][name]) for part in parts], *rows)
+        case [bytes(head), body]:
+            return decode(Wire(head, body))
+        case [[part]]:
+            return decode(Wire(*objects[part][name]))
+        case [parts, rows]:
+            columns = [decode(Wire(*objects[part][name])) for part in parts]
+            return gather(columns, np.frombuffer(rows, dtype=np.int64), name)
     raise WireError(f"not the plan of a column: {plan!r}")
 
 
@@ -104,23 +96,28 @@ def pack_answer(result: DataProto, row_ids: Index, writes: Sequence[str], method
         raise BatchError(
             f"{method} returned other rows than it was given", fix="return one row for each, with its row_ids"
         )
-    answer, bundle = Answer(meta_info=result.meta_info), Bundle()
+    bundle: Bundle = {}
+    lengths: dict[str, bytes | None] = {}
+    numbers: dict[str, list[Any]] = {}
     for name in writes:
-        column = result[name]
+        column = result.packed(name)
+        wire = encode(column, name)
         if _is_number_per_row(column):
-            answer.scalars[name] = encode(column, name)
+            numbers[name] = [wire.head, bytes(wire.body)]
         else:
-            bundle[name] = encode(column, name)
-            answer.lengths[name] = _lengths(column)
-    return answer, bundle
+            bundle[name] = list(wire)
+            lengths[name] = column.lengths.tobytes() if isinstance(column, Jagged) else None
+    return [result.meta_info, lengths, numbers], bundle
 
 
 def unpack_answer(answer: Answer, bundle: ObjectRef, row_ids: Index) -> DataProto:
     """A shard's answer as a batch on the driver: numbers per row are here, everything else stays stored."""
-    columns: dict[str, Column | RemoteColumn] = {name: decode(wire) for name, wire in answer.scalars.items()}
-    for name, lengths in answer.lengths.items():
-        columns[name] = RemoteColumn.of_part(bundle, len(row_ids), lengths)
-    return DataProto(columns, row_ids, answer.meta_info)
+    meta_info, lengths, numbers = answer
+    columns: dict[str, AnyColumn] = {name: decode(Wire(*wire)) for name, wire in numbers.items()}
+    for name, packed in lengths.items():
+        per_row = None if packed is None else np.frombuffer(packed, dtype=np.int32)
+        columns[name] = RemoteColumn.of_part(bundle, len(row_ids), per_row)
+    return DataProto(columns, row_ids, meta_info)
 
 
 def store(batch: DataProto) -> DataProto:
@@ -131,9 +128,11 @@ def store(batch: DataProto) -> DataProto:
         for name, column in columns.items()
         if not isinstance(column, RemoteColumn) and not _is_number_per_row(column)
     }
-    bundle = ray.put({name: encode(column, name) for name, column in here.items()})
-    stored = {name: RemoteColumn.of_part(bundle, len(batch), _lengths(column)) for name, column in here.items()}
-    return DataProto({**columns, **stored}, batch.row_ids, dict(batch.meta_info))
+    bundle = ray.put({name: list(encode(column, name)) for name, column in here.items()})
+    for name, column in here.items():
+        per_row = column.lengths if isinstance(column, Jagged) else None
+        columns[name] = RemoteColumn.of_part(bundle, len(batch), per_row)
+    return DataProto(columns, batch.row_ids, dict(batch.meta_info))
 
 
 def fetch(batch: DataProto, timeout_s: float) -> DataProto:
@@ -143,8 +142,4 @@ def fetch(batch: DataProto, timeout_s: float) -> DataProto:
 
 
 def _is_number_per_row(column: Column) -> bool:
-    return isinstance(column, Tensor) and column.dim() == 1 and not column.is_nested
-
-
-def _lengths(column: Column) -> npt.NDArray[np.int32] | None:
-    return column_ops.row_lengths(column) if column_ops.is_jagged(column) else None
+    return isinstance(column, Tensor) and column.dim() == 1

@@ -155,11 +155,11 @@ class RayWorkerGroup:
         for rank, actor in enumerate(self._actors):
             plan, objects = plans[self._shard_of_rank[rank]]
             speaks = rank in self._speakers
-            message = (spec.name, speaks, [list(args[1:]), kwargs], plan, *objects)
+            message = [spec.name, speaks, list(args[1:]), kwargs, plan]
             if speaks and spec.writes:
-                answers[rank], bundles[rank] = actor.call_on_shard.options(num_returns=2).remote(*message)
+                answers[rank], bundles[rank] = actor.call_on_shard.options(num_returns=2).remote(message, *objects)
             else:
-                answers[rank] = actor.call_on_shard.remote(*message)
+                answers[rank] = actor.call_on_shard.remote(message, *objects)
 
         def collect(answers: list[Any]) -> Any:
             if not spec.writes:

@@ -10,20 +10,24 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 
 from mrl.config.mesh import Mesh
 from mrl.controller.dispatch import MethodSpec, registered_methods
 from mrl.controller.node_agent import ProcessId, own_process
-from mrl.controller.transport import Bundle, ShardPlan, assemble_shard, pack_answer
+from mrl.controller.transport import Bundle, assemble_shard, pack_answer
 from mrl.controller.worker import Place, Rendezvous, Worker
 from mrl.controller.worker_log import log_path, redirect_output
 from mrl.errors import MrlError
 from mrl.protocol import DataProto
 from mrl.redaction import redact_text
 from mrl.registry import load_attribute
+
+ShardMessage: TypeAlias = list[Any]
+"""A call on a shard: `[method, whether this rank answers, args, kwargs, the shard's plan]`. One list, because Ray
+prepares every argument of a call by itself."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +112,14 @@ class WorkerHost:
         except BaseException as error:
             raise _as_failure(error) from None
 
-    def call_on_shard(self, method: str, answers: bool, arguments: list[Any], plan: ShardPlan, *objects: Bundle) -> Any:
+    def call_on_shard(self, message: ShardMessage, *objects: Bundle) -> Any:
         """Run one method on a shard. Columns that it wrote are a second returned object, which stays here.
 
         A rank that does not answer for its shard computes all the same, and returns nothing.
         """
         try:
+            method, answers, args, kwargs, plan = message
             shard = assemble_shard(plan, objects)
-            args, kwargs = arguments
             result = getattr(self._worker, method)(shard, *args, **kwargs)
             if not answers:
                 return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from mrl.protocol.columns import Jagged
 from mrl.protocol.data_proto import DataProto
 from mrl.protocol.remote import RemoteColumn
 
-__all__ = ["DataProto", "RemoteColumn"]
+__all__ = ["DataProto", "Jagged", "RemoteColumn"]

@@ -1,8 +1,8 @@
 """DataProto: the rows that flow through a step, one set of columns per row.
 
-Columns are tensors in a TensorDict (jagged ones hold a sequence per row, without padding), numpy arrays of
-Python objects, or *stored*: known to the driver by row and length only, while the values stay where they were
-made. Every row has an id, and ids decide which rows belong together; position never does.
+Columns are tensors, jagged ones (a sequence per row, without padding), numpy arrays of Python objects, or *stored*:
+known to the driver by row and length only, while the values stay where they were made. Every row has an id, and ids
+decide which rows belong together; position never does.
 
 Operations return new batches and never change a column in place: columns may be views of each other or of
 shared read-only memory. Clone a column before writing to it.
@@ -11,7 +11,7 @@ shared read-only memory. Clone a column before writing to it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,98 +19,42 @@ from torch import Tensor
 
 from mrl.errors import BatchError, did_you_mean
 from mrl.protocol import columns as column_ops
-from mrl.protocol.columns import Column, Index
+from mrl.protocol.columns import Index, Jagged
 from mrl.protocol.remote import RemoteColumn
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-AnyColumn: TypeAlias = Column | RemoteColumn
+from mrl.protocol.table import AnyColumn, Table, describe_any
 
 
-class DataProto:
+class DataProto(Table):
     """Rows and their columns. Make one with `from_dict`."""
-
-    def __init__(self, columns: Mapping[str, AnyColumn], row_ids: Index, meta_info: dict[str, Any]) -> None:
-        """A batch of ready columns of any kind; their row counts and the ids are checked."""
-        rising = bool((row_ids[1:] > row_ids[:-1]).all())  # the usual case, and cheaper to see than uniqueness
-        if not rising and len(np.unique(row_ids)) != len(row_ids):
-            ids, counts = np.unique(row_ids, return_counts=True)
-            raise BatchError(f"row ids must be unique; given twice or more: {ids[counts > 1][:8].tolist()}")
-        for name, column in columns.items():
-            if _num_rows(column) != len(row_ids):
-                others = ", ".join(f"`{other}`" for other in columns if other != name) or "the row ids"
-                raise BatchError(
-                    f"column `{name}` has {_num_rows(column)} rows ({_describe(column)}), but {others} "
-                    f"have {len(row_ids)}",
-                    fix="every column of a batch has one entry per row",
-                )
-        from tensordict import TensorDict  # seconds to import: processes that see no batch do without
-
-        tensors = {name: column for name, column in columns.items() if isinstance(column, Tensor)}
-        self.batch: TensorDict = TensorDict(column_ops.share_offsets(tensors), batch_size=[len(row_ids)])
-        self.non_tensor_batch = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
-        self.stored = {name: column for name, column in columns.items() if isinstance(column, RemoteColumn)}
-        self.row_ids = row_ids
-        self.meta_info = meta_info
 
     @classmethod
     def from_dict(
         cls,
-        tensors: Mapping[str, Tensor] | None = None,
+        tensors: Mapping[str, Tensor | Jagged] | None = None,
         non_tensors: Mapping[str, Sequence[Any]] | None = None,
         meta_info: Mapping[str, Any] | None = None,
         row_ids: npt.ArrayLike | None = None,
     ) -> DataProto:
         """A batch of these columns. Rows are numbered from 0 unless `row_ids` says otherwise."""
-        columns: dict[str, AnyColumn] = {
-            name: column_ops.compact(column, name) for name, column in (tensors or {}).items()
-        }
+        columns: dict[str, AnyColumn] = {}
+        for name, tensor in (tensors or {}).items():
+            column = column_ops.from_torch(tensor, name) if isinstance(tensor, Tensor) else tensor
+            columns[name] = column_ops.compact(column, name)
         for name, items in (non_tensors or {}).items():
             columns[name] = (
                 items if isinstance(items, np.ndarray) and items.ndim == 1 else column_ops.object_array(list(items))
             )
         if row_ids is None:
-            row_ids = np.arange(_num_rows(next(iter(columns.values()))) if columns else 0)
+            row_ids = np.arange(len(next(iter(columns.values()))) if columns else 0)
         return cls(columns, np.asarray(row_ids, dtype=np.int64), dict(meta_info or {}))
-
-    def __len__(self) -> int:
-        return len(self.row_ids)
-
-    def __repr__(self) -> str:
-        lines = [f"  {name}: {_describe(column)}" for name, column in self.columns().items()]
-        return "\n".join([f"DataProto of {len(self)} rows, meta_info {self.meta_info}", *lines])
-
-    def columns(self) -> dict[str, AnyColumn]:
-        """All columns by name, of whatever kind."""
-        tensors = {name: self.batch.get(name) for name in self.batch.keys()}  # noqa: SIM118 (not a dict)
-        return {**tensors, **self.non_tensor_batch, **self.stored}
-
-    def __getitem__(self, name: str) -> Column:
-        """A column that is here; asking for a stored or unknown one is an error that says what to do."""
-        columns = self.columns()
-        if name not in columns:
-            raise BatchError(f"no column `{name}`", fix=did_you_mean(name, columns))
-        column = columns[name]
-        if isinstance(column, RemoteColumn):
-            raise BatchError(
-                f"column `{name}` is not here ({column.describe()})", fix="fetch it first, if the driver must hold it"
-            )
-        return column
-
-    def lengths(self, name: str) -> npt.NDArray[np.int32]:
-        """Values per row of a jagged column, wherever the column is."""
-        column = self.columns().get(name)
-        if isinstance(column, RemoteColumn) and column.lengths is not None:
-            return column.lengths
-        return column_ops.row_lengths(self[name])
 
     def union(self, other: DataProto) -> DataProto:
         """These rows with the other's columns as well. Rows are matched by id; both must have the same ones."""
         mine, theirs = self.columns(), other.columns()
         if both := sorted(set(mine) & set(theirs)):
             raise BatchError(
-                f"both batches have a column `{both[0]}`: {_describe(mine[both[0]])} and {_describe(theirs[both[0]])}",
+                f"both batches have a column `{both[0]}`: "
+                f"{describe_any(mine[both[0]])} and {describe_any(theirs[both[0]])}",
                 fix=f'pop("{both[0]}") from one of them first',
             )
         meta_info = _merge_meta_info([self.meta_info, other.meta_info])
@@ -130,10 +74,7 @@ class DataProto:
         """Take the named columns out of this batch and return them as one of their own."""
         popped = self.select(*names)
         for name in names:
-            if name in self.non_tensor_batch or name in self.stored:
-                (self.non_tensor_batch if name in self.non_tensor_batch else self.stored).pop(name)
-            else:
-                self.batch.pop(name)
+            self._drop(name)
         return popped
 
     def take(self, rows: npt.ArrayLike) -> DataProto:
@@ -141,9 +82,7 @@ class DataProto:
         index = np.asarray(rows, dtype=np.int64)
         if len(index) and (index.min() < -len(self) or index.max() >= len(self)):
             raise BatchError(f"row {int(index.max())} was asked for, but there are {len(self)} rows")
-        index = index % len(self) if len(index) else index
-        columns = {name: _take(column, index) for name, column in self.columns().items()}
-        return DataProto(columns, self.row_ids[index], dict(self.meta_info))
+        return self._rows(index % len(self) if len(index) else index)
 
     def reorder(self, order: npt.ArrayLike) -> DataProto:
         """The same rows in another order; anything but a permutation is an error."""
@@ -167,8 +106,14 @@ class DataProto:
         """Consecutive pieces with these numbers of rows."""
         if sum(sizes) != len(self) or any(size < 0 for size in sizes):
             raise BatchError(f"sizes {list(sizes)} add up to {sum(sizes)}, but there are {len(self)} rows")
+        if len(sizes) == 1:
+            return [self.select(*self.columns())]
         ends = np.cumsum(sizes).tolist()
-        return [self.take(np.arange(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+        return [self._rows(slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+    def _rows(self, rows: Index | slice) -> DataProto:
+        columns = {name: _take(column, rows) for name, column in self.columns().items()}
+        return DataProto(columns, self.row_ids[rows], dict(self.meta_info))
 
     def chunk(self, num_chunks: int) -> list[DataProto]:
         """Consecutive pieces whose numbers of rows differ by at most one; an empty piece is an error."""
@@ -230,15 +175,7 @@ def _positions(row_ids: Index, wanted: Index) -> Index | None:
     return order[np.searchsorted(row_ids, wanted, sorter=order)]
 
 
-def _num_rows(column: AnyColumn) -> int:
-    return len(column) if isinstance(column, RemoteColumn) else column_ops.num_rows(column)
-
-
-def _describe(column: AnyColumn) -> str:
-    return column.describe() if isinstance(column, RemoteColumn) else column_ops.describe(column)
-
-
-def _take(column: AnyColumn, rows: Index) -> AnyColumn:
+def _take(column: AnyColumn, rows: Index | slice) -> AnyColumn:
     return column.take(rows) if isinstance(column, RemoteColumn) else column_ops.take(column, rows)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mrl.protocol.columns import Index
+from mrl.protocol.columns import Index, Lengths
 
 
 @dataclass(frozen=True)
@@ -25,24 +25,25 @@ class RemoteColumn:
     """Rows of each part as it is stored, whether they belong to this column or not."""
     part_of_row: npt.NDArray[np.int32]
     row_in_part: npt.NDArray[np.int32]
-    lengths: npt.NDArray[np.int32] | None
+    lengths: Lengths | None
     """Values per row where the column is jagged; None where it is not."""
 
     @classmethod
-    def of_part(cls, part: Any, rows: int, lengths: npt.NDArray[np.int32] | None) -> RemoteColumn:
+    def of_part(cls, part: Any, rows: int, lengths: Lengths | None) -> RemoteColumn:
         """The column that one stored part is."""
         return cls((part,), (rows,), np.zeros(rows, dtype=np.int32), np.arange(rows, dtype=np.int32), lengths)
 
     def __len__(self) -> int:
         return len(self.part_of_row)
 
-    def take(self, rows: Index) -> RemoteColumn:
+    def take(self, rows: Index | slice) -> RemoteColumn:
         """These rows, in this order, with only the parts that they need."""
-        old_parts = self.part_of_row[rows]
-        if len(rows) and bool((old_parts == old_parts[0]).all()):
-            used, part_of_row = old_parts[:1], np.zeros_like(old_parts)  # the usual case: a shard as it was made
+        part_of_row = self.part_of_row[rows]
+        used = part_of_row[:1] if len(part_of_row) else np.zeros(1, dtype=np.int32)
+        if bool((part_of_row == used[0]).all()):
+            part_of_row = np.zeros_like(part_of_row)  # the usual case: a shard as it was made
         else:
-            used, positions = np.unique(old_parts, return_inverse=True)
+            used, positions = np.unique(part_of_row, return_inverse=True)
             part_of_row = positions.astype(np.int32)
         return RemoteColumn(
             tuple(self.parts[part] for part in used),
@@ -55,6 +56,8 @@ class RemoteColumn:
     @classmethod
     def concat(cls, columns: Sequence[RemoteColumn]) -> RemoteColumn:
         """The rows of all these columns, one after another; a part that several of them use is listed once."""
+        if len(columns) == 1:
+            return columns[0]
         parts: dict[Any, int] = {}
         sizes: dict[Any, int] = {}
         part_of_row = []
@@ -74,6 +77,11 @@ class RemoteColumn:
     def is_whole_part(self) -> bool:
         """Whether these rows are one stored part, all of it and in its order: nothing has to be gathered."""
         return self.part_sizes == (len(self),) and bool(np.array_equal(self.row_in_part, np.arange(len(self))))
+
+    def rows_among_parts(self) -> Index:
+        """Where each row is when the rows of all parts are counted through."""
+        starts = np.cumsum([0, *self.part_sizes[:-1]], dtype=np.int64)
+        return np.asarray(starts[self.part_of_row] + self.row_in_part)
 
     def describe(self) -> str:
         """Kind and size of the column, for messages."""

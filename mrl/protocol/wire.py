@@ -10,9 +10,10 @@ true from its number of rows. Reading checks every size before it is used.
 from __future__ import annotations
 
 import json
+import math
 import struct
 import warnings
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,21 +21,21 @@ import torch
 from torch import Tensor
 
 from mrl.errors import BatchError, WireError
-from mrl.protocol.columns import Column, is_jagged, object_array, offsets_of, row_lengths, with_offsets
+from mrl.protocol.columns import Column, Jagged, Lengths, Objects, object_array
 
-Buffer = npt.NDArray[np.uint8]
+Buffer: TypeAlias = bytes | npt.NDArray[np.uint8]
 
 
 class Wire(NamedTuple):
     """One column, as it travels."""
 
-    head: Buffer
+    head: bytes
     body: Buffer
 
     @property
     def nbytes(self) -> int:
         """Size of the whole."""
-        return self.head.nbytes + self.body.nbytes
+        return len(self.head) + len(self.body)
 
 
 _MAGIC = b"mrl1"
@@ -52,15 +53,15 @@ _DTYPES = {
 # Columns are never changed in place (see DataProto), so let it be said here, unheard.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))
+    torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 def encode(column: Column, name: str) -> Wire:
     """The bytes that stand for a column; the body may share the column's memory."""
     if isinstance(column, np.ndarray):
         return _encode_objects(column, name)
-    lengths = row_lengths(column) if is_jagged(column) else None
-    values = (column.values() if is_jagged(column) else column).detach().cpu().contiguous()
+    lengths, values = (column.lengths, column.values) if isinstance(column, Jagged) else (None, column)
+    values = values.detach().cpu().contiguous()
     dtype = str(values.dtype).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise BatchError(
@@ -73,14 +74,13 @@ def encode(column: Column, name: str) -> Wire:
     }
     if lengths is not None:
         header["rows"] = len(lengths)
-    body = values.view(-1).view(torch.uint8).numpy() if values.numel() else np.zeros(0, dtype=np.uint8)
-    if lengths is not None and values.dtype == torch.bool and bool(body.all()):
+    if lengths is not None and values.dtype == torch.bool and values.dim() == 1 and bool(values.numpy().all()):
         header["constant"] = True
-        body = body[:0]
-    return Wire(_head(header, lengths), body)
+        return Wire(_head(header, lengths), b"")
+    return Wire(_head(header, lengths), values.view(-1).view(torch.uint8).numpy() if values.numel() else b"")
 
 
-def _encode_objects(column: npt.NDArray[np.object_], name: str) -> Wire:
+def _encode_objects(column: Objects, name: str) -> Wire:
     try:
         text = json.dumps(column.tolist(), ensure_ascii=False, allow_nan=False).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError) as error:
@@ -92,11 +92,9 @@ def _encode_objects(column: npt.NDArray[np.object_], name: str) -> Wire:
     return Wire(_head(header, None), np.frombuffer(text, dtype=np.uint8))
 
 
-def _head(header: dict[str, Any], lengths: npt.NDArray[np.int32] | None) -> Buffer:
+def _head(header: dict[str, Any], lengths: Lengths | None) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(_PREFIX.size + len(text)) % lengths.itemsize if lengths is not None else 0)  # aligns the lengths
-    tail = b"" if lengths is None else lengths.tobytes()
-    return np.frombuffer(_PREFIX.pack(_MAGIC, len(text)) + text + tail, dtype=np.uint8)
+    return _PREFIX.pack(_MAGIC, len(text)) + text + (b"" if lengths is None else lengths.tobytes())
 
 
 def decode(wire: Wire) -> Column:
@@ -116,25 +114,25 @@ def decode(wire: Wire) -> Column:
     if rows is None:
         return _read_values(wire.body, shape, dtype)
     lengths = _read_lengths(rest, rows)
-    offsets = offsets_of(torch.from_numpy(lengths))
-    if not shape or (rows and int(lengths.min()) < 0) or int(offsets[-1]) != shape[0]:
-        raise WireError(f"row lengths add up to {int(offsets[-1])}, but the column has shape {shape}")
-    if header.get("constant"):
-        return with_offsets(torch.ones(shape, dtype=torch.bool), offsets)
-    return with_offsets(_read_values(wire.body, shape, dtype), offsets)
+    total = int(lengths.sum(dtype=np.int64))
+    if not shape or (rows and int(lengths.min()) < 0) or total != shape[0]:
+        raise WireError(f"row lengths add up to {total}, but the column has shape {shape}")
+    if header.get("constant") and shape == [total]:
+        return Jagged(torch.ones(total, dtype=torch.bool), lengths)
+    return Jagged(_read_values(wire.body, shape, dtype), lengths)
 
 
-def _read_header(head: Buffer) -> tuple[dict[str, Any], Buffer]:
+def _read_header(head: bytes) -> tuple[dict[str, Any], bytes]:
     """The header, and what follows it in the head."""
     if len(head) < _PREFIX.size:
         raise WireError(f"{len(head)} bytes are too few for a column")
-    magic, size = _PREFIX.unpack(head[: _PREFIX.size].tobytes())
+    magic, size = _PREFIX.unpack_from(head)
     if magic != _MAGIC:
         raise WireError(f"not a column of this format: it begins with {magic!r}, not {_MAGIC!r}")
     if size > _LARGEST_HEADER or _PREFIX.size + size > len(head):
         raise WireError(f"the header claims {size} bytes of a head of {len(head)}")
     try:
-        header = json.loads(head[_PREFIX.size : _PREFIX.size + size].tobytes())
+        header = json.loads(head[_PREFIX.size : _PREFIX.size + size])
     except ValueError as error:
         raise WireError(f"the column's header is not JSON: {error}") from error
     if not isinstance(header, dict):
@@ -142,29 +140,28 @@ def _read_header(head: Buffer) -> tuple[dict[str, Any], Buffer]:
     return header, head[_PREFIX.size + size :]
 
 
-def _read_lengths(section: Buffer, rows: int) -> npt.NDArray[np.int32]:
+def _read_lengths(section: bytes, rows: int) -> Lengths:
     if rows < 0 or rows * 4 != len(section):
         raise WireError(f"{rows} row lengths do not fit the {len(section)} bytes that follow the header")
-    return section.view(np.int32)
+    return np.frombuffer(section, dtype=np.int32)
 
 
 def _read_values(section: Buffer, shape: list[int], dtype: torch.dtype) -> Tensor:
     if any(size < 0 for size in shape):
         raise WireError(f"a column cannot have shape {shape}")
-    count = int(np.prod(shape, dtype=np.int64)) if shape else 1
-    num_bytes = count * dtype.itemsize
+    num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes != len(section):
         raise WireError(f"shape {shape} of {dtype} takes {num_bytes} bytes, but {len(section)} are there")
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(section).view(dtype).view(shape)
+    return torch.frombuffer(section, dtype=dtype).view(shape)
 
 
-def _decode_objects(section: Buffer, rows: int, num_bytes: int) -> npt.NDArray[np.object_]:
+def _decode_objects(section: Buffer, rows: int, num_bytes: int) -> Objects:
     if num_bytes != len(section):
         raise WireError(f"an object column of {num_bytes} bytes arrived with {len(section)}")
     try:
-        items = json.loads(section.tobytes().decode("utf-8", "surrogatepass"))
+        items = json.loads(bytes(section).decode("utf-8", "surrogatepass"))
     except ValueError as error:
         raise WireError(f"an object column is not JSON: {error}") from error
     if not isinstance(items, list) or len(items) != rows:

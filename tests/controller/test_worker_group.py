@@ -67,6 +67,8 @@ def test_the_caller_may_cut_the_shards(rank_workers: RayWorkerGroup) -> None:
     batch = prompts().union(rank_workers.generate(prompts(), extra=1))
     seen = rank_workers.count(batch.split([1, 5]))
     assert [shard["row_ids"] for shard in seen] == [[0], [1, 2, 3, 4, 5]]
+    nothing, everything = rank_workers.count(batch.split([0, 6]))
+    assert (nothing["row_ids"], nothing["tokens"], everything["tokens"]) == ([], 0, 27)
 
 
 def test_stored_and_local_columns_are_the_same_to_a_worker(rank_workers: RayWorkerGroup) -> None:

@@ -17,7 +17,6 @@ from mrl.data.overlong import Overlong
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.errors import DataError
 from mrl.protocol import DataProto
-from mrl.protocol.columns import num_rows
 from mrl.protocol.wire import decode, encode
 from tests.data.conftest import OpenDataset, data_config, good_row, jsonl
 
@@ -44,7 +43,7 @@ def test_columns_of_a_batch(here: Path, dataset_of: OpenDataset, tokenizer: Chat
     assert str(batch.batch["prompts"].dtype) == "torch.int32"
     assert batch.row_ids.tolist() == [3, 1]
     for name, column in batch.columns().items():
-        assert num_rows(decode(encode(column, name))) == 2
+        assert len(decode(encode(column, name))) == 2
 
 
 @pytest.mark.parametrize("row_group_size", [1, 3, 7, 10_000])

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +11,7 @@ from hypothesis import strategies as st
 
 from mrl.errors import BatchError
 from mrl.protocol import DataProto, RemoteColumn
-from mrl.protocol.columns import from_rows, jagged, row_lengths
+from mrl.protocol.columns import from_rows, jagged
 
 
 def make_batch(num_rows: int = 4, first_id: int = 0) -> DataProto:
@@ -60,6 +63,54 @@ def test_columns_with_equal_lengths_can_be_combined() -> None:
     joined = batch.union(log_probs)
     product = joined["responses"] * joined["log_probs"]
     assert product.values().tolist() == joined["responses"].values().tolist()
+
+
+def test_packed_access_makes_no_nested_tensor_and_shares_the_values() -> None:
+    values = torch.arange(5, dtype=torch.int32)
+    batch = DataProto.from_dict({"responses": jagged(values, [2, 0, 3])}).chunk(1)[0]
+    assert batch.values("responses").data_ptr() == values.data_ptr()
+    assert batch.lengths("responses").tolist() == [2, 0, 3]
+    assert batch.lengths("responses").dtype == np.int32
+    assert batch.values("responses").data_ptr() == batch["responses"].values().data_ptr()
+    assert batch["responses"] is batch["responses"], "a nested tensor is made once"
+
+
+def test_tensordict_is_loaded_only_for_those_who_ask() -> None:
+    code = (
+        "import sys; from mrl.protocol import DataProto; from mrl.protocol.columns import from_rows\n"
+        "batch = DataProto.from_dict({'ids': from_rows([[1], [2, 3]])}).reorder([1, 0]).repeat(2)\n"
+        "assert batch.values('ids').tolist() == [2, 3, 2, 3, 1, 1]\n"
+        "assert batch['ids'].is_nested and 'tensordict' not in sys.modules\n"
+        "assert batch.batch['ids'].is_nested and 'tensordict' in sys.modules"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_nested_tensors_come_in_and_go_out() -> None:
+    nested = torch.nested.nested_tensor([torch.arange(3), torch.arange(1)], layout=torch.jagged)
+    batch = DataProto.from_dict({"ids": nested, "log_probs": jagged(torch.ones(4), [3, 1])})
+    assert batch.values("ids").tolist() == [0, 1, 2, 0]
+    assert batch.batch.batch_size == torch.Size([2])
+    assert (batch.batch["ids"] * batch.batch["log_probs"]).values().tolist() == [0, 1, 2, 0]
+
+
+def test_gaps_between_rows_are_closed() -> None:
+    gaps = torch.nested.nested_tensor_from_jagged(torch.arange(10), torch.tensor([0, 3, 10]), torch.tensor([2, 4]))
+    batch = DataProto.from_dict({"ids": gaps})
+    assert (batch.values("ids").tolist(), batch.lengths("ids").tolist()) == ([0, 1, 3, 4, 5, 6], [2, 4])
+
+
+def test_what_is_written_into_the_tensordict_counts() -> None:
+    batch = make_batch()
+    batch.batch["scores"] = torch.zeros(4)
+    batch.batch["advantages"] = batch.batch["responses"] * 0.5
+    assert batch["scores"].tolist() == [0, 0, 0, 0]
+    halved = batch.reorder([3, 1, 2, 0])
+    assert halved.values("advantages").tolist() == [15, 15, 15, 15, 5, 5, 10, 10, 10, 0]
+    batch.pop("responses", "uid")
+    assert list(batch.columns()) == ["scores", "advantages"]
+    assert list(batch.batch.keys()) == ["scores", "advantages"]
 
 
 @given(order=st.permutations(range(5)))
@@ -115,6 +166,8 @@ def test_row_operations_on_a_stored_column_move_no_values() -> None:
     beginning = mixed.take([1, 3]).stored["responses"]
     assert beginning.parts == ("part a",)
     assert beginning.row_in_part.tolist() == [0, 1]
+    assert mixed.split([2, 4])[1].stored["responses"].rows_among_parts().tolist() == [4, 1, 2, 3]
+    assert len(mixed.take([]).stored["responses"].parts) == 1, "no rows still have a type"
     assert not beginning.is_whole_part(), "two rows of a part of four are not the part"
     assert mixed.take([1, 3, 4, 5]).stored["responses"].is_whole_part()
     assert mixed.repeat(2).stored["responses"].parts == ("part a", "part b")
@@ -127,13 +180,13 @@ def test_equal_handles_are_one_part() -> None:
 
 def test_empty_rows_and_empty_batches_are_rows_too() -> None:
     batch = DataProto.from_dict({"responses": from_rows([[], [1, 2], []])})
-    assert row_lengths(batch.reorder([1, 0, 2])["responses"]).tolist() == [2, 0, 0]
+    assert batch.reorder([1, 0, 2]).lengths("responses").tolist() == [2, 0, 0]
     assert len(batch.take([])) == 0
-    assert row_lengths(batch.take([2, 0])["responses"]).tolist() == [0, 0]
+    assert batch.take([2, 0]).lengths("responses").tolist() == [0, 0]
 
 
 def test_float_rows_stay_floats_beside_empty_ones() -> None:
-    assert from_rows([[], [0.5]]).dtype == torch.float32
+    assert from_rows([[], [0.5]]).values.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -183,7 +236,16 @@ def test_float_rows_stay_floats_beside_empty_ones() -> None:
             lambda: DataProto.concat([stored(make_batch(2), "responses", "p"), make_batch(2, first_id=2)]),
             "column `responses` is stored in one batch and here in another",
         ),
-        (lambda: make_batch().lengths("scores"), "only a jagged column has row lengths"),
+        (
+            lambda: make_batch().lengths("scores"),
+            "only a jagged column has row lengths and values; `scores` is dense float32, 4 rows",
+        ),
+        (lambda: make_batch().values("uid"), "`uid` is objects, 4 rows"),
+        (lambda: stored(make_batch(), "responses", "p").values("responses"), "column `responses` is not here (stored"),
+        (
+            lambda: DataProto.from_dict({"a": torch.nested.nested_tensor([torch.ones(1)], layout=torch.strided)}),
+            "column `a` is nested, but not jagged\n  fix: make it with layout=torch.jagged",
+        ),
         (
             lambda: DataProto.concat(
                 [make_batch(1), DataProto(make_batch(1, first_id=1).columns(), np.array([1]), {"step": 4})]
@@ -192,6 +254,7 @@ def test_float_rows_stay_floats_beside_empty_ones() -> None:
         ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # the strided ones, which are refused here
 def test_mistakes_name_column_shapes_and_fix(make: object, message: str) -> None:
     with pytest.raises(BatchError) as caught:
         make()  # type: ignore[operator]
