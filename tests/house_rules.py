@@ -56,6 +56,7 @@ BROAD_EXCEPT_ALLOWED = {
     ("mrl/controller/worker_host.py", "WorkerHost.start"),
     ("mrl/controller/worker_host.py", "WorkerHost.call"),
     ("mrl/controller/worker_host.py", "WorkerHost.call_on_shard"),
+    ("mrl/engine/local_world.py", "_rank_main"),
     ("mrl/rewards/worker.py", "_load"),
     ("mrl/rewards/worker.py", "score_sample"),
 }

@@ -192,10 +192,27 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate over the updates of a run; its highest value is `optimizer.lr`."""
+
+    warmup_steps: NotNegative = 0
+    """Updates over which it rises from 0."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How it falls after the warm-up."""
+    decay_steps: Count | None = None
+    """Updates, warm-up included, after which it has fallen to its lowest value; constant needs none."""
+    min_lr_ratio: Proportion = 0.0
+    """The lowest value, as a share of the highest."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainedModelConfig:
     """A model that Megatron trains."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """What weights and activations are held in; gradients and optimizer state are float32."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     max_tokens_per_device: Count
     """Tokens of one micro-batch on one device: the one memory knob, micro-batches follow from it."""
     megatron: dict[str, Any] = field(default_factory=dict)

@@ -93,6 +93,12 @@ actor:
     ep: 1                                        # default
     etp: 1                                       # default
     sequence_parallel: false                     # default
+  dtype: bfloat16                                # default
+  schedule:
+    warmup_steps: 0                              # default
+    decay: constant                              # default
+    decay_steps: null                            # default
+    min_lr_ratio: 0.0                            # default
   max_tokens_per_device: 1024                    # run.yaml:21
   megatron: {}                                   # default
   ddp: {}                                        # default

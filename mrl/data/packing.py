@@ -1,0 +1,158 @@
+"""Rows into micro-batches: never above the budget, as few as possible, equally many on every data-parallel rank.
+
+Plans follow from lengths alone, so the driver and every rank make the same one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mrl.data.balance import Floats, Integers, Row, RowCost, checked_lengths, longest_first, place
+from mrl.errors import BatchError
+
+Bins = list[list[int]]
+Whole = TypeVar("Whole", int, Integers)
+
+
+@dataclass(frozen=True)
+class PackingRules:
+    """What micro-batches keep to beside their budget: it follows from a model and its layout."""
+
+    cost: RowCost
+    row_multiple: int = 1
+    """A row is stored in a multiple of this many tokens (context parallelism cuts it into that many pieces)."""
+    pack_multiple: int = 1
+    """A micro-batch is stored in a multiple of this many tokens (tensor ranks may split it)."""
+    count_multiple: int = 1
+    """Micro-batches come in multiples of this many (an interleaved pipeline takes them in groups)."""
+    context_size: int = 1
+    """Devices that share the tokens of a micro-batch, each with a budget of its own."""
+
+    def capacity(self, max_tokens: int) -> int:
+        """Stored tokens of a micro-batch whose devices take `max_tokens` each."""
+        return max_tokens * self.context_size // self.pack_multiple * self.pack_multiple
+
+    def stored(self, lengths: Integers, max_tokens: int) -> Integers:
+        """Tokens that each row takes up; an error where one is more than a micro-batch holds."""
+        stored = _round_up(lengths, self.row_multiple)
+        for row in np.flatnonzero(stored > self.capacity(max_tokens))[:1].tolist():
+            needed = -(-_round_up(int(stored.max()), self.pack_multiple) // self.context_size)
+            raise BatchError(
+                f"row {row} has {lengths[row]} tokens; micro-batches hold {self.capacity(max_tokens)} "
+                f"(max_tokens_per_device is {max_tokens})",
+                fix=f"set max_tokens_per_device to at least {needed}, or limit the lengths of prompts and responses",
+            )
+        return stored
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """For every data-parallel rank its micro-batches: positions of rows, in the order of the pipeline."""
+
+    micro_batches: list[list[Integers]]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The same on every rank."""
+        return len(self.micro_batches[0])
+
+
+def plan_step(lengths: npt.ArrayLike, num_ranks: int, max_tokens: int, rules: PackingRules) -> StepPlan:
+    """Rows spread over ranks by their work, and each rank's rows in micro-batches, none of them empty."""
+    return StepPlan(_plan(checked_lengths(lengths), max_tokens, rules, num_ranks))
+
+
+def pack_micro_batches(
+    lengths: npt.ArrayLike, max_tokens: int, rules: PackingRules, num_micro_batches: int | None = None
+) -> list[Integers]:
+    """One rank's rows in as few micro-batches as hold them, or in the number that the ranks agreed on."""
+    return _plan(checked_lengths(lengths), max_tokens, rules, 1, num_micro_batches)[0]
+
+
+def _plan(
+    lengths: Integers, max_tokens: int, rules: PackingRules, num_ranks: int, num_micro_batches: int | None = None
+) -> list[list[Integers]]:
+    stored, costs = rules.stored(lengths, max_tokens), rules.cost.of(lengths)
+    tight = _best_fit(stored, rules.capacity(max_tokens))
+    count = _round_up(-(-len(tight) // num_ranks), rules.count_multiple)
+    if num_micro_batches is not None:
+        if num_micro_batches < count:
+            raise BatchError(f"{len(lengths)} rows need {count} micro-batches, not {num_micro_batches}")
+        count = num_micro_batches
+    if num_ranks * count > len(lengths):
+        raise BatchError(
+            f"{len(lengths)} rows cannot fill {count} micro-batches on each of {num_ranks} data-parallel ranks",
+            fix="more rows in an update, a larger max_tokens_per_device, or fewer data-parallel ranks",
+        )
+    ranks = _placed(stored, costs, (num_ranks, count), rules.capacity(max_tokens)) or _dealt(
+        tight, costs.tolist(), (num_ranks, count)
+    )
+    return [[np.sort(np.asarray(rows)) for rows in _small_ends(bins, costs)] for bins in ranks]
+
+
+def _placed(stored: Integers, costs: Floats, shape: tuple[int, int], capacity: int) -> list[Bins] | None:
+    """Micro-batches of equal work, or of equal size where only that fits; None where neither does."""
+    for weights in (costs, stored):
+        if ranks := place(longest_first(stored, costs, weights), shape, capacity):
+            return ranks
+    return None
+
+
+def _best_fit(stored: Integers, capacity: int) -> Bins:
+    """Hardly more bins than there must be: the longest row first, each into the fullest bin that still takes it."""
+    bins: Bins = []
+    rooms: list[tuple[int, int]] = []  # what a bin still takes, and its number; ascending
+    for position, tokens, *_ in longest_first(stored, stored, stored):
+        at = bisect.bisect_left(rooms, (tokens, 0))
+        if at == len(rooms):
+            bins.append([])
+            rooms.append((capacity, len(bins) - 1))
+        room, number = rooms.pop(at)
+        bins[number].append(position)
+        bisect.insort(rooms, (room - tokens, number))
+    return bins
+
+
+def _dealt(bins: Bins, costs: Sequence[float], shape: tuple[int, int]) -> list[Bins]:
+    """Bins that are known to fit, the same number to each rank and in all of similar work."""
+    bins = _halved(bins, costs, shape[0] * shape[1])
+    work = [sum(costs[row] for row in rows) for rows in bins]
+    dearest_first = sorted(range(len(bins)), key=lambda number: -work[number])
+    ranks = place([Row(number, 1, work[number], 0) for number in dearest_first], (shape[0], 1), shape[1])
+    assert ranks is not None, f"{len(bins)} bins were not {shape[0]} x {shape[1]}"
+    return [[bins[number] for number in numbers] for (numbers,) in ranks]
+
+
+def _halved(bins: Bins, costs: Sequence[float], count: int) -> Bins:
+    """As many bins as asked for: the dearest that has two rows is halved until there are."""
+
+    def entry(rows: list[int]) -> tuple[float, list[int]]:
+        return (-sum(costs[row] for row in rows) if len(rows) > 1 else 0.0, rows)
+
+    dearest_first = [entry(rows) for rows in bins]
+    heapq.heapify(dearest_first)
+    while len(dearest_first) < count:
+        _, rows = heapq.heappop(dearest_first)
+        heapq.heappush(dearest_first, entry(rows[::2]))
+        heapq.heappush(dearest_first, entry(rows[1::2]))
+    return [rows for _, rows in dearest_first]
+
+
+def _small_ends(bins: Bins, costs: Floats) -> Bins:
+    """The cheapest micro-batches first and last, the dearest in the middle.
+
+    While a pipeline fills and drains, most stages wait for what the first and the last micro-batches take.
+    """
+    rising = sorted(bins, key=lambda rows: (float(costs[rows].sum()), rows))
+    return rising[::2] + rising[1::2][::-1]
+
+
+def _round_up(number: Whole, multiple: int) -> Whole:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,157 @@
+"""MegatronEngine: one model in one layout, as this rank sees it. Rows in; log-probs, values or gradients out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from mrl.config.schema import TrainedModelConfig
+from mrl.data.balance import RowCost
+from mrl.data.packing import PackingRules
+from mrl.engine import weights
+from mrl.engine.loss import LossFunction, LossInput, Scores
+from mrl.engine.model import ModelRequest, build_chunks, transformer_config
+from mrl.engine.optimizer import Optimizer, StepOutcome
+from mrl.engine.packed_rows import MicroBatch, TokenRows, concat, pack
+from mrl.engine.parallel import Groups
+from mrl.engine.scores import ScoreRequest, score
+from mrl.engine.stage_messages import pipeline_arguments
+from mrl.models.hf_reader import HfReader
+from mrl.models.spec import ModelSpec
+from mrl.models.table import Head
+
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """The model, its head, how to run it, and whether it is trained."""
+
+    spec: ModelSpec
+    head: Head
+    settings: TrainedModelConfig
+    trained: bool = True
+    new_head: bool = False
+    """A score head that the files lack begins at zero."""
+
+
+class MegatronEngine:
+    """Every method is called on all ranks of the layout, with the rows of this rank's data-parallel shard."""
+
+    def __init__(self, request: EngineRequest, groups: Groups) -> None:
+        self.request, self.groups = request, groups
+        settings = request.settings
+        model = ModelRequest(request.spec, request.head, settings.dtype, settings.megatron)
+        self.config = transformer_config(model, groups)
+        self.models = build_chunks(model, self.config, groups)
+        self.optimizer: Optimizer | None = None
+
+    @property
+    def packing(self) -> PackingRules:
+        """What micro-batches of this model in this layout keep to."""
+        spec, parallel, cut = self.request.spec, self.groups.parallel, self.groups.cut
+        pair = spec.attention_flops_per_token_pair
+        return PackingRules(
+            # A causal row of n tokens has n (n + 1) / 2 pairs.
+            RowCost(spec.flops_per_token + pair / 2, pair / 2),
+            row_multiple=cut.row_multiple,
+            pack_multiple=cut.pack_multiple,
+            count_multiple=parallel.pp if parallel.vpp > 1 else 1,
+            context_size=parallel.cp,
+        )
+
+    def load(self, reader: HfReader) -> None:
+        """Read the weights, and set up training where it is wanted."""
+        request = self.request
+        reader.check(request.spec, request.head, request.new_head)
+        weights.load(self.models, reader, request.spec, request.head, self.groups)
+        if request.trained:
+            self.optimizer = Optimizer(self.models, self.request.settings)
+
+    @torch.no_grad()
+    def forward(self, rows: TokenRows, micro_batches: Sequence[Rows], scores: ScoreRequest) -> Scores | None:
+        """Scores of all response tokens in row order; None on ranks that are not on the last stage."""
+        for model in self.models:
+            model.eval()
+        packed = self._pack(rows, micro_batches)
+        outputs: list[Scores] = self._run(packed, partial(_only_scores, scores), forward_only=True)
+        if not self.groups.is_last_stage:
+            return None
+        merge = partial(_merge, micro_batches=micro_batches, lengths=rows.response_lengths)
+        return Scores(*(merge([getattr(part, name) for part in outputs]) for name in Scores.__dataclass_fields__))
+
+    def forward_backward(
+        self, rows: TokenRows, micro_batches: Sequence[Rows], loss: LossFunction, scores: ScoreRequest
+    ) -> dict[str, float]:
+        """Gradients of the loss, added to those that are there; what to report, added up over this shard's rows.
+
+        Empty on ranks that are not on the last stage.
+        """
+        for model in self.models:
+            model.train()
+        packed = self._pack(rows, micro_batches)
+        reports = self._run(packed, partial(_loss, scores, loss), forward_only=False)
+        names = reports[0] if reports else {}
+        return {name: float(sum(float(report[name]) for report in reports)) for name in names}
+
+    def update(
+        self, rows: TokenRows, micro_batches: Sequence[Rows], loss: LossFunction, scores: ScoreRequest
+    ) -> tuple[dict[str, float], StepOutcome]:
+        """One optimizer step on these rows."""
+        assert self.optimizer is not None, "an engine that is not trained was asked for an update"
+        self.optimizer.zero_grad()
+        reports = self.forward_backward(rows, micro_batches, loss, scores)
+        return reports, self.optimizer.step()
+
+    def _pack(self, rows: TokenRows, micro_batches: Sequence[Rows]) -> list[MicroBatch]:
+        return [pack(rows.take(index), self.groups.cut, self.groups.device) for index in micro_batches]
+
+    def _run(self, batches: Sequence[MicroBatch], last_step: Any, forward_only: bool) -> list[Any]:
+        """Megatron's pipeline schedule over the micro-batches; what the last stage collected."""
+        chunks = self.models if self.optimizer is None else self.optimizer.chunks
+        collected: list[Any] = get_forward_backward_func()(
+            forward_step_func=partial(_forward_step, last_step),
+            data_iterator=[iter(batches) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(batches),
+            seq_length=1,  # stages tell each other the shapes
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+            **pipeline_arguments(self.config, self.groups),
+        )
+        return collected
+
+
+def _forward_step(last_step: Any, batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
+    batch = next(batches)
+    while not hasattr(inner := model, "run"):
+        model = inner.module
+    return inner.run(batch), partial(last_step, inner, batch)
+
+
+def _only_scores(request: ScoreRequest, model: Any, batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> Scores:
+    return score(model, batch, hidden, request)
+
+
+def _loss(
+    request: ScoreRequest, loss: LossFunction, model: Any, batch: MicroBatch, hidden: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    rows = batch.rows
+    columns = {name: column.to(hidden.device) for name, column in rows.columns.items()}
+    output = loss(LossInput(score(model, batch, hidden, request), rows.response_lengths, columns))
+    # The second is a number of tokens, which Megatron would divide by: `_add_up_gradients` keeps it from doing so.
+    return output.loss, torch.ones((), dtype=torch.int, device=hidden.device), dict(output.reports)
+
+
+def _merge(parts: Sequence[Tensor | None], micro_batches: Sequence[Rows], lengths: Rows) -> Tensor | None:
+    here = [part for part in parts if part is not None]
+    return concat(here, micro_batches, lengths) if here else None

@@ -1,0 +1,87 @@
+"""Ranks as processes of this machine, over gloo and loopback: for `mrl verify`, benchmarks and tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from mrl.errors import EngineError
+
+
+def run_on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> list[Any]:
+    """What `function(*arguments)` returns on each rank of a new world, which is gone afterwards.
+
+    The function is importable by name, and what it takes and returns can be sent between processes.
+    """
+    context = multiprocessing.get_context("spawn")
+    listener = socket.create_server(("127.0.0.1", 0))  # rank 0 takes it over, so nobody else can take the port
+    processes, ends = [], []
+    try:
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            place = (rank, num_ranks, listener.getsockname()[1], listener if rank == 0 else None)
+            process = context.Process(target=_rank_main, args=(theirs, place, function, arguments), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            ends.append(ours)
+        return _collect(ends, timeout_s)
+    finally:
+        listener.close()
+        for process in processes:
+            process.join(0.5)
+            process.kill()
+            process.join()
+
+
+def _collect(ends: list[Connection], timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(ends):
+        silent = [rank for rank in range(len(ends)) if rank not in results]
+        ready = wait([ends[rank] for rank in silent], timeout_s)
+        if not ready:
+            raise EngineError(f"ranks {silent} of {len(ends)} gave no answer in {timeout_s:g} s")
+        for rank in [rank for rank in silent if ends[rank] in ready]:
+            try:
+                succeeded, result = ends[rank].recv()
+            except EOFError:
+                raise EngineError(f"the process of rank {rank} of {len(ends)} ended without an answer") from None
+            if not succeeded:
+                raise EngineError(f"rank {rank} of {len(ends)} failed:\n{result}")
+            results[rank] = result
+    return [results[rank] for rank in range(len(ends))]
+
+
+def _rank_main(
+    end: Connection, place: tuple[int, int, int, socket.socket | None], function: Callable[..., Any], arguments: Any
+) -> None:
+    rank, num_ranks, port, listener = place
+    # Compiled helpers are slow to build and gain nothing on tiny models.
+    os.environ.update(TORCHDYNAMO_DISABLE="1", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    import torch
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    torch.set_num_threads(1)
+    limit = timedelta(minutes=10)
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        world_size=num_ranks,
+        is_master=rank == 0,
+        timeout=limit,
+        master_listen_fd=listener.detach() if listener is not None else None,
+    )
+    torch.distributed.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit
+    )
+    try:
+        end.send((True, function(*arguments)))
+    except Exception:
+        end.send((False, traceback.format_exc(limit=-12)))
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,164 @@
+"""Megatron models of a family: GPTModel chunks that end in hidden states, with a vocabulary or a score head.
+
+Logits are never made by the model: `vocab_head` turns hidden states into log-probs in chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mrl.engine.layer_spec import block_spec
+from mrl.engine.packed_rows import MicroBatch
+from mrl.engine.parallel import Groups
+from mrl.errors import EngineError
+from mrl.models.parameters import padded_vocab
+from mrl.models.spec import ModelSpec
+from mrl.models.table import Head
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """What to build: the model, its head, its dtype, and the user's own Megatron settings."""
+
+    spec: ModelSpec
+    head: Head
+    dtype: str
+    megatron: dict[str, Any]
+
+
+def transformer_config(request: ModelRequest, groups: Groups) -> TransformerConfig:
+    """Megatron's configuration of the model on this layout; the user's settings win over ours where they may."""
+    parallel, dtype = groups.parallel, DTYPES[request.dtype]
+    settings = request.spec.transformer_config() | {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "sequence_parallel": parallel.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "use_cpu_initialization": groups.device.type == "cpu",
+        "perform_initialization": False,
+        "gradient_accumulation_fusion": False,
+        # Micro-batches differ in length, so stages tell each other their shapes.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        # With two stages both neighbours are the same rank; only unbatched messages keep their order then.
+        "batch_p2p_comm": False,
+        "overlap_p2p_comm": parallel.vpp > 1,
+        # The loss is a share of the global batch already: Megatron must neither divide it by the number of
+        # micro-batches nor multiply it by the context parallel size, nor average gradients over ranks.
+        "calculate_per_token_loss": True,
+    }
+    _refuse(request.megatron, settings)
+    config = TransformerConfig(**settings | request.megatron)
+    if config.moe_aux_loss_coeff:
+        raise EngineError(
+            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff}: the auxiliary loss of routers is not normalised over the "
+            "global batch, so it would depend on how the batch is cut",
+            fix="leave it at 0",
+        )
+    return config
+
+
+_OURS = (
+    *("calculate_per_token_loss", "variable_seq_lengths", "params_dtype", "pipeline_dtype", "bf16", "fp16"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
+)
+
+
+def _refuse(given: dict[str, Any], ours: dict[str, Any]) -> None:
+    for name in _OURS:
+        if name in given and given[name] != ours.get(name):
+            raise EngineError(
+                f"megatron.{name}={given[name]} contradicts the engine, which needs {ours.get(name)}",
+                fix="remove it; layouts stand under `parallel`, the dtype under `dtype`",
+            )
+
+
+class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no type information here
+    """A chunk of the model whose last stage returns hidden states [1, tokens, hidden] in place of logits."""
+
+    def __init__(self, request: ModelRequest, config: TransformerConfig, groups: Groups, chunk: int) -> None:
+        vpp, spec = groups.parallel.vpp, request.spec
+        first, last = groups.is_first_stage and chunk == 0, groups.is_last_stage and chunk == vpp - 1
+        arguments = spec.gpt_model_arguments()
+        if request.head == "score":
+            arguments["share_embeddings_and_output_weights"] = False
+        number = chunk if vpp > 1 else None
+        super().__init__(
+            config=config,
+            transformer_layer_spec=block_spec(config, number),
+            vocab_size=padded_vocab(spec.vocab, groups.parallel.tp),
+            pre_process=first,
+            post_process=last,
+            parallel_output=True,
+            vp_stage=number,
+            **arguments,
+        )
+        self.rotary_pos_emb.inv_freq = spec.rope.inverse_frequencies().to(groups.device)
+        self.head, self.vocab = request.head, spec.vocab
+        self.sequence_parallel = config.sequence_parallel
+        if last and request.head == "lm":
+            self.output_layer.forward = _pass_through
+        elif last:
+            self.output_layer: Any = _PassThrough()
+            self.score = torch.nn.Linear(spec.hidden, 1, bias=False, dtype=config.params_dtype, device=groups.device)
+
+    def run(self, batch: MicroBatch) -> Tensor:
+        """Hidden states of the micro-batch; on the last stage of all its tokens [1, tokens, hidden]."""
+        hidden: Tensor = self(batch.tokens, None, None, packed_seq_params=batch.params)
+        return hidden
+
+    def head_input(self, hidden_1TH: Tensor, places: Tensor) -> Tensor:
+        """The hidden states at these places [places, hidden], as the head takes them.
+
+        With the vocabulary split over tensor ranks each of them has a part of the gradient: it is added up here. A
+        score head is the same on every tensor rank, and so is its gradient.
+        """
+        split_head = self.head == "lm"
+        if self.sequence_parallel:
+            hidden_1TH = gather_from_sequence_parallel_region(
+                hidden_1TH.transpose(0, 1), tensor_parallel_output_grad=split_head
+            ).transpose(0, 1)
+        elif split_head:
+            hidden_1TH = copy_to_tensor_model_parallel_region(hidden_1TH)
+        return hidden_1TH[0, places]
+
+    def vocabulary_weight(self) -> Tensor:
+        """This tensor rank's rows of the output matrix, which may be the embedding."""
+        if self.share_embeddings_and_output_weights:
+            weight: Tensor = self.shared_embedding_or_output_weight()
+            return weight
+        weight = self.output_layer.weight
+        return weight
+
+
+def _pass_through(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    return hidden, None
+
+
+class _PassThrough(torch.nn.Module):
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return hidden, None
+
+
+def build_chunks(request: ModelRequest, config: TransformerConfig, groups: Groups) -> list[TokenModel]:
+    """This rank's chunks, with weights yet to be loaded."""
+    return [TokenModel(request, config, groups, chunk) for chunk in range(groups.parallel.vpp)]

@@ -1,0 +1,144 @@
+"""Gradients to a step: Megatron's data parallelism, its distributed optimizer and schedule, and the refusal of what is
+not a number.
+
+Megatron in bf16 applies non-finite gradients. Here such a step is skipped on all ranks, counted, and after three in a
+row the run stops with the names of the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from mrl.config.schema import ScheduleConfig, TrainedModelConfig
+from mrl.engine.model import DTYPES, TokenModel
+from mrl.errors import EngineError
+
+MOST_SKIPPED_IN_A_ROW = 3
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """One optimizer step: what the gradients were, and whether they were applied."""
+
+    grad_norm: float
+    learning_rate: float
+    applied: bool
+
+
+class Optimizer:
+    """Gradient buffers, optimizer state and learning rate of one model."""
+
+    def __init__(self, chunks: Sequence[TokenModel], settings: TrainedModelConfig) -> None:
+        dtype = DTYPES[settings.dtype]
+        ddp_config = DistributedDataParallelConfig(
+            **{"use_distributed_optimizer": True, "grad_reduce_in_fp32": True} | settings.ddp
+        )
+        self.chunks = [
+            DistributedDataParallel(
+                chunk.config,
+                ddp_config,
+                chunk,
+                disable_bucketing=number > 0,  # as Megatron's own trainer does
+            )
+            for number, chunk in enumerate(chunks)
+        ]
+        for chunk in self.chunks:
+            chunk.broadcast_params()
+        self.config = OptimizerConfig(
+            **{
+                "params_dtype": dtype,
+                "bf16": dtype is torch.bfloat16,
+                "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+            }
+            | settings.optimizer
+        )
+        if self.config.lr is None:
+            raise EngineError("the optimizer has no learning rate", fix="set optimizer.lr")
+        self.optimizer = get_megatron_optimizer(
+            self.config, self.chunks, use_gloo_process_groups=torch.cuda.is_available()
+        )
+        self.schedule = _schedule(self.optimizer, self.config, settings.schedule)
+        self.num_skipped = 0
+        self.num_skipped_in_a_row = 0
+        chunks[0].config.finalize_model_grads_func = _add_up_gradients
+
+    @property
+    def _parts(self) -> list[Any]:
+        return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
+
+    @property
+    def learning_rate(self) -> float:
+        """What the next step uses."""
+        return max((float(group["lr"]) for group in self.optimizer.param_groups), default=0.0)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> StepOutcome:
+        """Apply the gradients and advance the schedule, or skip both where a gradient is not finite."""
+        learning_rate = self.learning_rate
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            self._skip(grad_norm)
+            return StepOutcome(grad_norm, learning_rate, applied=False)
+        self.num_skipped_in_a_row = 0
+        for part in self._parts:
+            if self.config.clip_grad > 0 and (parameters := part.get_parameters()):
+                clip_grad_by_total_norm_fp32(parameters, self.config.clip_grad, grad_norm)
+        self.optimizer.step_with_ready_grads()
+        self.schedule.step(1)
+        return StepOutcome(grad_norm, learning_rate, applied=True)
+
+    def _skip(self, grad_norm: float) -> None:
+        self.num_skipped += 1
+        self.num_skipped_in_a_row += 1
+        if self.num_skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
+            here = [
+                name
+                for chunk in self.chunks
+                for name, parameter in chunk.module.named_parameters()
+                if not bool(parameter.main_grad.isfinite().all())
+            ]
+            raise EngineError(
+                f"the gradient norm was {grad_norm} in the {self.num_skipped_in_a_row}th update in a row; on this rank "
+                f"{len(here)} gradients are not finite: {', '.join(here[:8]) or 'none'}",
+                fix="look at the loss and its inputs; a smaller learning rate or a tighter clip_grad may help",
+            )
+
+
+def _add_up_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Megatron's sums over ranks, without its division by the number of tokens: the loss has had its own."""
+    finalize_model_grads(chunks, None, **options)
+
+
+def _schedule(optimizer: Any, config: OptimizerConfig, schedule: ScheduleConfig) -> OptimizerParamScheduler:
+    # Megatron asks for a number of decay steps always; a constant rate never looks at it.
+    decay_steps = schedule.decay_steps or schedule.warmup_steps + 1
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.lr * schedule.min_lr_ratio,
+        lr_warmup_steps=schedule.warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=schedule.decay,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,81 @@
+"""Megatron's process groups of this process, from the sizes in the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+from mrl.config.mesh import Coordinates, Mesh
+from mrl.config.schema import ParallelConfig
+from mrl.engine import cpu_standin
+from mrl.engine.packed_rows import Cut
+from mrl.errors import EngineError
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's place in the layout, and the groups that the engine itself talks to."""
+
+    parallel: ParallelConfig
+    at: Coordinates
+    mesh: Mesh
+    device: torch.device
+    tp: torch.distributed.ProcessGroup
+    cp: torch.distributed.ProcessGroup
+    pp: torch.distributed.ProcessGroup
+    dp: torch.distributed.ProcessGroup
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds tokens."""
+        return self.at.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank sees hidden states at the end."""
+        return self.at.pp == self.parallel.pp - 1
+
+    @property
+    def cut(self) -> Cut:
+        """How this rank shares packed sequences with others."""
+        return Cut(self.parallel.cp, self.at.cp, self.parallel.tp if self.parallel.sequence_parallel else 1)
+
+
+@contextmanager
+def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[Groups]:
+    """Megatron's groups for the time of the block. torch.distributed must be initialised, and no groups may stand."""
+    if not torch.distributed.is_initialized():
+        raise EngineError("torch.distributed is not initialised", fix="call init_process_group first")
+    if parallel_state.model_parallel_is_initialized():
+        raise EngineError("this process already holds Megatron groups: one model layout per process")
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        cpu_standin.install()
+    mesh = Mesh(torch.distributed.get_world_size(), parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        create_gloo_process_groups=on_gpu,
+    )
+    try:
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        yield Groups(
+            parallel=parallel,
+            at=mesh.coordinates(torch.distributed.get_rank()),
+            mesh=mesh,
+            device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
+            tp=parallel_state.get_tensor_model_parallel_group(),
+            cp=parallel_state.get_context_parallel_group(),
+            pp=parallel_state.get_pipeline_model_parallel_group(),
+            dp=parallel_state.get_data_parallel_group(),
+        )
+    finally:
+        parallel_state.destroy_model_parallel()

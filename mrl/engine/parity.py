@@ -1,0 +1,287 @@
+"""Is a layout the same model? Log-probs, loss, gradient norm and two steps' parameters of any layout, to be compared
+with one rank and with transformers.
+
+The rows and the loss are made here from a seed, whole on every rank, so that nothing of the comparison depends on the
+layout: each rank takes its data-parallel share of the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mrl.algos.core_algos import (
+    ActorColumns,
+    ActorSettings,
+    BatchTotals,
+    Normaliser,
+    PolicyTokens,
+    Rows,
+    ValueTokens,
+    actor_objective,
+    critic_objective,
+)
+from mrl.config.schema import ParallelConfig, TrainedModelConfig
+from mrl.data.packing import plan_step
+from mrl.engine import weights
+from mrl.engine.engine import EngineRequest, MegatronEngine
+from mrl.engine.loss import LossFunction, LossInput, LossOutput
+from mrl.engine.packed_rows import TokenRows
+from mrl.engine.parallel import Groups, model_parallel
+from mrl.engine.scores import ScoreRequest
+from mrl.models.families import read_spec
+from mrl.models.hf_reader import HfReader
+from mrl.models.parameters import Box
+from mrl.models.spec import ModelSpec
+from mrl.models.table import Head
+
+Floats = npt.NDArray[np.float64]
+HORIZON_TOKENS = 32
+TEMPERATURE = 0.9
+NUM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class ParityCase:
+    """One measurement: a model in a layout, cut into micro-batches of at most so many tokens."""
+
+    model: str
+    head: Head
+    parallel: ParallelConfig
+    max_tokens: int
+    aggregation: str = "token-mean"
+    num_rows: int = 12
+    longest: int = 24
+    seed: int = 0
+    megatron: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Held:
+    """A box of a Hugging Face tensor, as a rank holds it after the last step."""
+
+    name: str
+    box: Box
+    values: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank saw. Scores by row number are there on the last stage only."""
+
+    scores: dict[int, Floats]
+    entropies: dict[int, Floats]
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    held: list[Held]
+
+
+@dataclass(frozen=True)
+class ParityResult:
+    """What all ranks saw together: scores of all response tokens, and per step loss and gradient norm."""
+
+    scores: Floats
+    entropies: Floats
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    held: list[Held]
+
+
+def make_rows(spec: ModelSpec, case: ParityCase) -> TokenRows:
+    """Random rows of very different lengths: one of two tokens, one with an empty response, one of full length."""
+    random = np.random.default_rng(case.seed)
+    lengths = random.integers(4, case.longest + 1, case.num_rows)
+    lengths[:3] = (2, case.longest // 2, case.longest)
+    responses = np.maximum(1, (lengths - 1) * random.uniform(0.3, 0.95, case.num_rows)).astype(np.int64)
+    responses[1] = 0
+    total = int(responses.sum())
+    columns = {
+        "noise": torch.from_numpy(random.normal(0, 0.15, total)).float(),
+        "advantages": torch.from_numpy(random.normal(0, 1, total)).float(),
+        "response_mask": torch.from_numpy(random.uniform(size=total) > 0.1),
+    }
+    tokens = torch.from_numpy(random.integers(0, spec.vocab, int(lengths.sum())))
+    return TokenRows(tokens, lengths, responses, columns)
+
+
+def measure(cases: list[ParityCase]) -> list[RankResult]:
+    """All cases, one after another, on this rank of a world that fits their layouts."""
+    return [measure_one(case) for case in cases]
+
+
+def measure_one(case: ParityCase) -> RankResult:
+    """One case on this rank."""
+    spec = read_spec(case.model)
+    settings = TrainedModelConfig(
+        parallel=case.parallel,
+        dtype="float32",
+        max_tokens_per_device=case.max_tokens,
+        megatron=dict(case.megatron or {}),
+        optimizer={"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.01},
+    )
+    with model_parallel(case.parallel, seed=1) as groups:
+        engine = MegatronEngine(EngineRequest(spec, case.head, settings), groups)
+        engine.load(HfReader(case.model))
+        return _measure(engine, spec, case, groups)
+
+
+def _measure(engine: MegatronEngine, spec: ModelSpec, case: ParityCase, groups: Groups) -> RankResult:
+    rows = make_rows(spec, case)
+    plan = plan_step(rows.lengths, groups.mesh.dp, case.max_tokens, engine.packing)
+    mine = plan.micro_batches[groups.at.dp]
+    numbers = np.concatenate(mine)
+    local = np.argsort(numbers, kind="stable")
+    micro_batches = list(np.split(np.argsort(local, kind="stable"), np.cumsum([len(part) for part in mine])[:-1]))
+    shard = rows.take(numbers[local])
+    request = ScoreRequest(temperature=TEMPERATURE, entropy="grad")
+    before = engine.forward(shard, micro_batches, request)
+    row_numbers = numbers[local].tolist()
+    totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), rows.columns["response_mask"])
+    norm = Normaliser(case.aggregation, totals, HORIZON_TOKENS)
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        reports, outcome = engine.update(shard, micro_batches, _loss(case.head, norm, step), request)
+        losses.append(reports.get("loss", 0.0))
+        norms.append(outcome.grad_norm)
+    scores = None if before is None else (before.values_T if case.head == "score" else before.log_probs_T)
+    return RankResult(
+        scores=_by_row(scores, shard, row_numbers),
+        entropies=_by_row(before.entropy_T if before else None, shard, row_numbers),
+        # Context and tensor ranks all have the whole loss of their rows: one of them speaks.
+        losses=tuple(losses) if groups.mesh.holds_answer(groups.at.rank) else (0.0,) * NUM_STEPS,
+        grad_norms=tuple(norms),
+        held=_held(engine, groups, spec, case.head),
+    )
+
+
+def _by_row(values: torch.Tensor | None, shard: TokenRows, numbers: list[int]) -> dict[int, Floats]:
+    if values is None:
+        return {}
+    parts = torch.split(values.double().cpu(), shard.response_lengths.tolist())
+    return {number: part.numpy() for number, part in zip(numbers, parts, strict=True)}
+
+
+def _held(engine: MegatronEngine, groups: Groups, spec: ModelSpec, head: Head) -> list[Held]:
+    return [
+        Held(piece.hf, piece.source, parameter[tuple(slice(*span) for span in piece.target)].detach().cpu().numpy())
+        for shard, parameter in weights.held_tensors(engine.models, spec, head, groups)
+        for piece in shard.pieces
+    ]
+
+
+def _loss(head: Head, norm: Normaliser, step: int) -> LossFunction:
+    return partial(_value_loss if head == "score" else _policy_loss, norm, step)
+
+
+def _policy_loss(norm: Normaliser, step: int, batch: LossInput) -> LossOutput:
+    """PPO around log-probs that noise has moved, with an entropy term: clipped and unclipped tokens both occur."""
+    log_probs_T = batch.scores.log_probs_T
+    assert log_probs_T is not None, "a policy gives log-probs"
+    tokens = PolicyTokens(
+        Rows.of(torch.from_numpy(batch.response_lengths), log_probs_T.device),
+        batch.columns["response_mask"],
+        log_probs_T,
+        log_probs_T.detach() + (1 + step) * batch.columns["noise"],
+        batch.columns["advantages"],
+    )
+    objective = actor_objective(
+        tokens, ActorSettings(entropy_coef=0.01), norm, ActorColumns(entropy_T=batch.scores.entropy_T)
+    )
+    return LossOutput(objective.loss, {"loss": objective.loss.detach()} | objective.reports)
+
+
+def _value_loss(norm: Normaliser, step: int, batch: LossInput) -> LossOutput:
+    values_T = batch.scores.values_T
+    assert values_T is not None, "a value model gives values"
+    mask_T = batch.columns["response_mask"]
+    old_T = values_T.detach() + (1 + step) * batch.columns["noise"]
+    tokens = ValueTokens(mask_T, values_T, old_T, batch.columns["advantages"])
+    objective = critic_objective(tokens, Rows.of(torch.from_numpy(batch.response_lengths), values_T.device), norm)
+    return LossOutput(objective.loss, {"loss": objective.loss.detach()} | objective.reports)
+
+
+def together(ranks: list[RankResult]) -> ParityResult:
+    """One result from all ranks of a world."""
+
+    def joined(per_rank: list[dict[int, Floats]]) -> Floats:
+        rows: dict[int, Floats] = {}
+        for found in per_rank:
+            rows.update(found)
+        return np.concatenate([rows[number] for number in sorted(rows)]) if rows else np.zeros(0)
+
+    return ParityResult(
+        scores=joined([rank.scores for rank in ranks]),
+        entropies=joined([rank.entropies for rank in ranks]),
+        losses=tuple(np.sum([rank.losses for rank in ranks], axis=0).tolist()),
+        grad_norms=ranks[0].grad_norms,
+        held=[held for rank in ranks for held in rank.held],
+    )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a layout is from the one-rank run."""
+
+    scores: float
+    entropy: float
+    loss: float
+    grad_norm: float
+    parameters: float
+
+    @classmethod
+    def between(cls, one: ParityResult, other: ParityResult) -> Difference:
+        """Scores, entropy and parameters as largest absolute differences, loss and gradient norm as relative ones."""
+        return cls(
+            scores=_largest(one.scores, other.scores),
+            entropy=_largest(one.entropies, other.entropies),
+            loss=_relative(one.losses, other.losses),
+            grad_norm=_relative(one.grad_norms, other.grad_norms),
+            parameters=_parameter_difference(one, other),
+        )
+
+
+def _largest(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
+    return float(np.abs(a - b).max(initial=0.0)) if a.shape == b.shape else float("inf")
+
+
+def _relative(a: tuple[float, ...], b: tuple[float, ...]) -> float:
+    return max(abs(x - y) / max(abs(x), 1e-12) for x, y in zip(a, b, strict=True))
+
+
+def _parameter_difference(one: ParityResult, other: ParityResult) -> float:
+    whole: dict[str, npt.NDArray[np.float32]] = {}
+    for held in one.held:
+        if held.name not in whole:
+            shape = np.max([part.box for part in one.held if part.name == held.name], axis=0)[:, 1]
+            whole[held.name] = np.zeros(shape, np.float32)
+        whole[held.name][tuple(slice(*span) for span in held.box)] = held.values
+    return max(_largest(whole[held.name][tuple(slice(*span) for span in held.box)], held.values) for held in other.held)
+
+
+def transformers_scores(path: str | Path, case: ParityCase) -> Floats:
+    """The same log-probs or values by transformers, row by row, in float32."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    rows = make_rows(read_spec(path), case)
+    kind = AutoModelForCausalLM if case.head == "lm" else AutoModelForSequenceClassification
+    model = kind.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+    found = []
+    with torch.no_grad():
+        sequences = torch.split(rows.tokens, rows.lengths.tolist())
+        for tokens, num in zip(sequences, rows.response_lengths.tolist(), strict=True):
+            if case.head == "score":
+                hidden = model.model(tokens[None]).last_hidden_state[0]
+                found.append(model.score(hidden)[len(tokens) - num - 1 : len(tokens) - 1, 0])
+            else:
+                logits = model(tokens[None]).logits[0] / TEMPERATURE
+                predicted = logits[len(tokens) - num - 1 : len(tokens) - 1].log_softmax(-1)
+                found.append(predicted.gather(1, tokens[len(tokens) - num :, None])[:, 0])
+    scores: Floats = torch.cat(found).double().numpy()
+    return scores

@@ -1,0 +1,63 @@
+"""From hidden states to what a model says of each response token: log-probs and entropy, or values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mrl.engine.loss import Scores
+from mrl.engine.model import TokenModel
+from mrl.engine.packed_rows import MicroBatch
+from mrl.engine.vocab_head import HeadOptions, token_log_probs
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """How log-probs are to be taken. The temperature is the one that the tokens were sampled at."""
+
+    temperature: float = 1.0
+    entropy: Literal["none", "value", "grad"] = "none"
+
+
+def score(model: TokenModel, batch: MicroBatch, hidden_1TH: Tensor, request: ScoreRequest) -> Scores:
+    """The scores of a micro-batch's response tokens, whole on every context rank."""
+    hidden_SH = model.head_input(hidden_1TH, batch.score_at)
+    if model.head == "score":
+        return Scores(values_T=_whole(model.score(hidden_SH)[:, 0].float(), batch, model))
+    tp = model.pg_collection.tp
+    options = HeadOptions(
+        vocab=model.vocab,
+        group=tp if tp.size() > 1 else None,
+        temperature=request.temperature,
+        entropy=request.entropy,
+    )
+    log_probs_S, entropy_S = token_log_probs(hidden_SH, model.vocabulary_weight(), batch.labels, options)
+    entropy_T = None if entropy_S is None else _whole(entropy_S, batch, model)
+    return Scores(log_probs_T=_whole(log_probs_S, batch, model), entropy_T=entropy_T)
+
+
+def _whole(mine: Tensor, batch: MicroBatch, model: TokenModel) -> Tensor:
+    """All context ranks' values in row order. Each token is scored by one rank."""
+    context = model.pg_collection.cp
+    if context.size() == 1:
+        return mine
+    whole = mine.new_zeros(batch.num_scores).index_copy(0, batch.score_to, mine)
+    added: Tensor = _AddUp.apply(whole, context)  # type: ignore[no-untyped-call]
+    return added
+
+
+class _AddUp(torch.autograd.Function):
+    """The sum over context ranks. Each has the same loss, so the gradient of a rank's own part is the loss's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+        x = x.clone()
+        torch.distributed.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None

@@ -1,0 +1,119 @@
+"""Which queries of a packed micro-batch see which keys, as index tensors made once and used by every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Lengths = npt.NDArray[np.int64]
+_WASTE = 1.25  # a block may compute this many times what its segments need
+
+
+@dataclass(frozen=True)
+class Block:
+    """Segments of similar length side by side, for one call of a dense attention kernel.
+
+    A place that no token has is filled with token 0 and its result is dropped: causality hides it from all others.
+    """
+
+    query_BS: Tensor
+    key_BS: Tensor
+    mask_BSS: Tensor | None  # None where plain causality is the mask
+    kept: Tensor  # places of the real queries among the block's
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Every run of consecutive queries of one row on this context rank.
+
+    Without context parallelism a row is one segment. With it a row gives two, whose keys are all the row's tokens up to
+    the segment's end; keys are those of the whole micro-batch in row order, `key_order` says how to get
+    there from the context ranks' pieces one after another.
+    """
+
+    query_starts: Lengths
+    query_lengths: Lengths
+    key_starts: Lengths
+    key_lengths: Lengths
+    key_order: Tensor | None
+    device: torch.device
+
+    @classmethod
+    def of(cls, stored: Lengths, cp: int, cp_rank: int, device: torch.device) -> Segments:
+        """The segments of rows with these stored lengths."""
+        starts = np.cumsum(stored) - stored
+        if cp == 1:
+            return cls(starts, stored, starts, stored, None, device)
+        piece = stored // (2 * cp)
+        pieces = np.array([cp_rank, 2 * cp - 1 - cp_rank])
+        query_lengths = np.repeat(piece, 2)
+        key_lengths = (piece[:, None] * (pieces + 1)).reshape(-1)
+        order = torch.from_numpy(_row_order(stored, piece, cp)).to(device)
+        return cls(
+            np.cumsum(query_lengths) - query_lengths, query_lengths, np.repeat(starts, 2), key_lengths, order, device
+        )
+
+    def blocks(self, reach: int | None) -> tuple[list[Block], Tensor]:
+        """Dense blocks, and the places of this rank's queries among their kept results.
+
+        With a sliding window a query sees `reach` tokens before itself. All layers ask for the same blocks.
+        """
+        if reach not in self._made:
+            blocks = [self._block(rows, reach) for rows in self._groups()]
+            places = torch.cat([block.query_BS.reshape(-1)[block.kept] for block in blocks])
+            self._made[reach] = (blocks, torch.argsort(places))
+        return self._made[reach]
+
+    @cached_property
+    def _made(self) -> dict[int | None, tuple[list[Block], Tensor]]:
+        return {}
+
+    def _groups(self) -> list[Lengths]:
+        order = np.argsort(-(self.key_lengths * self.query_lengths), kind="stable")
+        order = order[self.query_lengths[order] > 0]
+        groups: list[Lengths] = []
+        while len(order):
+            widest = np.maximum.accumulate(self.query_lengths[order]) * np.maximum.accumulate(self.key_lengths[order])
+            useful = np.cumsum(self.query_lengths[order] * self.key_lengths[order])
+            fits = widest * np.arange(1, len(order) + 1) <= _WASTE * useful
+            count = len(order) if fits.all() else max(1, int(np.argmin(fits)))
+            groups.append(order[:count])
+            order = order[count:]
+        return groups
+
+    def _block(self, rows: Lengths, reach: int | None) -> Block:
+        queries, keys = self.query_lengths[rows], self.key_lengths[rows]
+        query_at, key_at = np.arange(queries.max()), np.arange(keys.max())
+        real_BS = query_at < queries[:, None]
+        query_BS = np.where(real_BS, self.query_starts[rows][:, None] + query_at, 0)
+        key_BS = np.where(key_at < keys[:, None], self.key_starts[rows][:, None] + key_at, 0)
+        mask = None
+        is_seen_whole = reach is None or keys.max() <= reach + 1
+        if not (is_seen_whole and np.array_equal(queries, keys)):
+            # A segment is the end of its keys: its query i sees them up to its own place.
+            last = ((keys - queries)[:, None] + query_at)[:, :, None]
+            seen = key_at <= last
+            if reach is not None:
+                seen &= key_at >= last - reach
+            mask = torch.from_numpy(seen).to(self.device)
+        return Block(self._tensor(query_BS), self._tensor(key_BS), mask, self._tensor(np.flatnonzero(real_BS)))
+
+    def _tensor(self, index: npt.NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(index)).to(self.device)
+
+
+def _row_order(stored: Lengths, piece: Lengths, cp: int) -> Lengths:
+    """For every token in row order its place among the ranks' tokens, one rank after another."""
+    local_total, local_starts = int(stored.sum()) // cp, (np.cumsum(stored) - stored) // cp
+    places = []
+    for length, size, start in zip(stored.tolist(), piece.tolist(), local_starts.tolist(), strict=True):
+        at = np.arange(length)
+        number = at // max(size, 1)
+        owner = np.minimum(number, 2 * cp - 1 - number)
+        places.append(owner * local_total + start + np.where(number >= cp, size, 0) + at - number * size)
+    return np.concatenate(places)

@@ -1,0 +1,202 @@
+"""Log-probabilities and entropies of tokens from hidden states, without ever holding their logits.
+
+The vocabulary is walked in tiles: `tile_columns` columns for all tokens, small enough to stay in a cache. A tile leaves
+behind two numbers per token, its logsumexp and its entropy, and those of all tiles and of all tensor-parallel ranks
+combine exactly. Backward makes each tile again. Beyond inputs and gradients this takes memory for tokens x (hidden +
+columns of a tile), whatever the vocabulary, and one collective, which is in forward.
+
+Shapes: T tokens, H hidden, V this rank's columns (padding included), C columns of a tile, K tiles or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+TILE_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}  # half of a usual L3 cache; enough for a GPU to be busy with one tile
+FEWEST_COLUMNS = 512  # narrower products wait for memory, which counts from 8,192 tokens (CPU) on
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """How hidden states become log-probabilities."""
+
+    vocab: int
+    """Without padding: columns from here on are no tokens, they have probability 0 and no gradient."""
+    temperature: float
+    """Divides the logits."""
+    entropy: Literal["none", "value", "grad"]
+    """Not computed, computed as a number, or computed and differentiated."""
+    group: dist.ProcessGroup | None = None
+    """Among whom the rows of the weight are divided, evenly and in the order of ranks; None where one rank has all."""
+    tile_columns: int | None = None
+    """Chosen by `TILE_BYTES` where None."""
+
+
+def token_log_probs(
+    hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, options: HeadOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each label, and the entropy of each token's distribution if asked for, in float32 at least.
+
+    A label that is no token of the vocabulary has log-probability -inf. With a group, every rank gets all results; the
+    gradient of `hidden_TH` is this rank's part of a sum over the group, which is the caller's to reduce.
+    """
+    assert options.temperature > 0, f"temperature {options.temperature} is not positive"
+    log_probs_T, entropy_T = _TokenLogProbs.apply(hidden_TH, weight_VH, labels_T, options)  # type: ignore[no-untyped-call]
+    return log_probs_T, entropy_T
+
+
+class _Tiles:
+    """This rank's logits, a tile at a time."""
+
+    def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, options: HeadOptions) -> None:
+        rank = options.group.rank() if options.group else 0
+        first_id = rank * weight_VH.shape[0]
+        self.dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
+        self.operand_dtype = _operand_dtype(hidden_TH, weight_VH, self.dtype)
+        self.hidden_TH = hidden_TH.to(self.operand_dtype)
+        self.weight_VH = weight_VH
+        self.labels_T = labels_T.long() - first_id
+        self.num_columns = min(max(options.vocab - first_id, 0), weight_VH.shape[0])
+        self.temperature = options.temperature
+        self.tile_columns = options.tile_columns or _tile_columns(self.labels_T, self.dtype)
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.num_columns // self.tile_columns)
+
+    def __iter__(self) -> Iterator[slice]:
+        for start in range(0, self.num_columns, self.tile_columns):
+            yield slice(start, min(start + self.tile_columns, self.num_columns))
+
+    def weight(self, columns: slice) -> Tensor:
+        return self.weight_VH[columns].to(self.operand_dtype)
+
+    def logits(self, weight_CH: Tensor) -> Tensor:
+        logits_TC = self.product(self.hidden_TH, weight_CH.t())
+        return logits_TC if self.temperature == 1 else logits_TC.div_(self.temperature)
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """A matrix product, added up and kept in `dtype`."""
+        if self.operand_dtype == self.dtype:
+            return left @ right
+        return torch.mm(left, right, out_dtype=self.dtype)
+
+    def labels(self, columns: slice) -> tuple[Tensor, Tensor]:
+        """For each token whether its label is in the tile, and in which column; some column where it is not."""
+        is_here_T = (self.labels_T >= columns.start) & (self.labels_T < columns.stop)
+        column_T1 = (self.labels_T - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1)
+        return is_here_T, column_T1
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, options: HeadOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        tiles = _Tiles(hidden_TH, weight_VH, labels_T, options)
+        label_logits_T, logsumexp_T, entropy_T = _reduce(tiles, with_entropy=options.entropy != "none")
+        if options.group is not None:
+            label_logits_T, logsumexp_T, entropy_T = _reduce_over_ranks(
+                label_logits_T, logsumexp_T, entropy_T, options.group
+            )
+        ctx.options = options
+        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, logsumexp_T, entropy_T)
+        if options.entropy == "none":
+            return label_logits_T - logsumexp_T, None
+        if options.entropy == "value":
+            ctx.mark_non_differentiable(entropy_T)
+        return label_logits_T - logsumexp_T, entropy_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_log_probs_T: Tensor, d_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_TH, weight_VH, labels_T, logsumexp_T, entropy_T = ctx.saved_tensors
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        tiles = _Tiles(hidden_TH, weight_VH, labels_T, ctx.options)
+        d_hidden_TH = torch.zeros_like(hidden_TH, dtype=tiles.dtype) if needs_hidden else None
+        d_weight_VH = torch.zeros_like(weight_VH) if needs_weight else None
+        # What reaches the logits before the temperature divided them.
+        d_log_probs_T = d_log_probs_T / tiles.temperature
+        if ctx.options.entropy != "grad":
+            d_entropy_T = None
+        elif d_entropy_T is not None:
+            d_entropy_T = d_entropy_T / tiles.temperature
+        for columns in tiles:
+            weight_CH = tiles.weight(columns)
+            tile_TC = tiles.logits(weight_CH).sub_(logsumexp_T.unsqueeze(1))
+            tile_TC = _through_softmax(tile_TC, d_log_probs_T, d_entropy_T, entropy_T)
+            is_here_T, column_T1 = tiles.labels(columns)
+            tile_TC.scatter_add_(1, column_T1, (d_log_probs_T * is_here_T).unsqueeze(1))
+            d_logits_TC = tile_TC.to(tiles.operand_dtype)
+            if d_hidden_TH is not None:
+                d_hidden_TH += tiles.product(d_logits_TC, weight_CH)
+            if d_weight_VH is not None:
+                d_weight_VH[columns] = d_logits_TC.t() @ tiles.hidden_TH
+        return None if d_hidden_TH is None else d_hidden_TH.to(hidden_TH.dtype), d_weight_VH, None, None
+
+
+def _reduce(tiles: _Tiles, *, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of this rank's columns: the logit of the label (-inf where another rank has it), logsumexp and entropy."""
+    num_tokens = len(tiles.hidden_TH)
+    label_logits_T = tiles.hidden_TH.new_full((num_tokens,), -torch.inf, dtype=tiles.dtype)
+    logsumexp_KT = label_logits_T.new_empty(tiles.num_tiles, num_tokens)
+    entropy_KT = torch.empty_like(logsumexp_KT) if with_entropy else None
+    for tile, columns in enumerate(tiles):
+        logits_TC = tiles.logits(tiles.weight(columns))
+        is_here_T, column_T1 = tiles.labels(columns)
+        label_logits_T = torch.where(is_here_T, logits_TC.gather(1, column_T1).squeeze(1), label_logits_T)
+        # One fused pass; logsumexp would make several.
+        log_probs_TC = torch.log_softmax(logits_TC, dim=1)
+        logsumexp_KT[tile] = logits_TC[:, 0] - log_probs_TC[:, 0]
+        if entropy_KT is not None:
+            entropy_KT[tile] = -log_probs_TC.mul_(log_probs_TC.exp()).sum(1)
+    return label_logits_T, *_combine(logsumexp_KT, entropy_KT)
+
+
+def _combine(logsumexp_KT: Tensor, entropy_KT: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Logsumexp and entropy of everything, from those of its disjoint parts: chance of the part, then within it."""
+    logsumexp_T = logsumexp_KT.logsumexp(0)
+    if entropy_KT is None:
+        return logsumexp_T, None
+    chance_KT = (logsumexp_KT - logsumexp_T).exp_()
+    return logsumexp_T, (chance_KT * entropy_KT + torch.special.entr(chance_KT)).sum(0)
+
+
+def _reduce_over_ranks(
+    label_logits_T: Tensor, logsumexp_T: Tensor, entropy_T: Tensor | None, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same three over the whole vocabulary, in one collective."""
+    mine = torch.stack([label_logits_T, logsumexp_T] if entropy_T is None else [label_logits_T, logsumexp_T, entropy_T])
+    everyones = mine.new_empty(group.size() * len(mine), mine.shape[1])
+    dist.all_gather_into_tensor(everyones, mine, group=group)
+    label_logits_KT, logsumexp_KT, *entropy_KT = everyones.view(group.size(), *mine.shape).unbind(1)
+    return label_logits_KT.amax(0), *_combine(logsumexp_KT, entropy_KT[0] if entropy_KT else None)
+
+
+def _through_softmax(
+    log_probs_TC: Tensor, d_log_probs_T: Tensor, d_entropy_T: Tensor | None, entropy_T: Tensor | None
+) -> Tensor:
+    """The gradient of the logits but for what reaches the label's own; overwrites its first argument."""
+    if d_entropy_T is None or entropy_T is None:
+        return log_probs_TC.exp_().mul_(-d_log_probs_T.unsqueeze(1))
+    probs_TC = log_probs_TC.exp()
+    factor_TC = log_probs_TC.add_(entropy_T.unsqueeze(1)).mul_(-d_entropy_T.unsqueeze(1))
+    return factor_TC.sub_(d_log_probs_T.unsqueeze(1)).mul_(probs_TC)
+
+
+def _operand_dtype(hidden_TH: Tensor, weight_VH: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """In what matrices are multiplied: a GPU adds products of bfloat16 up in float32, a CPU is faster in float32."""
+    return hidden_TH.dtype if hidden_TH.is_cuda and hidden_TH.dtype == weight_VH.dtype else dtype
+
+
+def _tile_columns(labels_T: Tensor, dtype: torch.dtype) -> int:
+    """As many as the bytes of a tile allow."""
+    column_bytes = max(1, len(labels_T)) * dtype.itemsize
+    return max(FEWEST_COLUMNS, TILE_BYTES[labels_T.device.type] // column_bytes)

@@ -1,0 +1,76 @@
+"""Weights between Hugging Face files and Megatron's parameters, through the family's table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mrl.engine.model import TokenModel
+from mrl.engine.parallel import Groups
+from mrl.errors import EngineError
+from mrl.models.hf_reader import HfReader, load_shard
+from mrl.models.layout import Layout, RankPlace
+from mrl.models.spec import ModelSpec
+from mrl.models.table import SCORE, Head, Shard, local_name, shards_of
+
+
+def layout_of(groups: Groups) -> Layout:
+    """The table's view of this layout."""
+    sizes = groups.parallel
+    return Layout(tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, ep=sizes.ep, etp=sizes.etp)
+
+
+def rank_shards(spec: ModelSpec, head: Head, groups: Groups) -> list[Shard]:
+    """What this rank holds, according to the table."""
+    place = RankPlace(tp=groups.at.tp, pp=groups.at.pp, ep=groups.at.ep, etp=groups.at.etp)
+    return shards_of(spec, layout_of(groups), place, head)
+
+
+def held_tensors(
+    chunks: Sequence[TokenModel], spec: ModelSpec, head: Head, groups: Groups
+) -> Iterator[tuple[Shard, Tensor]]:
+    """Each shard of the table beside the parameter that holds it; either without the other is an error."""
+    parameters = {
+        (number, local_name(name)): parameter
+        for number, chunk in enumerate(chunks)
+        for name, parameter in _named(chunk)
+    }
+    for shard in rank_shards(spec, head, groups):
+        key = (shard.chunk, shard.name)
+        if key not in parameters:
+            raise EngineError(f"the table gives this rank `{shard.name}` in chunk {shard.chunk}; Megatron has no such")
+        parameter = parameters.pop(key)
+        if tuple(parameter.shape) != shard.shape:
+            raise EngineError(f"`{shard.name}` is {tuple(parameter.shape)} in Megatron and {shard.shape} in the table")
+        yield shard, parameter
+    if parameters:
+        rest = ", ".join(f"`{name}` in chunk {chunk}" for chunk, name in list(parameters)[:8])
+        raise EngineError(f"the table does not cover {len(parameters)} of Megatron's parameters: {rest}")
+
+
+def _named(chunk: TokenModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    tied_away = chunk.pre_process and chunk.post_process and chunk.share_embeddings_and_output_weights
+    for name, parameter in chunk.named_parameters():
+        if not (tied_away and name == "output_layer.weight"):
+            yield name, parameter
+
+
+@torch.no_grad()
+def load(chunks: Sequence[TokenModel], reader: HfReader, spec: ModelSpec, head: Head, groups: Groups) -> None:
+    """Fill every parameter of this rank from the files; only what the rank holds is read.
+
+    Parameters also get two marks that Megatron leaves out here. Split or not: it sets that only while it draws random
+    weights, and without it the gradient norm counts a split tensor's first part alone. Reduced with the experts' own
+    data-parallel group: it takes ep > 1 for the only reason, and forgets experts that tensor ranks hold whole.
+    """
+    own_reduction = groups.parallel.ep > 1 or groups.parallel.etp != groups.parallel.tp
+    for shard, parameter in held_tensors(chunks, spec, head, groups):
+        parameter.tensor_model_parallel = shard.split  # type: ignore[attr-defined]  # Megatron's mark
+        if shard.expert:
+            parameter.allreduce = not own_reduction  # type: ignore[attr-defined]  # Megatron's mark
+        if shard.name == SCORE and SCORE not in reader:
+            parameter.zero_()  # `HfReader.check` has seen that a new head is wanted
+        else:
+            parameter.copy_(load_shard(reader, shard, parameter.dtype))
