@@ -81,6 +81,7 @@ def _position_shifted(original: Any) -> Any:
         if len(ends) > 2:
             ends[1] += 1
         batch.params.cu_seqlens_q = ends
+        batch.params.max_seqlen_q += 1  # the longest row may be the one that grew
         return batch
 
     return pack

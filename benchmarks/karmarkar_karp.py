@@ -1,0 +1,48 @@
+"""The largest differencing method of Karmarkar and Karp for any number of sets: a peer to compare with."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+
+def partition(values: npt.NDArray[np.float64], num_sets: int) -> list[npt.NDArray[np.int64]]:
+    """Positions of the values in that many sets of similar sums; nothing limits or fills a set.
+
+    Each value starts as a partition of its own, all sets but one empty. The two partitions that are the most uneven
+    are merged again and again, the largest set of one with the smallest of the other.
+    """
+    numbers = count()
+    heap = []
+    for value in values.tolist():
+        sums = np.zeros(num_sets)
+        sums[0] = value
+        heap.append((-value, next(numbers), sums))  # sums fall; the difference of the first and last is what counts
+    heapq.heapify(heap)
+    merges: list[tuple[int, int, npt.NDArray[np.int64]]] = []
+    while len(heap) > 1:
+        (_, first, larger), (_, second, smaller) = heapq.heappop(heap), heapq.heappop(heap)
+        sums = larger + smaller[::-1]
+        order = np.argsort(-sums, kind="stable")
+        sums = sums[order]
+        merges.append((first, second, order))
+        heapq.heappush(heap, (float(sums[-1] - sums[0]), next(numbers), sums))
+    return _members(len(values), num_sets, merges)
+
+
+def _members(
+    num_values: int, num_sets: int, merges: list[tuple[int, int, npt.NDArray[np.int64]]]
+) -> list[npt.NDArray[np.int64]]:
+    """Follow the merges back: which final set each set of each partition became."""
+    became = {num_values + len(merges) - 1: np.arange(num_sets)}
+    for number in range(len(merges) - 1, -1, -1):
+        first, second, order = merges[number]
+        final = became.pop(num_values + number)
+        of_larger = np.empty_like(final)
+        of_larger[order] = final
+        became[first], became[second] = of_larger, of_larger[::-1]
+    owner = np.array([became[position][0] for position in range(num_values)])
+    return [np.flatnonzero(owner == number) for number in range(num_sets)]
