@@ -114,18 +114,19 @@ class Call:
         unanswered = set(self._unanswered())
         faults = []
         for rank, reference in self._references.items():
-            if rank in unanswered:
-                if views[rank].is_gone:
-                    faults.append(Fault(rank, "died", "its process is gone"))
-                else:
-                    stopped = views[rank].is_stopped
-                    kind, detail = (
-                        ("stopped", "a signal or a debugger holds it") if stopped else ("silent", "no answer in time")
-                    )
-                    faults.append(Fault(rank, kind, detail, trace=self._crew.stack(rank)))
-            elif (fault := _fault_of(rank, reference)) is not None:
-                faults.append(fault)
+            fault = None if rank in unanswered else _fault_of(rank, reference)
+            if rank not in unanswered and fault is None:
+                continue
+            if views[rank].is_gone and (fault is None or fault.kind == "raised"):
+                # With a lost node one process can see its neighbour end before it ends itself.
+                fault = Fault(rank, "died", "its process is gone")
+            faults.append(fault or self._unheard(rank, views[rank].is_stopped))
         return faults
+
+    def _unheard(self, rank: int, is_stopped: bool) -> Fault:
+        """The fault of a process that is there and does not answer."""
+        kind, detail = ("stopped", "a signal or a debugger holds it") if is_stopped else ("silent", "no answer in time")
+        return Fault(rank, kind, detail, trace=self._crew.stack(rank))
 
     def _describe(self, fault: Fault, seconds: float) -> str:
         what = {"died": "died", "raised": "raised", "stopped": "is stopped", "silent": "did not answer"}

@@ -50,6 +50,13 @@ def read_process(pid: int) -> tuple[str, int] | None:
     return fields[0], int(fields[19])
 
 
+def view(process: ProcessId) -> ProcessView:
+    """The state of a process of this machine."""
+    seen = read_process(process.pid)
+    same = seen is not None and seen[1] == process.start_ticks
+    return ProcessView(seen[0] if seen is not None and same else None)
+
+
 def own_process() -> ProcessId:
     """The process that this runs in."""
     seen = read_process(os.getpid())
@@ -57,8 +64,15 @@ def own_process() -> ProcessId:
     return ProcessId(os.getpid(), seen[1])
 
 
+class NodeLost(Exception):
+    """The agent still runs, and its node is no longer part of the cluster."""
+
+
 class NodeAgent:
     """Looks, reads and ends; it knows nothing of roles or batches."""
+
+    def __init__(self) -> None:
+        self._raylet = os.getppid()
 
     def describe(self) -> tuple[str, str]:
         """The node's name, and how its Ray authenticates its callers."""
@@ -69,13 +83,10 @@ class NodeAgent:
         return Path(path).is_file()
 
     def look(self, processes: list[ProcessId]) -> list[ProcessView]:
-        """The state of each process."""
-        views = []
-        for process in processes:
-            seen = read_process(process.pid)
-            same = seen is not None and seen[1] == process.start_ticks
-            views.append(ProcessView(seen[0] if seen is not None and same else None))
-        return views
+        """The state of each process. Where the node's raylet has died they are all gone: Ray ends them one by one."""
+        if os.getppid() != self._raylet:
+            return [ProcessView(None)] * len(processes)
+        return [view(process) for process in processes]
 
     def stack(self, process: ProcessId, log: str) -> str:
         """The Python stacks of a process, also of one that was stopped: it is woken to write them.
@@ -84,7 +95,7 @@ class NodeAgent:
         """
         path = stack_path(Path(log))
         before = path.stat().st_size if path.is_file() else 0
-        if self.look([process])[0].is_gone:
+        if view(process).is_gone:
             return "its process is gone"
         os.kill(process.pid, STACK_SIGNAL)
         os.kill(process.pid, signal.SIGCONT)
@@ -110,16 +121,17 @@ class NodeAgent:
         Ray asks a process to end itself, which one that is stopped or stuck in a collective never does.
         """
         deadline = time.monotonic() + _END_WAIT_S
-        while (running := self._running(processes)) and time.monotonic() < deadline:
+        while (running := [process for process in processes if not view(process).is_gone]) and (
+            time.monotonic() < deadline
+        ):
             time.sleep(0.02)
         for process in running:
             os.kill(process.pid, signal.SIGKILL)
 
-    def _running(self, processes: list[ProcessId]) -> list[ProcessId]:
-        return [process for process, view in zip(processes, self.look(processes), strict=True) if not view.is_gone]
-
     def out_of_memory_kills(self) -> int:
         """How many processes the kernel has killed on this node for lack of memory, since it booted."""
+        if os.getppid() != self._raylet:
+            raise NodeLost("the raylet of this node has died")
         for line in Path("/proc/vmstat").read_text().splitlines():
             name, _, count = line.partition(" ")
             if name == "oom_kill":
