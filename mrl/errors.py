@@ -102,6 +102,18 @@ class EngineError(MrlError):
     """Megatron asked for what it cannot do, or a model, layout and batch that do not fit each other."""
 
 
+class RolloutError(MrlError):
+    """A rollout engine that cannot do what is asked of it, or weights that did not reach it as they were sent."""
+
+
+class AuditFailed(MrlError):
+    """An identity that every right run keeps does not hold in this one."""
+
+
+class CheckpointError(MrlError):
+    """A checkpoint that is incomplete, damaged, or of another run."""
+
+
 class WireError(MrlError):
     """Bytes that are not a batch: truncated, of another format, or inconsistent."""
 

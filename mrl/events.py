@@ -90,6 +90,23 @@ class RanksReleased(Event, kind="ranks_released"):
 
 
 @dataclass(frozen=True)
+class ReplicaLost(Event, kind="replica_lost"):
+    """A rollout replica that died, hung or failed; its unfinished samples are generated again."""
+
+    replica: int
+    reason: str
+    num_unfinished: int
+
+
+@dataclass(frozen=True)
+class ReplicaServes(Event, kind="replica_serves"):
+    """A rollout replica that was new or late now holds the current weights."""
+
+    replica: int
+    weight_version: int
+
+
+@dataclass(frozen=True)
 class Retried(Event, kind="retried"):
     what: str
     attempt: int

@@ -1,22 +1,42 @@
-"""`mrl demo`: will train a small model; until the trainer exists it says so and fails."""
+"""`mrl demo`: train a small model on this machine, to see it work."""
 
 from __future__ import annotations
 
 import argparse
+import time
+from pathlib import Path
 
-import mrl
 from mrl.errors import SetupError
 
-EXAMPLE = "mrl demo"
+EXAMPLE = "mrl demo --algorithm grpo --tp 2 --pp 2"
+ALGORITHMS = ("ppo", "grpo", "rloo", "reinforce_plus_plus", "remax", "dapo")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`mrl demo` takes no arguments."""
+    """Seed, algorithm, layout, and where to put it."""
+    parser.add_argument("--seed", type=int, default=1, help="of the model and of all that is drawn (default 1)")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, default="ppo")
+    parser.add_argument("--tp", type=int, default=2, help="tensor parallel size of the actor (default 2)")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size of the actor (default 1)")
+    parser.add_argument("--steps", type=int, default=60, help="of reinforcement learning (default 60)")
+    parser.add_argument("--dir", help="a new directory for its files (default runs/demo-DATE)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Say that there is nothing to run yet."""
-    raise SetupError(
-        f"the trainer is not part of mrl {mrl.__version__} yet, so there is no demo to run",
-        fix="`mrl env` shows what works on this machine; README.md lists what stands today",
-    )
+    """0 if the model learnt what it should."""
+    directory = Path(arguments.dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
+    if directory.exists():
+        raise SetupError(f"{directory} exists already", fix="choose another --dir")
+    from mrl.observe.console import Console  # with what follows it loads torch and Ray
+    from mrl.trainer.demo import GOAL, WARM_START_AT_MOST, DemoSettings, run_demo
+
+    settings = DemoSettings(directory, arguments.seed, arguments.algorithm, arguments.tp, arguments.pp, arguments.steps)
+    result = run_demo(settings, Console(arguments.steps))
+    total = sum(result.seconds.values())
+    print(f"\n{100 * result.before:.1f} % before, {100 * result.after:.1f} % after, in {total / 60:.1f} minutes:")
+    for name, seconds in result.seconds.items():
+        print(f"  {name:<18} {seconds:6.1f} s")
+    print(f"next: mrl train {result.config} run.name=mine training.steps=100")
+    if not result.is_success:
+        print(f"goal missed: at most {100 * WARM_START_AT_MOST:.0f} % before and at least {100 * GOAL:.0f} % after")
+    return 0 if result.is_success else 1

@@ -21,6 +21,8 @@ VERBS = {
     "show": ("mrl.cli.show", "print the resolved configuration, the difference of two, or the schema"),
     "explain": ("mrl.cli.explain", "say what a configuration means: batch arithmetic, which rank is where"),
     "env": ("mrl.cli.env", "list versions and devices, and what of the stack works on this machine"),
+    "train": ("mrl.cli.train", "train a model as a configuration says"),
+    "report": ("mrl.cli.report", "write what a run did as one HTML file"),
     "demo": ("mrl.cli.demo", "train a small model on this machine, to see it work"),
 }
 QUICK_START = """\

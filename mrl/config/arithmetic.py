@@ -34,6 +34,16 @@ def updates_per_step(batch: BatchConfig) -> int:
     return samples_per_step(batch) // batch.samples_per_update * batch.epochs_per_step
 
 
+def needs_old_log_probs(config: Config) -> bool:
+    """Whether the policy moves between sampling and the last update of a step, or something else reads old log-probs.
+
+    With one update per step, the log-probs in that update are the old ones.
+    """
+    algorithm = config.algorithm
+    charged = algorithm.kl.where in ("reward", "both")
+    return updates_per_step(config.batch) > 1 or charged or algorithm.correction is not None
+
+
 def longest_sample_tokens(rollout: RolloutConfig) -> int:
     """Tokens of a sample whose prompt and response are both at their limit."""
     return rollout.max_prompt_tokens + rollout.max_response_tokens
@@ -66,4 +76,4 @@ def role_batch(config: Config, role: str) -> RoleBatch:
 
 def num_engines(config: Config) -> int:
     """Rollout engines on the actor's devices."""
-    return role_devices(config, "actor") // config.rollout.tp
+    return config.rollout.replicas or role_devices(config, "actor") // config.rollout.tp

@@ -55,7 +55,7 @@ def section_of(annotation: Any) -> type | None:
 def fields_of(section: type) -> Mapping[str, Key]:
     """The keys that stand directly in a section, with paths relative to it."""
     hints = get_type_hints(section, include_extras=True)
-    docs = _field_docs()[section.__name__]
+    docs = _field_docs(section)
     keys = {}
     for entry in dataclasses.fields(section):
         required = entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING
@@ -115,14 +115,11 @@ def describe_type(annotation: Any) -> str:
     return {int: "whole number", float: "number", bool: "true | false", str: "text", type(None): "null"}[annotation]
 
 
-@cache
-def _field_docs() -> dict[str, dict[str, str]]:
-    """Class -> field -> the docstring under it; Python keeps none of these at run time, so the source is read."""
-    docs: dict[str, dict[str, str]] = {}
-    for statement in ast.parse(inspect.getsource(schema)).body:
-        if isinstance(statement, ast.ClassDef):
-            docs[statement.name] = dict(_docs_of(statement))
-    return docs
+def _field_docs(section: type) -> dict[str, str]:
+    """Field -> the docstring under it; Python keeps none of these at run time, so the source is read."""
+    (statement,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(statement, ast.ClassDef), f"{section} is not written as a class"
+    return dict(_docs_of(statement))
 
 
 def _docs_of(statement: ast.ClassDef) -> Iterator[tuple[str, str]]:

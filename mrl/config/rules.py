@@ -110,12 +110,17 @@ def options_need_their_axis(config: Config) -> Iterator[Problem]:
             )
 
 
-def engines_fill_the_actors_pool(config: Config) -> Iterator[Problem]:
-    """The rollout engines share the actor's devices among them."""
+def engines_fit_the_actors_pool(config: Config) -> Iterator[Problem]:
+    """The rollout engines share the actor's devices among them: all of them, unless a number is given."""
+    tp, replicas = config.rollout.tp, config.rollout.replicas
     for role, devices in _placed(config):
-        if role == "actor" and devices % config.rollout.tp:
-            what = f"{config.rollout.tp} does not divide the {devices} devices of the actor's pool"
-            yield Problem("", "rollout.tp", what, nearest("rollout.tp", near_divisors(config.rollout.tp, devices)))
+        if role == "actor" and replicas is None and devices % tp:
+            what = f"{tp} does not divide the {devices} devices of the actor's pool"
+            yield Problem("", "rollout.tp", what, nearest("rollout.tp", near_divisors(tp, devices)))
+        elif role == "actor" and replicas is not None and replicas * tp > devices:
+            what = f"{replicas} engines of {tp} devices do not fit on the {devices} devices of the actor's pool"
+            fix = f"rollout.replicas={devices // tp}" if devices >= tp else f"rollout.tp={devices}"
+            yield Problem("", "rollout.replicas", what, fix)
 
 
 def steps_split_over_ranks(config: Config) -> Iterator[Problem]:
@@ -182,6 +187,24 @@ def critic_serves_the_advantage(config: Config) -> Iterator[Problem]:
         )
 
 
+def settings_have_what_they_need(config: Config) -> Iterator[Problem]:
+    """A setting that some other section makes possible is not given without it."""
+    algorithm, kl = config.algorithm, config.algorithm.kl
+    if config.training.critic_warmup_steps and config.critic is None:
+        key = "training.critic_warmup_steps"
+        yield Problem("", key, "there is no critic to warm up", f"{key}=0")
+    if kl.target is not None and kl.where not in ("reward", "both"):
+        yield Problem("", "algorithm.kl.target", "steers the KL in the reward, and there is none", "kl.where=reward")
+    if algorithm.dynamic_sampling is not None and config.batch.samples_per_prompt == 1:
+        key = "algorithm.dynamic_sampling"
+        yield Problem("", key, "compares the samples of a prompt, and there is one", "batch.samples_per_prompt=8")
+    if algorithm.overlong and algorithm.overlong.buffer_tokens > config.rollout.max_response_tokens:
+        key, most = "algorithm.overlong.buffer_tokens", config.rollout.max_response_tokens
+        yield Problem("", key, f"the buffer is longer than the longest response, {most}", f"{key}={most // 4 or 1}")
+    if config.validation.every and not config.data.validation:
+        yield Problem("", "validation.every", "data.validation names no source", "add one, or validation.every=0")
+
+
 def _placed(config: Config) -> Iterator[tuple[str, int]]:
     """The roles that have a pool, with its devices."""
     for role in config.trained_roles():
@@ -211,9 +234,10 @@ RULES: tuple[Rule, ...] = (
     layouts_fit_their_pools,
     tensor_parallel_stays_in_a_node,
     options_need_their_axis,
-    engines_fill_the_actors_pool,
+    engines_fit_the_actors_pool,
     steps_split_over_ranks,
     updates_split_the_step,
     samples_fit_a_micro_batch,
     critic_serves_the_advantage,
+    settings_have_what_they_need,
 )

@@ -1,33 +1,65 @@
-"""The directory of a run: made once, readable by its owner alone, with the resolved configuration in it."""
+"""The directory of a run: readable by its owner alone, used by one process at a time, with the configuration in it."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mrl.config.load import Resolved
 from mrl.config.render import render
 from mrl.errors import ConfigError, Problem
 
+CHECKPOINTS = "checkpoints"
 
-def create_run_directory(resolved: Resolved) -> Path:
-    """Make `run.dir/run.name` with config.yaml and logs/ in it. A directory that holds anything is refused."""
+
+@contextmanager
+def open_run_directory(resolved: Resolved) -> Iterator[Path]:
+    """`run.dir/run.name` for the length of a run: a new one, or one whose checkpoints the run goes on from."""
     run = resolved.config.run
     directory = Path(run.dir, run.name)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if any(directory.iterdir()):
-            fix = "choose another run.name or run.dir, or move that directory away"
-            raise ConfigError([Problem(str(directory), "run.name", "this directory holds a run already", fix)])
+        lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _cannot_be_made(directory, error) from error
+    try:
+        _hold(lock, directory)
+        _prepare(resolved, directory)
+        yield directory
+    finally:
+        os.close(lock)
+
+
+def _hold(lock: int, directory: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        what, fix = "another process is running this run", "wait for it, or choose another run.name or run.dir"
+        raise ConfigError([Problem(str(directory), "run.name", what, fix)]) from error
+
+
+def _prepare(resolved: Resolved, directory: Path) -> None:
+    goes_on = resolved.config.training.resume == "auto" and any(directory.glob(f"{CHECKPOINTS}/step-*"))
+    others = [path for path in directory.iterdir() if path.name != ".lock"]
+    if others and not goes_on:
+        fix = "choose another run.name or run.dir, or move that directory away"
+        what = "this directory holds something already, and no checkpoint to go on from"
+        raise ConfigError([Problem(str(directory), "run.name", what, fix)])
+    try:
         directory.chmod(0o700)  # mkdir's mode is cut by the umask, and the directory may have been there, empty
-        (directory / "logs").mkdir()
+        (directory / "logs").mkdir(exist_ok=True)
         (directory / "logs").chmod(0o700)
-        # O_EXCL: of two runs that start at once with the same name, one stops here.
-        config = os.open(directory / "config.yaml", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        config = os.open(directory / "config.yaml", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(config, "w", encoding="utf-8") as file:
             os.fchmod(config, 0o600)
             file.write(render(resolved))
     except OSError as error:
-        what = f"the run directory cannot be made: {error.strerror}"
-        raise ConfigError([Problem(error.filename or str(directory), "run.dir", what)]) from error
-    return directory
+        raise _cannot_be_made(directory, error) from error
+
+
+def _cannot_be_made(directory: Path, error: OSError) -> ConfigError:
+    what = f"the run directory cannot be made: {error.strerror}"
+    return ConfigError([Problem(error.filename or str(directory), "run.dir", what)])

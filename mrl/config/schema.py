@@ -6,78 +6,12 @@ The dataclasses below are schema, defaults and documentation at once: the docstr
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-
-@dataclass(frozen=True)
-class AtLeast:
-    """A number that must not be smaller than `minimum`."""
-
-    minimum: int
-
-    def __str__(self) -> str:
-        return f"at least {self.minimum}"
-
-    def allows(self, value: Any) -> bool:
-        """Whether `value` is in the range."""
-        return bool(value >= self.minimum)
-
-
-@dataclass(frozen=True)
-class MoreThan:
-    """A number that must be greater than `bound`."""
-
-    bound: int
-
-    def __str__(self) -> str:
-        return f"more than {self.bound}"
-
-    def allows(self, value: Any) -> bool:
-        """Whether `value` is in the range."""
-        return bool(value > self.bound)
-
-
-@dataclass(frozen=True)
-class Within:
-    """A number in a range, bounds included."""
-
-    minimum: int
-    maximum: int
-
-    def __str__(self) -> str:
-        return f"from {self.minimum} to {self.maximum}"
-
-    def allows(self, value: Any) -> bool:
-        """Whether `value` is in the range."""
-        return bool(self.minimum <= value <= self.maximum)
-
-
-@dataclass(frozen=True)
-class Matching:
-    """Text of one form; `description` says which in words."""
-
-    pattern: str
-    description: str
-
-    def __str__(self) -> str:
-        return self.description
-
-    def allows(self, value: Any) -> bool:
-        """Whether `value` has the form."""
-        return re.fullmatch(self.pattern, value) is not None
-
-
-Count = Annotated[int, AtLeast(1)]
-NotNegative = Annotated[int, AtLeast(0)]
-Seconds = Annotated[float, MoreThan(0)]
-Share = Annotated[float, MoreThan(0)]
-Proportion = Annotated[float, Within(0, 1)]
-Text = Annotated[str, Matching(r"(?=.*\S)[^\x00-\x1f\x7f]+", "one line of text")]
-PlainName = Annotated[
-    str, Matching(r"[A-Za-z0-9][A-Za-z0-9._-]*", "a name of letters, digits, dots, dashes and underscores")
-]
+from mrl.config.algorithm import AlgorithmConfig
+from mrl.config.bounds import AtLeast, Count, NotNegative, PlainName, Proportion, Seconds, Share, Text
+from mrl.config.training import SyncConfig, TrainingConfig, ValidationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,23 +72,8 @@ class ModelConfig:
 
     path: Text
     """A directory in Hugging Face format, or the name of a model on the hub (`organisation/name`)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KlConfig:
-    """How the policy is kept near the reference model."""
-
-    where: Literal["none", "reward", "loss", "both"] = "none"
-    """Where the divergence is charged. Anything but `none` keeps a reference model beside the actor."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
-    """What is learnt from the samples."""
-
-    advantage: Text
-    """Advantage estimator: a known name such as `gae` or `grpo`, or your own as `package.module:attribute`."""
-    kl: KlConfig = field(default_factory=KlConfig)
+    critic: Text | None = None
+    """The same for the critic, with a value head (`score.weight`); null starts from `path` with a new head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,11 +147,22 @@ class RolloutConfig:
     """How samples are generated: vLLM engines on the actor's devices."""
 
     tp: Count = 1
-    """Tensor parallel size of one engine; the actor's pool holds as many engines as fit."""
+    """Tensor parallel size of one engine."""
+    replicas: Count | None = None
+    """Number of engines; null takes as many as fit on the actor's devices."""
+    engine: Text = "vllm"
+    """`vllm`, or `transformers`, which is slow and simple, for comparison; or your own as `package.module:class`."""
     max_prompt_tokens: Count
     """Longest prompt."""
     max_response_tokens: Count
     """Longest response."""
+    temperature: Share = 1.0
+    """What logits are divided by before sampling; training uses the same."""
+    top_p: Share = 1.0
+    """Sample among the likeliest tokens that have this probability together; below 1, the sampled distribution is not
+    the trained one, which is warned of."""
+    top_k: NotNegative = 0
+    """Sample among this many likeliest tokens; 0 means all. The same warning holds."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Passed on to vLLM's engine arguments."""
 
@@ -347,6 +277,9 @@ class Config:
     critic: TrainedModelConfig | None = None
     """The value model; null where the advantage needs none."""
     rollout: RolloutConfig
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    training: TrainingConfig
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
 
     def trained_roles(self) -> dict[str, TrainedModelConfig]:
         """The roles that Megatron trains, by name."""

@@ -15,7 +15,7 @@ if "ray" not in sys.modules:
 
 from mrl.controller.cluster import ray_cluster
 from mrl.controller.dispatch import Dispatch, register
-from mrl.controller.resource_pool import RayResourcePool, ResourcePoolManager
+from mrl.controller.resource_pool import RayResourcePool, ResourcePoolManager, Seats
 from mrl.controller.worker import Place, Worker
 from mrl.controller.worker_group import DataProtoFuture, RayClassWithInitArgs, RayWorkerGroup, RunContext
 
@@ -28,6 +28,7 @@ __all__ = [
     "RayWorkerGroup",
     "ResourcePoolManager",
     "RunContext",
+    "Seats",
     "Worker",
     "ray_cluster",
     "register",

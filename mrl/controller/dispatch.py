@@ -34,20 +34,24 @@ class MethodSpec:
     dispatch: Dispatch
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    """Columns that it reads where they are there."""
 
 
 def register(
-    dispatch: Dispatch, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()
+    dispatch: Dispatch, reads: tuple[str, ...] = (), writes: tuple[str, ...] = (), optional: tuple[str, ...] = ()
 ) -> Callable[[Method], Method]:
     """Let a worker's method be called through its group.
 
-    A group ships only the columns in `reads` and accepts only those in `writes`, so both are promises that are kept.
+    A group ships only the columns in `reads` and `optional` and accepts only those in `writes`, so these are promises
+    that are kept. Optional ones are for columns that some algorithms have and others do not.
     """
-    if (reads or writes) and dispatch is not Dispatch.DATA_PARALLEL:
+    if (reads or writes or optional) and dispatch is not Dispatch.DATA_PARALLEL:
         raise ValueError(f"only DATA_PARALLEL methods read and write columns, not {dispatch.name}")
 
     def mark(method: Method) -> Method:
-        setattr(method, _SPEC_ATTRIBUTE, MethodSpec(method.__name__, dispatch, tuple(reads), tuple(writes)))
+        spec = MethodSpec(method.__name__, dispatch, tuple(reads), tuple(writes), tuple(optional))
+        setattr(method, _SPEC_ATTRIBUTE, spec)
         return method
 
     return mark

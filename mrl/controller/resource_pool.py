@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,18 @@ class Device:
     group: PlacementGroup
     bundle: int
     node_id: str
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Where a group's processes run: the device of each rank, and the part of it that each process claims of Ray."""
+
+    devices: Sequence[Device]
+    share: float
+    of: str
+    """The pool in words, for messages."""
+    gpus_by_name: str = ""
+    """The GPUs that a process sees, where it is to see others than the one it claims."""
 
 
 class RayResourcePool:
@@ -119,11 +132,13 @@ class ResourcePoolManager:
             raise PlacementError(f'no pool is given for role "{role}"', fix=did_you_mean(role, roles))
         return self.pools[roles[role]]
 
-    def device_share(self, role: str) -> float:
-        """What part of a device one process of this role may claim, so that all roles of its pool fit on it."""
-        pool = self.get_resource_pool(role).name
-        num_roles = sum(other == pool for other in self._placement.roles.values())
-        return int(1000 / num_roles) / 1000  # rounded down: three thirds must not come out above one device
+    def seats(self, role: str) -> Seats:
+        """Every device of a role's pool, shared with the other roles and, where the actor is, with the engines."""
+        pool = self.get_resource_pool(role)
+        at_home = [other for other, name in self._placement.roles.items() if name == pool.name]
+        num_sharing = len(at_home) + ("actor" in at_home)
+        share = int(1000 / num_sharing) / 1000  # rounded down: three thirds must not come out above one device
+        return Seats(pool.devices, share, pool.describe())
 
     def node(self, node_id: str) -> NodeView:
         """The view of a node that has devices of some pool."""

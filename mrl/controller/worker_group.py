@@ -20,7 +20,7 @@ from mrl.config.schema import DeadlinesConfig
 from mrl.controller.call import Call
 from mrl.controller.crew import Crew, Member
 from mrl.controller.dispatch import Dispatch, MethodSpec
-from mrl.controller.resource_pool import Device, ResourcePoolManager
+from mrl.controller.resource_pool import Device, ResourcePoolManager, Seats
 from mrl.controller.transport import plan_shard, unpack_answer
 from mrl.controller.worker_host import Hello, StartOrder, WorkerHost
 from mrl.errors import BatchError, PlacementError, WorkerError, WorkerSilent, did_you_mean
@@ -77,17 +77,19 @@ class GroupMethod:
 
 
 class RayWorkerGroup:
-    """One role's workers, a process per rank on the devices of its pool.
+    """One role's workers, a process per rank on the devices of its pool, or on the seats that it is given.
 
     Methods that the worker class registered are methods of the group. Several groups may share a pool; each
     process then claims a share of its device.
     """
 
-    def __init__(self, role: str, worker: RayClassWithInitArgs, mesh: Mesh, context: RunContext) -> None:
+    def __init__(
+        self, role: str, worker: RayClassWithInitArgs, mesh: Mesh, context: RunContext, seats: Seats | None = None
+    ) -> None:
         began = time.monotonic()
-        pool = self._pool = context.resources.get_resource_pool(role)
-        if pool.num_devices != mesh.world_size:
-            raise PlacementError(f"{role}'s layout has {mesh.world_size} ranks, but {pool.describe()}")
+        self._seats = seats or context.resources.seats(role)
+        if len(self._seats.devices) != mesh.world_size:
+            raise PlacementError(f"{role}'s layout has {mesh.world_size} ranks, but {self._seats.of}")
         self.role = role
         self.mesh = mesh
         self._context = context
@@ -95,7 +97,7 @@ class RayWorkerGroup:
         self._speakers = sorted(filter(mesh.holds_answer, range(mesh.world_size)), key=self._shard_of_rank.__getitem__)
         """The ranks that answer for shard 0, 1, ..., in that order."""
         self._crew = Crew(role, mesh, context.run_directory, context.events, context.deadlines)
-        self._actors = [self._make_actor(device, context.resources.device_share(role)) for device in pool.devices]
+        self._actors = [self._make_actor(device) for device in self._seats.devices]
         hellos = self._greet()
         nodes = [context.resources.node(hello.node_id) for hello in hellos]
         self._crew.join(
@@ -149,7 +151,7 @@ class RayWorkerGroup:
 
     def _submit_shards(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProtoFuture[Any]:
         shards = self._shards(spec, args)
-        plans = [plan_shard(shard, spec.reads) for shard in shards]
+        plans = [plan_shard(shard, list(shard.columns())) for shard in shards]
         answers: dict[int, ObjectRef] = {}
         bundles: dict[int, ObjectRef] = {}
         for rank, actor in enumerate(self._actors):
@@ -173,8 +175,7 @@ class RayWorkerGroup:
         """The batch as one piece per data-parallel rank: cut evenly, or as the caller has cut it."""
         given = args[0] if args else None
         if isinstance(given, DataProto):
-            self._check_columns(spec, given)
-            return given.select(*spec.reads).chunk(self.mesh.dp)
+            return self._read_columns(spec, given).chunk(self.mesh.dp)
         if not isinstance(given, list) or not all(isinstance(piece, DataProto) for piece in given):
             raise BatchError(
                 f"{spec.name} takes a DataProto first, or a list with one per data-parallel rank, "
@@ -184,17 +185,16 @@ class RayWorkerGroup:
             raise BatchError(
                 f"{spec.name} got {len(given)} shards, but {self.role} has data-parallel size {self.mesh.dp}"
             )
-        for piece in given:
-            self._check_columns(spec, piece)
-        return [piece.select(*spec.reads) for piece in given]
+        return [self._read_columns(spec, piece) for piece in given]
 
-    def _check_columns(self, spec: MethodSpec, batch: DataProto) -> None:
+    def _read_columns(self, spec: MethodSpec, batch: DataProto) -> DataProto:
         present = batch.columns()
         if missing := [name for name in spec.reads if name not in present]:
             raise BatchError(
                 f"{spec.name} needs `{missing[0]}`; nobody wrote it",
                 fix=f"columns now: {', '.join(present) or 'none'}",
             )
+        return batch.select(*spec.reads, *(name for name in spec.optional if name in present))
 
     def _check_one_per_rank(self, method: str, arguments: list[Any]) -> None:
         for argument in arguments:
@@ -209,12 +209,11 @@ class RayWorkerGroup:
     ) -> DataProtoFuture[Any]:
         return DataProtoFuture(Call(self._crew, spec.name, references, self._context.deadlines.call_s), collect)
 
-    def _make_actor(self, device: Device, share: float) -> Any:
-        claims = (
-            {"num_cpus": share}
-            if device.group.bundle_specs[0].get("GPU") is None
-            else {"num_cpus": share, "num_gpus": share}
-        )
+    def _make_actor(self, device: Device) -> Any:
+        claims = {"num_cpus": self._seats.share}
+        # A process that sees GPUs by name claims none: Ray would hide the others from it.
+        if device.group.bundle_specs[0].get("GPU") is not None and not self._seats.gpus_by_name:
+            claims["num_gpus"] = self._seats.share
         strategy = PlacementGroupSchedulingStrategy(device.group, placement_group_bundle_index=device.bundle)
         return ray.remote(WorkerHost).options(**claims, scheduling_strategy=strategy, max_restarts=0).remote()
 
@@ -236,7 +235,7 @@ class RayWorkerGroup:
             ) from error
 
     def _is_on_one_node(self) -> bool:
-        return len({device.node_id for device in self._pool.devices}) == 1
+        return len({device.node_id for device in self._seats.devices}) == 1
 
     def _start(self, worker: RayClassWithInitArgs, hellos: list[Hello]) -> dict[str, MethodSpec]:
         """Make the workers, all at once."""
@@ -252,6 +251,8 @@ class RayWorkerGroup:
                 "MASTER_ADDR": hellos[0].address,
                 "MASTER_PORT": str(hellos[0].port),
             }
+            if self._seats.gpus_by_name:
+                environment["CUDA_VISIBLE_DEVICES"] = self._seats.gpus_by_name
             if self._is_on_one_node():
                 environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
             order = StartOrder(

@@ -19,6 +19,7 @@ from mrl.data.packing import PackingRules
 from mrl.engine import weights
 from mrl.engine.loss import LossFunction, LossInput, Scores
 from mrl.engine.model import ModelRequest, build_chunks, transformer_config
+from mrl.engine.offload import DeviceMemory
 from mrl.engine.optimizer import Optimizer, StepOutcome
 from mrl.engine.packed_rows import MicroBatch, TokenRows, concat, pack
 from mrl.engine.parallel import Groups
@@ -45,6 +46,9 @@ class EngineRequest:
 
 class MegatronEngine:
     """Every method is called on all ranks of the layout, with the rows of this rank's data-parallel shard."""
+
+    memory: DeviceMemory
+    """What is on the device; there is nothing before `load`."""
 
     def __init__(self, request: EngineRequest, groups: Groups) -> None:
         self.request, self.groups = request, groups
@@ -75,10 +79,12 @@ class MegatronEngine:
         weights.load(self.models, reader, request.spec, request.head, self.groups)
         if request.trained:
             self.optimizer = Optimizer(self.models, self.request.settings)
+        self.memory = DeviceMemory(self.models, self.optimizer, self.groups.device)
 
     @torch.no_grad()
     def forward(self, rows: TokenRows, micro_batches: Sequence[Rows], scores: ScoreRequest) -> Scores | None:
         """Scores of all response tokens in row order; None on ranks that are not on the last stage."""
+        self.memory.need("parameters")
         for model in self.models:
             model.eval()
         packed = self._pack(rows, micro_batches)
@@ -95,6 +101,7 @@ class MegatronEngine:
 
         Empty on ranks that are not on the last stage.
         """
+        self.memory.need("parameters", "gradients")
         for model in self.models:
             model.train()
         packed = self._pack(rows, micro_batches)
@@ -106,10 +113,15 @@ class MegatronEngine:
         self, rows: TokenRows, micro_batches: Sequence[Rows], loss: LossFunction, scores: ScoreRequest
     ) -> tuple[dict[str, float], StepOutcome]:
         """One optimizer step on these rows."""
-        assert self.optimizer is not None, "an engine that is not trained was asked for an update"
+        self.memory.check("parameters", "gradients", "optimizer")
+        assert self.optimizer is not None, "only a trained engine has an optimizer"
         self.optimizer.zero_grad()
         reports = self.forward_backward(rows, micro_batches, loss, scores)
-        return reports, self.optimizer.step()
+        self.memory.need("optimizer")
+        outcome = self.optimizer.step()
+        if outcome.applied:
+            self.memory.changed()
+        return reports, outcome
 
     def _pack(self, rows: TokenRows, micro_batches: Sequence[Rows]) -> list[MicroBatch]:
         return [pack(rows.take(index), self.groups.cut, self.groups.device) for index in micro_batches]

@@ -35,6 +35,14 @@ class StepOutcome:
     applied: bool
 
 
+@dataclass(frozen=True)
+class OwnedState:
+    """A data-parallel rank's run of a parameter's elements: where it starts, its weights ("param") and its moments."""
+
+    start: int
+    state: dict[str, Tensor]
+
+
 class Optimizer:
     """Gradient buffers, optimizer state and learning rate of one model."""
 
@@ -43,6 +51,8 @@ class Optimizer:
         ddp_config = DistributedDataParallelConfig(
             **{"use_distributed_optimizer": True, "grad_reduce_in_fp32": True} | settings.ddp
         )
+        if not ddp_config.use_distributed_optimizer:
+            raise EngineError("ddp.use_distributed_optimizer is false; the engine needs it", fix="remove the setting")
         self.chunks = [
             DistributedDataParallel(
                 chunk.config,
@@ -58,7 +68,7 @@ class Optimizer:
             **{
                 "params_dtype": dtype,
                 "bf16": dtype is torch.bfloat16,
-                "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+                "use_distributed_optimizer": True,
             }
             | settings.optimizer
         )
@@ -74,7 +84,8 @@ class Optimizer:
 
     @property
     def _parts(self) -> list[Any]:
-        return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
+        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [part for part in parts if not part.is_stub_optimizer]
 
     @property
     def learning_rate(self) -> float:
@@ -104,6 +115,68 @@ class Optimizer:
         self.schedule.step(1)
         return StepOutcome(grad_norm, learning_rate, applied=True)
 
+    # --- what there is beside a step: for offload and checkpoints ---------------------------------------------------
+
+    @property
+    def buffers(self) -> list[Any]:
+        """Megatron's flat buffers: `param_data` and `grad_data` of all parameters of this rank."""
+        return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    def state_tensors(self) -> list[Tensor]:
+        """All tensors that only the optimizer holds: float32 weights where the model's own are not, and moments."""
+        weights = [
+            tensor
+            for part in self._parts
+            for group in part.shard_fp32_from_float16_groups
+            for tensor in group
+            if tensor is not None
+        ]
+        states = [state for part in self._parts for state in part.optimizer.state.values()]
+        return weights + [tensor for state in states for tensor in state.values() if _is_of_elements(tensor)]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were applied."""
+        return int(self.schedule.num_steps)
+
+    def owned(self, parameter: Tensor) -> OwnedState | None:
+        """What this rank owns of one of the model's parameters; moments come into being with the first step."""
+        for part in self._parts:
+            if parameter in part.model_param_gbuf_map:
+                tensors = part._get_main_param_and_optimizer_states(parameter)
+                start = part._get_model_param_range_map(parameter)["param"].start
+                return OwnedState(start, {name: x for name, x in tensors.items() if _is_of_elements(x)})
+        return None
+
+    @torch.no_grad()
+    def set_owned(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
+        """Put back what `owned` gave."""
+        (part,) = (part for part in self._parts if parameter in part.model_param_gbuf_map)
+        present = part._get_main_param_and_optimizer_states(parameter)
+        part._set_main_param_and_optimizer_states(parameter, present | state)
+
+    def begin_at(self, num_steps: int) -> None:
+        """Make room for the moments of a run that has applied so many steps, and set the schedule to that point."""
+        for part in self._parts:
+            if num_steps == 0:
+                part.optimizer.state.clear()
+                continue
+            groups = part.optimizer.state_dict()["param_groups"]
+            part.load_state_dict({"optimizer": {"param_groups": [group | {"step": num_steps} for group in groups]}})
+            for state in part.optimizer.state.values():
+                if "step" in state:  # Megatron has given all of torch's Adam one and the same counter
+                    state["step"] = state["step"].clone()
+        self.schedule.num_steps = 0
+        self.schedule.step(num_steps)
+
+    @torch.no_grad()
+    def weights_from_owned(self) -> None:
+        """The model's parameters from the float32 weights that the ranks own, as after a step."""
+        for part in self._parts:
+            part._copy_main_params_to_model_params()
+        for chunk in self.chunks:
+            chunk.start_param_sync(force_sync=True)
+
     def _skip(self, grad_norm: float) -> None:
         self.num_skipped += 1
         self.num_skipped_in_a_row += 1
@@ -119,6 +192,10 @@ class Optimizer:
                 f"{len(here)} gradients are not finite: {', '.join(here[:8]) or 'none'}",
                 fix="look at the loss and its inputs; a smaller learning rate or a tighter clip_grad may help",
             )
+
+
+def _is_of_elements(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.ndim > 0  # torch's Adam counts its steps in a tensor without axes
 
 
 def _add_up_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:

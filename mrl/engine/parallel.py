@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import distributed_c10d
 
 from mrl.config.mesh import Coordinates, Mesh
 from mrl.config.schema import ParallelConfig
@@ -55,6 +56,7 @@ def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[Groups]:
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         cpu_standin.install()
+    groups_before = set(distributed_c10d._world.pg_map)
     mesh = Mesh(torch.distributed.get_world_size(), parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
@@ -79,3 +81,6 @@ def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[Groups]:
         )
     finally:
         parallel_state.destroy_model_parallel()
+        # Megatron only forgets its groups; each of them has threads that poll for ever.
+        for group in set(distributed_c10d._world.pg_map) - groups_before:
+            torch.distributed.destroy_process_group(group)

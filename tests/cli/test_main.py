@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -124,6 +125,6 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert finished.stderr == ""
 
 
-def test_demo_pretends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo"]) == 1
-    assert "the trainer is not part of mrl" in capsys.readouterr().err
+def test_a_demo_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--dir", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"{tmp_path} exists already\n  fix: choose another --dir\n"

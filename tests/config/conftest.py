@@ -35,6 +35,7 @@ critic:
   max_tokens_per_device: 1024
 data: {train: {sums: {dataset: "toy:addition"}}}
 reward: {functions: {answer: {name: gsm8k}}}
+training: {steps: 10}
 rollout:
   max_prompt_tokens: 256
   max_response_tokens: 256

@@ -56,7 +56,7 @@ def test_origins_name_file_line_and_command_line(valid: str, write: Write) -> No
     assert origin(resolved, "cluster.nodes") == "default"
     assert origin(resolved, "batch.epochs_per_step") == "command line"
     assert origin(resolved, "rollout.tp") == "command line"
-    assert origin(resolved, "rollout.max_prompt_tokens") == "run.yaml:29"
+    assert origin(resolved, "rollout.max_prompt_tokens") == "run.yaml:30"
 
 
 def test_a_chain_of_files(valid: str, write: Write) -> None:

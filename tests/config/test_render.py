@@ -41,10 +41,31 @@ placement:
     actor: train                                 # run.yaml:9
 model:
   path: tiny/model                               # run.yaml:11
+  critic: null                                   # default
 algorithm:
   advantage: grpo                                # command line
+  gamma: 1.0                                     # default
+  lam: 1.0                                       # default
+  whiten: true                                   # default
   kl:
     where: loss                                  # run.yaml:14
+    coef: 0.001                                  # default
+    in_reward: k1                                # default
+    in_loss: k3                                  # default
+    target: null                                 # default
+    horizon_samples: 10000                       # default
+  loss:
+    policy: ppo                                  # default
+    aggregation: token-mean                      # default
+    horizon_tokens: null                         # default
+    clip_low: 0.2                                # default
+    clip_high: 0.2                               # default
+    dual_clip: 3.0                               # default
+    entropy_coef: 0.0                            # default
+    value_clip: 0.5                              # default
+  dynamic_sampling: null                         # default
+  overlong: null                                 # default
+  correction: null                               # default
 data:
   train:
     sums:
@@ -107,9 +128,34 @@ actor:
 critic: null                                     # command line
 rollout:
   tp: 1                                          # default
-  max_prompt_tokens: 256                         # run.yaml:29
-  max_response_tokens: 256                       # run.yaml:30
+  replicas: null                                 # default
+  max_prompt_tokens: 256                         # run.yaml:30
+  max_response_tokens: 256                       # run.yaml:31
+  temperature: 1.0                               # default
+  top_p: 1.0                                     # default
+  top_k: 0                                       # default
   vllm: {}                                       # default
+sync:
+  offload: true                                  # default
+  bucket_bytes: 268435456                        # default
+  probe_every: 1                                 # default
+  probe_tolerance: 0.02                          # default
+training:
+  steps: 10                                      # run.yaml:28
+  seed: 0                                        # default
+  critic_warmup_steps: 0                         # default
+  save_every: 0                                  # default
+  keep: 2                                        # default
+  resume: auto                                   # default
+  time_limit_s: null                             # default
+  samples_every: 1                               # default
+validation:
+  every: 0                                       # default
+  first: true                                    # default
+  samples_per_prompt: 1                          # default
+  temperature: 1.0                               # default
+  top_p: 1.0                                     # default
+  solved_at: 1.0                                 # default
 """
     )
 

@@ -10,7 +10,7 @@ import pytest
 
 from mrl.config.load import Resolved, load_config
 from mrl.config.render import render, render_difference
-from mrl.config.run_directory import create_run_directory
+from mrl.config.run_directory import open_run_directory
 from mrl.errors import ConfigError
 
 CANARY = "canary-5up3r-hidden"
@@ -18,7 +18,8 @@ Write = Callable[..., str]
 
 
 def everything_written(resolved: Resolved, other: Resolved) -> str:
-    directory = create_run_directory(resolved)
+    with open_run_directory(resolved) as directory:
+        pass
     files = [path for path in directory.rglob("*") if path.is_file()]
     written = "".join(path.read_text() for path in files) + "".join(str(path) for path in directory.rglob("*"))
     return written + render(resolved) + render_difference(other, resolved) + "".join(resolved.warnings)

@@ -1,0 +1,156 @@
+"""The way that other trainers take, for comparison: every rank gathers every tensor of the model and cuts its part out.
+
+One parameter after another: broadcast over the pipeline stages, gathered over the tensor ranks (over the expert ranks
+for an expert), put together as Hugging Face tensors, handed over in buckets, and there cut into the worker's parameters.
+It is the quickest form of that way: tables are looked up before the clock starts, two buckets take turns, and what
+arrives is believed. Nothing else but the digests is spared against `mrl.hybrid`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.config.mesh import Mesh
+from mrl.hybrid.layout import Planner
+from mrl.models.hf_reader import slices
+from mrl.models.layout import RankPlace
+from mrl.models.parameters import Box
+from mrl.models.rollout_table import rollout_tensors
+from mrl.models.table import Shard, hf_tensors, shards_of
+from mrl.rollout.handover import ALIGNMENT_BYTES, HandoverReceiver, HandoverSender, Placed
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of one stage, as the ranks that split it hold it."""
+
+    stage: int
+    shards: list[Shard]
+    """One of each rank of the group that is gathered over."""
+
+
+class GatherEverything:
+    """The whole model on every rank, tensor by tensor."""
+
+    def __init__(self, planner: Planner, mesh: Mesh, rank: int, bucket_bytes: int) -> None:
+        size = mesh.world_size // mesh.pp
+        self._stage = rank // size
+        self._sources = [rank % size + stage * size for stage in range(mesh.pp)]
+        self._pipeline = _own_group(rank, [list(range(first, mesh.world_size, size)) for first in range(size)])
+        self._tensor = _own_group(rank, _blocks(mesh.world_size, mesh.tp))
+        self._expert = _own_group(rank, _blocks(mesh.world_size, mesh.ep * mesh.etp))
+        self._parameters = list(_parameters(planner, mesh))
+        self._shapes = hf_tensors(planner.spec, "lm")
+        self._slot_bytes = max(bucket_bytes, 4 * max(map(math.prod, self._shapes.values())) + ALIGNMENT_BYTES)
+
+    def run(self, held: dict[tuple[int, str], Tensor], channel: Path) -> int:
+        """One round; the bytes that this rank received."""
+        sender = HandoverSender(channel, self._slot_bytes, torch.device("cpu"))
+        sender.begin(1)
+        slot, placed, end, num_bytes = sender.slot(), [], 0, 0
+        for parameter in self._parameters:
+            parts, received = self._gather(parameter, held)
+            num_bytes += received
+            for name, tensor in self._whole(parameter, parts).items():
+                if end + tensor.nbytes > self._slot_bytes:
+                    sender.send(slot, placed)
+                    slot, placed, end = sender.slot(), [], 0
+                placed.append(Placed(name, tensor.dtype, tuple(tensor.shape), end))
+                placed[-1].view(slot.buffer).copy_(tensor)
+                end += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        sender.send(slot, placed)
+        sender.end()
+        sender.close()
+        return num_bytes
+
+    def _gather(self, parameter: Parameter, held: dict[tuple[int, str], Tensor]) -> tuple[list[Tensor], int]:
+        first, num_bytes = parameter.shards[0], 0
+        tensor = torch.empty(first.shape, dtype=next(iter(held.values())).dtype)
+        if parameter.stage == self._stage:
+            tensor.copy_(held[first.chunk, first.name])
+        if len(self._sources) > 1:
+            dist.broadcast(tensor, self._sources[parameter.stage], group=self._pipeline)
+            num_bytes += tensor.nbytes if parameter.stage != self._stage else 0
+        parts = [tensor]
+        if len(parameter.shards) > 1:
+            parts = [torch.empty_like(tensor) for _ in parameter.shards]
+            dist.all_gather(parts, tensor, group=self._expert if first.expert else self._tensor)
+            num_bytes += tensor.nbytes * (len(parts) - 1)
+        return parts, num_bytes
+
+    def _whole(self, parameter: Parameter, parts: list[Tensor]) -> dict[str, Tensor]:
+        whole: dict[str, Tensor] = {}
+        for shard, part in zip(parameter.shards, parts, strict=True):
+            for piece in shard.pieces:
+                if piece.hf not in whole:
+                    whole[piece.hf] = torch.empty(self._shapes[piece.hf], dtype=part.dtype)
+                whole[piece.hf][slices(piece.source)] = part[slices(piece.target)]
+        return whole
+
+
+class LoadingStandIn(threading.Thread):
+    """A worker that cuts its parameters out of whole tensors, as vLLM's loaders do."""
+
+    def __init__(self, path: Path, num_rounds: int, planner: Planner, tp_rank: int) -> None:
+        super().__init__(daemon=True)
+        self._receiver, self._num_rounds = HandoverReceiver(path), num_rounds
+        fused = rollout_tensors(planner.spec, planner.rollout.sizes, tp_rank)
+        self.held = {made.name: torch.zeros(made.shape) for made in fused}
+        self._cuts: dict[str, list[tuple[str, Box, Box]]] = {}
+        for made in fused:
+            for piece in made.pieces:
+                self._cuts.setdefault(piece.hf, []).append((made.name, piece.source, piece.target))
+        self.start()
+
+    def run(self) -> None:
+        """Take every round."""
+        for _ in range(self._num_rounds):
+            for bucket in self._receiver.buckets():
+                for name, tensor in bucket.tensors.items():
+                    for fused, source, target in self._cuts.get(name, ()):
+                        made = self.held[fused]
+                        matrix = made.view(-1, made.shape[-1]) if made.ndim > 1 else made
+                        matrix[slices(target)] = tensor[slices(source)]
+            self._receiver.reply({})
+        self._receiver.close()
+
+
+def _parameters(planner: Planner, mesh: Mesh) -> list[Parameter]:
+    """Every parameter of the model, in an order that is the same on all ranks."""
+    found = []
+    for stage in range(mesh.pp):
+        dense = [
+            [s for s in shards_of(planner.spec, planner.layout, RankPlace(tp, stage), "lm") if not s.expert]
+            for tp in range(mesh.tp)
+        ]
+        experts = [
+            [s for s in shards_of(planner.spec, planner.layout, RankPlace(0, stage, ep, etp), "lm") if s.expert]
+            for ep in range(mesh.ep)
+            for etp in range(mesh.etp)
+        ]
+        for ranks in (dense, experts):
+            found += [Parameter(stage, _split(list(shards))) for shards in zip(*ranks, strict=True)]
+    return found
+
+
+def _split(shards: list[Shard]) -> list[Shard]:
+    """The shards that together are the parameter: one, where all are the same."""
+    return shards if shards[0].split else shards[:1]
+
+
+def _blocks(num_ranks: int, size: int) -> list[list[int]]:
+    return [list(range(first, first + size)) for first in range(0, num_ranks, size)]
+
+
+def _own_group(rank: int, groups: list[list[int]]) -> dist.ProcessGroup:
+    made = [(ranks, dist.new_group(ranks)) for ranks in groups]
+    (own,) = (group for ranks, group in made if rank in ranks)
+    assert isinstance(own, dist.ProcessGroup), "a rank is in one group of each kind"
+    return own

@@ -1,0 +1,252 @@
+"""What each rank of `reshard.py` does: send a model's weights to a stand-in for vLLM's worker, and check every bit.
+
+The stand-in listens as vLLM's workers do, keeps what it gets, and answers with the digests of what it keeps. Faults are
+seeded into it: between what the trainer sent and what the worker holds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.reshard_gather import GatherEverything, LoadingStandIn
+from mrl.config.mesh import Mesh
+from mrl.config.schema import ParallelConfig
+from mrl.errors import RolloutError
+from mrl.hybrid.layout import Planner, RolloutLayout
+from mrl.hybrid.reshard import Resharder, ReshardReport, ReshardSettings
+from mrl.models.families import read_spec
+from mrl.models.hf_reader import HfReader, load_shard, slices
+from mrl.models.layout import Layout, RankPlace
+from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
+from mrl.models.table import shards_of
+from mrl.rollout.digest import digest
+from mrl.rollout.handover import HandoverReceiver
+
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class ReshardCase:
+    """One model in one training layout, and the engines beside it."""
+
+    model: str
+    parallel: ParallelConfig
+    sizes: EngineSizes
+    bucket_bytes: int
+    sockets: str
+    dtype: torch.dtype = torch.float32
+    train_dtype: torch.dtype = torch.float32
+    ranks_per_node: int = 4
+    megatron: bool = False
+    """Whether the weights sit in a real Megatron model; otherwise in tensors of the same names and shapes."""
+    fault: str = ""
+    repeats: int = 1
+    gather: bool = False
+    """Whether the way that gathers everything is timed too."""
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """What one rank saw."""
+
+    report: ReshardReport | None
+    wrong: list[str]
+    """Tensors of the worker that are not those of the model's file, to the bit."""
+    error: str
+    seconds: list[float]
+    gather_seconds: list[float]
+    gather_bytes: int
+
+
+def measure(cases: list[ReshardCase]) -> list[RankOutcome]:
+    """Every case on this rank."""
+    return [measure_one(case) for case in cases]
+
+
+def measure_one(case: ReshardCase) -> RankOutcome:
+    """One case on this rank."""
+    rank, spec = dist.get_rank(), read_spec(case.model)
+    mesh = mesh_of(case.parallel, dist.get_world_size())
+    rollout = rollout_of(case, mesh)
+    channels = {worker: Path(case.sockets, f"{worker}.sock") for worker in range(len(rollout.hosts))}
+    settings = ReshardSettings(case.dtype, case.bucket_bytes, LIMIT_S)
+    with holding(case, mesh) as (held, groups_and_chunks):
+        planner = Planner(spec, layout_of(case.parallel), mesh, rollout)
+        if groups_and_chunks:
+            from mrl.hybrid.reshard import engine_resharder
+
+            resharder = engine_resharder(*groups_and_chunks, spec, rollout, channels, settings)
+        else:
+            resharder = Resharder(planner, rank, held, channels, settings)
+        worker, num_versions = resharder.plan.worker, case.repeats + 1  # the first is not timed
+        stand_in = None
+        if worker is not None:
+            stand_in = StandIn(channels[worker], num_versions, case.fault if worker == 0 else "")
+        report, error, seconds = None, "", []
+        for version in range(1, num_versions + 1):
+            for tensor in held.values():
+                tensor.neg_()  # as different as two versions can be, and as easily foretold
+            dist.barrier()
+            began = time.perf_counter()
+            try:
+                report = resharder.send(version)
+            except RolloutError as raised:
+                error = str(raised)
+            dist.barrier()
+            seconds.append(time.perf_counter() - began)
+    gather_seconds: list[float] = []
+    gather_bytes, gather_held = 0, {}
+    if case.gather and worker is not None:
+        gather_seconds, gather_bytes, gather_held = gathered(case, planner, held, channels[worker])
+    wrong: list[str] = []
+    if stand_in is not None and worker is not None:
+        stand_in.join(LIMIT_S)
+        expected = fused_of(case, worker % case.sizes.tp, (-1.0) ** num_versions)
+        wrong = [name for name in expected if not _same(stand_in.held.pop(name, None), expected[name])]
+        wrong += list(stand_in.held)
+        wrong += [name for name, tensor in gather_held.items() if not torch.equal(tensor, expected[name])]
+    return RankOutcome(report, wrong, error, seconds[1:], gather_seconds, gather_bytes)
+
+
+def gathered(
+    case: ReshardCase, planner: Planner, held: dict[tuple[int, str], Tensor], channel: Path
+) -> tuple[list[float], int, dict[str, Tensor]]:
+    """Seconds of each round, bytes that this rank received in one, and what its worker holds, by gathering all."""
+    rank = dist.get_rank()
+    everything = GatherEverything(planner, planner.mesh, rank, case.bucket_bytes)
+    stand_in = LoadingStandIn(channel, case.repeats + 1, planner, rank % case.sizes.tp)
+    seconds = []
+    for _ in range(case.repeats + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        num_bytes = everything.run(held, channel)
+        dist.barrier()
+        seconds.append(time.perf_counter() - began)
+    stand_in.join(LIMIT_S)
+    return seconds[1:], num_bytes, stand_in.held
+
+
+def mesh_of(parallel: ParallelConfig, num_ranks: int) -> Mesh:
+    """The coordinates of the ranks."""
+    return Mesh(num_ranks, parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp)
+
+
+def layout_of(parallel: ParallelConfig) -> Layout:
+    """What splits the model."""
+    return Layout(parallel.tp, parallel.pp, parallel.vpp, parallel.ep, parallel.etp)
+
+
+def rollout_of(case: ReshardCase, mesh: Mesh) -> RolloutLayout:
+    """As many engines as fit, one worker a rank."""
+    hosts = tuple(range(mesh.world_size // case.sizes.tp * case.sizes.tp))
+    return RolloutLayout(case.sizes, hosts, tuple(rank // case.ranks_per_node for rank in range(mesh.world_size)))
+
+
+@contextmanager
+def holding(case: ReshardCase, mesh: Mesh) -> Iterator[tuple[dict[tuple[int, str], Tensor], tuple[Any, Any] | None]]:
+    """This rank's parameters, filled from the model's file."""
+    reader, spec = HfReader(case.model), read_spec(case.model)
+    if not case.megatron:
+        at = mesh.coordinates(dist.get_rank())
+        shards = shards_of(spec, layout_of(case.parallel), RankPlace(at.tp, at.pp, at.ep, at.etp), "lm")
+        yield {(shard.chunk, shard.name): load_shard(reader, shard, case.train_dtype) for shard in shards}, None
+        return
+    from mrl.engine import weights
+    from mrl.engine.model import ModelRequest, build_chunks, transformer_config
+    from mrl.engine.parallel import model_parallel
+
+    with model_parallel(case.parallel, seed=0) as groups:
+        request = ModelRequest(spec, "lm", str(case.train_dtype).removeprefix("torch."), {})
+        chunks = build_chunks(request, transformer_config(request, groups), groups)
+        weights.load(chunks, reader, spec, "lm", groups)
+        pairs = weights.held_tensors(chunks, spec, "lm", groups)
+        yield {(shard.chunk, shard.name): tensor.detach() for shard, tensor in pairs}, (groups, chunks)
+
+
+def fused_of(case: ReshardCase, tp_rank: int, factor: float) -> dict[str, Tensor]:
+    """What the worker must hold, from the model's file alone, times a factor."""
+    reader = HfReader(case.model)
+
+    def fused(made: Fused) -> Tensor:
+        tensor = torch.full(made.shape, torch.nan, dtype=case.train_dtype)
+        matrix = tensor.view(-1, made.shape[-1]) if tensor.ndim > 1 else tensor
+        for box in made.padding:
+            matrix[slices(box)] = 0
+        for piece in made.pieces:
+            matrix[slices(piece.target)] = reader.read(piece.hf, piece.source).to(case.train_dtype) * factor
+        return tensor.to(case.dtype)
+
+    return {made.name: fused(made) for made in rollout_tensors(read_spec(case.model), case.sizes, tp_rank)}
+
+
+class StandIn(threading.Thread):
+    """A rollout worker without an engine, on a thread of its own. Faults begin with the second version."""
+
+    def __init__(self, path: Path, num_versions: int, fault: str) -> None:
+        super().__init__(daemon=True)
+        self.held: dict[str, Tensor] = {}
+        self._receiver = HandoverReceiver(path, LIMIT_S)
+        self._num_versions, self._fault = num_versions, fault
+        self.start()
+
+    def run(self) -> None:
+        """Take every version, whatever becomes of it."""
+        for version in range(self._num_versions):
+            fault = FAULTS[self._fault] if self._fault and version else None
+            arrived: dict[str, Tensor] = {}
+            for number, bucket in enumerate(self._receiver.buckets()):
+                if fault is not skip_a_bucket or number != 1:
+                    arrived |= {name: tensor.clone() for name, tensor in bucket.tensors.items()}
+            if fault:
+                fault(arrived, self.held)
+            self.held = arrived
+            self._receiver.reply({name: digest(tensor) for name, tensor in arrived.items()})
+        self._receiver.close()
+
+
+Fault = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
+
+
+def flip_an_element(held: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    """The lowest bit of one element of a layer in the middle."""
+    words = held["model.layers.2.self_attn.o_proj.weight"].view(torch.int32)
+    words[3, 5] ^= 1
+
+
+def skip_a_bucket(held: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    """A bucket that was read and not kept; the reading itself is where it is seeded."""
+
+
+def swap_q_and_k(held: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    """The first rows of the queries where the keys belong, and the other way round."""
+    qkv = held["model.layers.1.self_attn.qkv_proj.weight"]
+    rows = qkv.shape[0] // 4
+    qkv[:rows], qkv[2 * rows : 3 * rows] = qkv[2 * rows : 3 * rows].clone(), qkv[:rows].clone()
+
+
+def keep_an_expert(held: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    """One expert of one layer as it was before."""
+    (name,) = (name for name in held if name.startswith("model.layers.3.") and name.endswith("w13_weight"))
+    held[name][1] = before[name][1]
+
+
+FAULTS: dict[str, Fault] = {
+    "one element flipped": flip_an_element,
+    "one bucket skipped": skip_a_bucket,
+    "q and k swapped": swap_q_and_k,
+    "one expert stale": keep_an_expert,
+}
+
+
+def _same(held: Tensor | None, expected: Tensor) -> bool:
+    return held is not None and held.dtype == expected.dtype and torch.equal(held, expected)

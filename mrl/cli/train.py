@@ -1,0 +1,33 @@
+"""`mrl train CONFIG`: train, from the beginning or from the run's newest checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+
+from mrl.config.load import load_config
+
+EXAMPLE = "mrl train configs/laptop-ppo.yaml model.path=my-model training.steps=20"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """CONFIG and its overrides."""
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="values that replace those of the file")
+    parser.add_argument("--quiet", action="store_true", help="no line per step")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train; 0 when all steps are done or the run was asked to stop and has saved."""
+    resolved = load_config(arguments.config, arguments.overrides)
+    # These load torch and Ray, which a wrong configuration need not wait for.
+    from mrl.observe.console import Console
+    from mrl.trainer.ppo import RayPPOTrainer
+    from mrl.trainer.run import open_run
+
+    console = Console(resolved.config.training.steps, quiet=arguments.quiet)
+    with open_run(resolved, console) as opened:
+        trainer = RayPPOTrainer(opened)
+        with trainer.init_workers():
+            trainer.fit()
+        console.say(f"{trainer.num_steps_done} steps done; everything is in {opened.directory}")
+    return 0

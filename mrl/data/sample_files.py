@@ -1,0 +1,30 @@
+"""Samples of a step with their text, as a parquet file for whoever wants to read what the model wrote."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def write_samples(directory: Path, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:
+    """One row per sample in `step-000012.parquet`, complete or not there."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    path = directory / f"step-{step:06d}.parquet"
+    staged = path.with_suffix(".tmp")
+    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        pq.write_table(pa.table({name: list(column) for name, column in columns.items()}), file)
+    staged.replace(path)
+    return path
+
+
+def read_newest_samples(directory: Path, num_rows: int) -> list[dict[str, Any]]:
+    """The first rows of the newest file; none where there is no file."""
+    files = sorted(directory.glob("step-*.parquet"))
+    rows: list[dict[str, Any]] = pq.read_table(files[-1]).slice(0, num_rows).to_pylist() if files else []
+    return rows

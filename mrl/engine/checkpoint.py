@@ -1,0 +1,193 @@
+"""The whole state of training on disk, saved by one layout and loaded by any.
+
+Weights and Adam's moments lie under the names and in the coordinates of Hugging Face's tensors: the family's table says
+which box of them each run of Megatron's flat optimizer shards is, so a checkpoint knows nothing of its layout. Every
+rank writes what it owns, once, into its own safetensors file, and reads what it owns; nothing is gathered. The model's
+own parameters are not saved: Megatron makes them from the optimizer's float32 weights after every step.
+
+Files are staged beside the checkpoint, hashed as they are written, put on disk, and made visible by one rename.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.engine.agreement import all_or_none
+from mrl.engine.checkpoint_files import (
+    FORMAT,
+    MANIFEST,
+    RANDOM,
+    SavedFiles,
+    entry,
+    file_name,
+    sync_directory,
+    write_safetensors,
+)
+from mrl.engine.element_runs import boxes_of, is_exact_cover
+from mrl.engine.optimizer import Optimizer
+from mrl.engine.parallel import Groups
+from mrl.engine.random_states import random_states, set_random_states
+from mrl.engine.weights import held_tensors
+from mrl.errors import EngineError, MrlError
+from mrl.models.parameters import Box
+from mrl.models.table import EMBEDDING, Shard, hf_tensors
+
+if TYPE_CHECKING:
+    from mrl.engine.engine import MegatronEngine
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What one rank tells of its file."""
+
+    file: str
+    num_bytes: int
+    sha256: str
+    boxes: list[tuple[str, Box]]
+
+
+def save(engine: MegatronEngine, directory: str | Path, extra: Mapping[str, Any]) -> None:
+    """Write the state of training and the caller's own `extra` (what JSON can hold) to a new directory, on all ranks.
+
+    All machines see the directory, which appears when it is whole and on disk, or not at all.
+    """
+    _optimizer(engine)
+    target = Path(directory).absolute()
+    staged = target.with_name(f".{target.name}.saving")
+    is_first = engine.groups.at.rank == 0
+    try:
+        with all_or_none("saving"):
+            if is_first:
+                _prepare(target, staged)
+        with all_or_none("saving"):
+            written = _write_rank(engine, staged)
+        everyone: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+        dist.gather_object(written, everyone)
+        with all_or_none("saving"):
+            if everyone is not None:
+                _publish(target, staged, _manifest(engine, everyone, extra))
+    except (MrlError, OSError):
+        if is_first:
+            shutil.rmtree(staged, ignore_errors=True)
+        raise
+
+
+def load(engine: MegatronEngine, directory: str | Path, verify_hashes: bool = True) -> dict[str, Any]:
+    """Restore the state of training on all ranks of any layout; the caller's `extra` comes back.
+
+    Sizes of files are always compared with the manifest; hashes, each file's on one rank, where that is wanted.
+    """
+    optimizer = _optimizer(engine)
+    with all_or_none("loading"):
+        saved = SavedFiles(Path(directory))
+        saved.check_model(hf_tensors(engine.request.spec, engine.request.head))
+        saved.check_files(dist.get_rank(), dist.get_world_size(), verify_hashes)
+    with all_or_none("loading"):
+        optimizer.begin_at(saved.manifest["num_steps"])
+        for shard, parameter in _held(engine):
+            if (owned := optimizer.owned(parameter)) is not None:
+                state = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in owned.state.items()}
+                for name, box, views in boxes_of(shard, owned.start, state):
+                    saved.read(name, box, views)
+                optimizer.set_owned(parameter, state)
+        if saved.manifest["layout"] == _layout(engine.groups):
+            set_random_states(saved.random_states(engine.groups.at.rank))
+        else:
+            warnings.warn("the checkpoint is of another layout: random states are those of a fresh start", stacklevel=2)
+    optimizer.weights_from_owned()
+    optimizer.num_skipped, optimizer.num_skipped_in_a_row = saved.manifest["num_skipped"]
+    engine.memory.changed()
+    extra: dict[str, Any] = saved.manifest["extra"]
+    return extra
+
+
+def _optimizer(engine: MegatronEngine) -> Optimizer:
+    engine.memory.need("parameters", "optimizer")
+    assert engine.optimizer is not None, "only a trained engine has an optimizer"
+    return engine.optimizer
+
+
+def _held(engine: MegatronEngine) -> Iterator[tuple[Shard, Tensor]]:
+    return held_tensors(engine.models, engine.request.spec, engine.request.head, engine.groups)
+
+
+def _is_written_here(shard: Shard, groups: Groups) -> bool:
+    """Of ranks that hold copies one writes: the first of the tensor ranks, and the first stage of tied embeddings."""
+    tied_copy = shard.name == "output_layer.weight" and shard.pieces[0].hf == EMBEDDING
+    tensor_rank = groups.at.etp if shard.expert else groups.at.tp
+    return not tied_copy and (shard.split or tensor_rank == 0)
+
+
+def _prepare(target: Path, staged: Path) -> None:
+    if target.exists():
+        raise EngineError("exists already", where=str(target), fix="choose a new directory, or remove it")
+    if staged.exists():
+        warnings.warn(f"{staged} was left by a save that did not end: it is removed", stacklevel=2)
+        shutil.rmtree(staged)
+    staged.mkdir(parents=True)
+
+
+def _write_rank(engine: MegatronEngine, staged: Path) -> _Written:
+    optimizer = _optimizer(engine)
+    tensors = {RANDOM + name: state for name, state in random_states().items()}
+    boxes = []
+    for shard, parameter in _held(engine):
+        owned = optimizer.owned(parameter)
+        if owned is not None and _is_written_here(shard, engine.groups):
+            for name, box, views in boxes_of(shard, owned.start, owned.state):
+                boxes.append((name, box))
+                tensors |= {entry(kind, name, box): view for kind, view in views.items()}
+    path = staged / file_name(engine.groups.at.rank)
+    sha256 = write_safetensors(path, tensors)
+    return _Written(path.name, path.stat().st_size, sha256, boxes)
+
+
+def _manifest(engine: MegatronEngine, everyone: Sequence[_Written], extra: Mapping[str, Any]) -> dict[str, Any]:
+    boxes: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+    for rank, written in enumerate(everyone):
+        for name, box in written.boxes:
+            boxes[name].append((rank, box))
+    shapes = hf_tensors(engine.request.spec, engine.request.head)
+    for name, shape in shapes.items():
+        if not is_exact_cover(shape, [box for _, box in boxes[name]]):
+            raise EngineError(f"the ranks' parts of {name} {list(shape)} leave something out, or hold it twice")
+    optimizer = _optimizer(engine)
+    return {
+        "format": FORMAT,
+        "layout": _layout(engine.groups),
+        "num_steps": optimizer.num_steps,
+        "num_skipped": [optimizer.num_skipped, optimizer.num_skipped_in_a_row],
+        "extra": dict(extra),
+        "files": {written.file: {"bytes": written.num_bytes, "sha256": written.sha256} for written in everyone},
+        "tensors": {name: {"shape": shape, "boxes": boxes[name]} for name, shape in shapes.items()},
+    }
+
+
+def _layout(groups: Groups) -> dict[str, Any]:
+    return {"world_size": groups.mesh.world_size, **asdict(groups.parallel)}
+
+
+def _publish(target: Path, staged: Path, manifest: Mapping[str, Any]) -> None:
+    try:
+        text = json.dumps(manifest)
+    except (TypeError, ValueError) as error:
+        raise EngineError(f"JSON cannot hold what was given to be saved: {error}") from error
+    with (staged / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(staged)
+    staged.rename(target)
+    sync_directory(target.parent)

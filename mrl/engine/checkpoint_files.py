@@ -1,0 +1,140 @@
+"""The files of a checkpoint: safetensors of boxes, a manifest with their sizes and hashes, nothing that runs code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mrl.engine.element_runs import State, overlap, relative, volume
+from mrl.errors import EngineError
+from mrl.models.hf_reader import slices
+from mrl.models.parameters import Box, Shape
+
+MANIFEST, FORMAT = "manifest.json", "mrl-checkpoint-1"
+RANDOM = "random/"
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+_HASHED_AT_ONCE_BYTES = 1 << 24
+
+
+def file_name(rank: int) -> str:
+    """Of what one rank has written."""
+    return f"rank-{rank:05}.safetensors"
+
+
+def entry(kind: str, name: str, box: Box) -> str:
+    """What a box of a tensor is called in a file."""
+    return f"{kind}/{name}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write one tensor after another, on disk when this returns; the hash of the file."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise EngineError(f"{name}: {tensor.dtype} cannot be saved", fix="leave optimizer state in float32")
+        start, end = end, end + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    sha256 = hashlib.sha256()
+    with path.open("wb") as file:
+
+        def put(data: Any) -> None:
+            sha256.update(data)
+            file.write(data)
+
+        put(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            put(tensor.detach().contiguous().flatten().cpu().view(torch.uint8).numpy())
+        os.fsync(file.fileno())
+    return sha256.hexdigest()
+
+
+def sync_directory(path: Path) -> None:
+    """Put on disk which files are in it, and under which names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class SavedFiles:
+    """A checkpoint's manifest, and boxes out of its files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise EngineError(f"is no checkpoint: {error}", where=str(path / MANIFEST)) from error
+        if self.manifest.get("format") != FORMAT:
+            raise EngineError(f"is not of the format {FORMAT}", where=str(path / MANIFEST))
+        self._open: dict[str, Any] = {}
+
+    def check_model(self, shapes: Mapping[str, Shape]) -> None:
+        """Refuse the checkpoint of another model."""
+        found = {name: tuple(tensor["shape"]) for name, tensor in self.manifest["tensors"].items()}
+        if other := sorted(set(found.items()) ^ set(shapes.items())):
+            raise EngineError(f"is the checkpoint of another model: {other[0][0]}", where=str(self.path))
+
+    def check_files(self, rank: int, num_ranks: int, hashes: bool) -> None:
+        """Refuse files that are not as they were written; each rank looks at its share of them."""
+        for name in list(self.manifest["files"])[rank::num_ranks]:
+            path, expected = self.path / name, self.manifest["files"][name]
+            if not path.exists():
+                raise EngineError("is missing", where=str(path))
+            if path.stat().st_size != expected["bytes"]:
+                raise EngineError(f"has {path.stat().st_size} bytes, not {expected['bytes']}", where=str(path))
+            if hashes and _sha256(path) != expected["sha256"]:
+                raise EngineError("is damaged: it is not what was written (sha256)", where=str(path))
+
+    def read(self, name: str, box: Box, views: State) -> None:
+        """Fill the views of a box, from however many boxes it was saved as."""
+        missing = volume(box)
+        for rank, raw in self.manifest["tensors"][name]["boxes"]:
+            saved = tuple((start, stop) for start, stop in raw)
+            if (common := overlap(box, saved)) is not None:
+                missing -= volume(common)
+                for kind, view in views.items():
+                    part = self._slice(file_name(rank), entry(kind, name, saved))[slices(relative(common, saved))]
+                    view[slices(relative(common, box))] = part
+        if missing:
+            raise EngineError(f"lacks {missing} elements of {name} {box}", where=str(self.path))
+
+    def random_states(self, rank: int) -> dict[str, Tensor]:
+        """What that rank's random generators were."""
+        handle = self._handle(file_name(rank))
+        names = [name for name in handle.keys() if name.startswith(RANDOM)]  # noqa: SIM118  # no dictionary
+        return {name.removeprefix(RANDOM): handle.get_tensor(name) for name in names}
+
+    def _slice(self, file: str, name: str) -> Any:
+        try:
+            return self._handle(file).get_slice(name)
+        except SafetensorError as error:
+            raise EngineError(f"cannot be read: {error}", where=str(self.path / file)) from error
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.path / file, framework="pt")
+            except SafetensorError as error:
+                raise EngineError(f"cannot be read: {error}", where=str(self.path / file)) from error
+        return self._open[file]
+
+
+def _sha256(path: Path) -> str:
+    sha256 = hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(_HASHED_AT_ONCE_BYTES):
+            sha256.update(data)
+    return sha256.hexdigest()

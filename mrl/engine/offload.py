@@ -1,0 +1,179 @@
+"""What of a model is on the device: its parameters, gradients and optimizer state, each there or on the host.
+
+Nothing is copied that is where it should be: gradients are dropped and come back as zeros, and weights that have not
+changed since they were last on the host only leave. The frozen reference model is a copy on the host that takes the
+place of the actor's weights for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mrl.engine.model import TokenModel
+from mrl.engine.movable import Movable, Traffic
+from mrl.engine.optimizer import Optimizer
+from mrl.errors import EngineError
+
+PartName = Literal["parameters", "gradients", "optimizer"]
+
+
+@dataclass(frozen=True)
+class WeightCopy:
+    """A model's parameters on this rank, in one flat host buffer."""
+
+    host: Tensor
+
+
+class DeviceMemory:
+    """The parts of one rank's model, where they are, and the way between the two places."""
+
+    def __init__(self, models: Sequence[TokenModel], optimizer: Optimizer | None, device: torch.device) -> None:
+        self.traffic = Traffic()
+        self._optimizer = optimizer
+        self._other_weights = False
+        stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        tensors: dict[PartName, list[Tensor]]
+        if optimizer is None:
+            tensors = {"parameters": _flatten(models)}
+        else:
+            tensors = {
+                "parameters": [buffer.param_data for buffer in optimizer.buffers],
+                "gradients": [buffer.grad_data for buffer in optimizer.buffers],
+                "optimizer": optimizer.state_tensors(),
+            }
+        self._parts = {name: Movable(held, self.traffic, stream) for name, held in tensors.items()}
+
+    @contextmanager
+    def on_host(self, *names: PartName) -> Iterator[None]:
+        """Those parts leave the device for the time of the block; what was away before stays away."""
+        leaving = [name for name in names if name in self._parts and self._parts[name].on_device]
+        self.offload(*leaving)
+        try:
+            yield
+        finally:
+            self.onload(*leaving)
+
+    def offload(self, *names: PartName) -> None:
+        """Free the device memory of those parts; what is on the host, or this model has not, stays as it is."""
+        self._own_weights_only("offloaded")
+        for name in names:
+            part = self._parts.get(name)
+            if part is None or not part.on_device:
+                continue
+            self._look_at_optimizer()
+            if name != "gradients":
+                part.keep()
+            part.release()
+
+    def onload(self, *names: PartName) -> None:
+        """Bring those parts back to the device. The program goes on at once; who needs a part waits for its copy."""
+        for name in names:
+            part = self._parts.get(name)
+            if part is None or part.on_device:
+                continue
+            part.allocate()
+            if name == "gradients":
+                part.zero()
+            else:
+                assert part.host is not None, f"{name} left the device without a copy"
+                part.fill(part.host)
+
+    def check(self, *names: PartName) -> None:
+        """Refuse what cannot work with the parts where they are."""
+        for name in names:
+            if name not in self._parts:
+                raise EngineError(f"this engine is not trained: it has no {name}")
+            if not self._parts[name].on_device:
+                raise EngineError(f"the model's {name} left the device", fix=f'call memory.onload("{name}") before')
+            if name != "parameters":
+                self._own_weights_only("trained")
+
+    def need(self, *names: PartName) -> None:
+        """The same, and have the device wait for parts that are on their way."""
+        self.check(*names)
+        for name in names:
+            self._parts[name].wait()
+
+    def changed(self) -> None:
+        """The weights and the optimizer state are not what they were: copies on the host are out of date."""
+        for part in self._parts.values():
+            part.host_is_current = False
+
+    def copy_weights(self) -> WeightCopy:
+        """The present weights, to be kept for `weights_of`."""
+        self.need("parameters")
+        part = self._parts["parameters"]
+        copy = WeightCopy(part.new_host_buffer())
+        part.copy_to(copy.host)
+        return copy
+
+    @contextmanager
+    def weights_of(self, copy: WeightCopy) -> Iterator[None]:
+        """Other weights in place of this model's, for forward passes only; afterwards all is as it was before.
+
+        The copy is of this engine, or of one with the same model and layout that is trained as well.
+        """
+        self._own_weights_only("replaced")
+        part = self._parts["parameters"]
+        if copy.host.numel() != part.host_buffer_bytes:
+            raise EngineError(f"a copy of {copy.host.numel()} bytes is not of a model of this shape and layout")
+        was_on_device = part.on_device
+        if was_on_device:
+            part.keep()
+        else:
+            part.allocate()
+        part.fill(copy.host)
+        self._other_weights = True
+        try:
+            yield
+        finally:
+            self._other_weights = False
+            if was_on_device:
+                assert part.host is not None, "the weights were kept before others came"
+                part.fill(part.host)
+            else:
+                part.wait()
+                part.release()
+
+    @property
+    def device_bytes(self) -> dict[PartName, int]:
+        """What each part occupies on the device now."""
+        self._look_at_optimizer()
+        return {name: part.device_bytes for name, part in self._parts.items()}
+
+    @property
+    def host_bytes(self) -> dict[PartName, int]:
+        """What each part occupies on the host, copies that are kept for the next time included."""
+        return {name: 0 if part.host is None else part.host.numel() for name, part in self._parts.items()}
+
+    def _look_at_optimizer(self) -> None:
+        """The first step and loading a checkpoint make new tensors."""
+        part = self._parts.get("optimizer")
+        if part is not None and part.on_device and self._optimizer is not None:
+            part.hold(self._optimizer.state_tensors())
+
+    def _own_weights_only(self, what: str) -> None:
+        if self._other_weights:
+            raise EngineError(f"another model's weights are in place: nothing can be {what} before they are gone")
+
+
+def _flatten(models: Sequence[TokenModel]) -> list[Tensor]:
+    """One buffer for each dtype, with all parameters as views of it; a trained model has this from Megatron."""
+    buffers = []
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    for dtype in {parameter.dtype for parameter in parameters}:
+        same = [parameter for parameter in parameters if parameter.dtype == dtype]
+        flat = torch.cat([parameter.data.flatten() for parameter in same])
+        views = torch.split(flat, [parameter.numel() for parameter in same])
+        for parameter, view in zip(same, views, strict=True):
+            parameter.data = view.view_as(parameter)
+        buffers.append(flat)
+    return buffers

@@ -1,0 +1,147 @@
+"""Slices from rank to rank through small buffers: each message is cut to fit, and each rank has one peer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.hybrid.layout import Move, PlannedBucket, RankPlan
+from mrl.hybrid.overlaps import Part, Slice, num_elements
+from mrl.models.hf_reader import slices
+
+Held = Mapping[tuple[int, str], Tensor]
+"""Local Megatron parameters by pipeline chunk and name."""
+_NUM_BUFFERS = 4
+
+
+class Step(NamedTuple):
+    """One message to one rank and one from another; either may be empty."""
+
+    destination: int
+    sent: list[Move]
+    source: int
+    received: list[Move]
+
+
+def steps(plan: RankPlan, bucket: PlannedBucket, limit: int) -> list[Step]:
+    """The messages of a bucket, of at most `limit` elements each.
+
+    Every rank goes around the circle: it sends to the one `shift` places on and receives from the one as far back. All
+    do so in the same order and nobody waits in another, so nobody waits for ever.
+    """
+    rank, num_ranks = plan.rank, plan.num_ranks
+    shifts = {(other - rank) % num_ranks for other in bucket.outgoing}
+    shifts |= {(rank - other) % num_ranks for other in bucket.incoming}
+    found: list[Step] = []
+    for shift in sorted(shifts - {0}):
+        destination, source = (rank + shift) % num_ranks, (rank - shift) % num_ranks
+        sent = cut(bucket.outgoing.get(destination, []), limit)
+        received = cut(bucket.incoming.get(source, []), limit)
+        pairs = zip_longest(sent, received)
+        found += [Step(destination, out or [], source, into or []) for out, into in pairs]
+    return found
+
+
+def cut(moves: Sequence[Move], limit: int) -> list[list[Move]]:
+    """The same moves in runs of at most `limit` elements; what does not fit into a run is cut between rows."""
+    runs: list[list[Move]] = []
+    room = 0
+    for move in moves:
+        for each in [move] if move.part.num_elements <= room else _by_slice(move):
+            (start, stop), size = each.part.slices[0].source[0], each.part.num_elements
+            width = 1 if size <= room else size // (stop - start)
+            assert width <= limit, f"a row of {width} elements in messages of {limit}: a bucket holds several rows"
+            while size > 0:
+                if room < width:
+                    runs.append([])
+                    room = limit
+                fitting = size if size <= room else room // width * width
+                runs[-1].append(each if fitting == each.part.num_elements else _rows(each, size, fitting, width))
+                size, room = size - fitting, room - fitting
+    return runs
+
+
+def _by_slice(move: Move) -> Iterator[Move]:
+    for each in move.part.slices:
+        yield move._replace(part=Part((each,), num_elements(each.source)))
+
+
+def _rows(move: Move, left: int, fitting: int, width: int) -> Move:
+    """Of a single slice of which `left` elements are left, the rows that make up the next `fitting`."""
+    (each,) = move.part.slices
+    begin = (move.part.num_elements - left) // width
+    end = begin + fitting // width
+    source, target = (((box[0][0] + begin, box[0][0] + end), *box[1:]) for box in (each.source, each.target))
+    return move._replace(part=Part((Slice(each.name, source, target),), fitting))
+
+
+class Exchange:
+    """Moves what steps say, and counts it as it passes. While one message is under way the next is packed."""
+
+    def __init__(self, held: Held, wire: torch.dtype, limit: int) -> None:
+        self._held = held
+        device = next(iter(held.values())).device
+        self._buffers = torch.empty(_NUM_BUFFERS, limit, dtype=wire, device=device)
+        self.extra_bytes = self._buffers.nbytes
+        self.bytes_sent = self.bytes_received = self.num_transfers = 0
+
+    def run(self, planned: Sequence[Step], takers: Collection[int], matrices: Sequence[Tensor] | None) -> None:
+        """Send to the takers among the steps' ranks; what comes in goes into the matrices, or nowhere without them."""
+        takes = dist.get_rank() in takers
+        waiting: tuple[list[dist.Work], list[Move], Tensor] = [], [], self._buffers[0]
+        for number, step in enumerate(planned):
+            outgoing, incoming = self._buffers[:2] if number % 2 else self._buffers[2:]
+            works: list[dist.P2POp] = []
+            if step.sent and step.destination in takers:
+                message = self._pack(step.sent, outgoing)
+                works.append(dist.P2POp(dist.isend, message, step.destination))
+                self.bytes_sent += message.nbytes
+                self.num_transfers += 1
+            if step.received and takes:
+                message = incoming[: sum(move.part.num_elements for move in step.received)]
+                works.append(dist.P2POp(dist.irecv, message, step.source))
+                self.bytes_received += message.nbytes
+            started = dist.batch_isend_irecv(works) if works else []
+            _finish(*waiting, matrices)
+            waiting = started, step.received if takes else [], incoming
+        _finish(*waiting, matrices)
+
+    def keep(self, moves: Sequence[Move], matrices: Sequence[Tensor]) -> None:
+        """Copy what this rank holds itself."""
+        for move in moves:
+            matrix = matrices[move.tensor]
+            for each in move.part.slices:
+                matrix[slices(each.target)].copy_(self._source(move, each))
+
+    def _source(self, move: Move, each: Slice) -> Tensor:
+        return self._held[move.home.chunk, move.home.prefix + each.name][slices(each.source)]
+
+    def _pack(self, moves: Sequence[Move], buffer: Tensor) -> Tensor:
+        end = 0
+        for move in moves:
+            for each in move.part.slices:
+                source = self._source(move, each)
+                start, end = end, end + source.numel()
+                buffer[start:end].view(source.shape).copy_(source)
+        return buffer[:end]
+
+
+def _finish(
+    works: Sequence[dist.Work], moves: Sequence[Move], buffer: Tensor, matrices: Sequence[Tensor] | None
+) -> None:
+    """Wait for messages, and unpack the one that came in."""
+    for work in works:
+        work.wait()
+    if matrices is None:
+        return
+    end = 0
+    for move in moves:
+        for each in move.part.slices:
+            target = matrices[move.tensor][slices(each.target)]
+            start, end = end, end + target.numel()
+            target.copy_(buffer[start:end].view(target.shape))

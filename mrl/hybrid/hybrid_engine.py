@@ -1,0 +1,137 @@
+"""`HybridEngine`: the trainer and the engines share devices; this says whose memory is where, and moves the weights.
+
+training -> the trainer gives up gradients and optimizer -> the engines wake their weights -> weights go over
+         -> the trainer gives up its parameters -> the engines wake their cache -> generating -> the way back
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from mrl.config.arithmetic import longest_sample_tokens, num_engines
+from mrl.config.mesh import Mesh
+from mrl.config.schema import Config
+from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext, Seats
+from mrl.errors import RolloutError
+from mrl.hybrid.layout import RolloutLayout
+from mrl.models.families import read_spec
+from mrl.models.rollout_table import EngineSizes
+from mrl.rollout.engine import EngineSettings
+from mrl.rollout.fleet import RolloutFleet
+from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+
+SOCKETS = "handover"
+REPLICA = "rollout-{}"
+
+
+class HybridEngine:
+    """One of the two works at a time. Weights go over when they have changed, each time under a new version."""
+
+    def __init__(self, config: Config, actor: RayWorkerGroup, context: RunContext) -> None:
+        self._config, self._sync, self._actor, self._context = config, config.sync, actor, context
+        self._sockets = context.run_directory / SOCKETS
+        self._sockets.mkdir(mode=0o700, exist_ok=True)
+        self._gpus = actor.visible_gpus() if config.cluster.device == "gpu" else []
+        self._version = 1
+        self._held = 0
+        self._is_generating = self._parameters_are_away = False
+        self._metrics: dict[str, float] = {}
+        self._fleet = RolloutFleet(
+            num_engines(config), self._start_replica, self._send_weights, self._settings(0), context.events
+        )
+        if self._sync.offload:
+            self._fleet.sleep()
+
+    def connect(self) -> None:
+        """Tell the trainer's ranks, whose models are there by now, which engine is on whose device."""
+        tp = self._config.rollout.tp
+        hosts = tuple(range(num_engines(self._config) * tp))
+        nodes = [node for node, _ in self._actor.where()]
+        layout = RolloutLayout(EngineSizes(tp), hosts, tuple(nodes.index(node) for node in nodes))
+        names = [REPLICA.format(worker // tp) for worker in hosts]
+        self._actor.prepare_sending(layout, self._sockets, names, self._settings(0).dtype, self._sync.bucket_bytes)
+
+    def weights_changed(self) -> None:
+        """The actor has been updated: what the engines hold is of yesterday."""
+        self._version += 1
+
+    def metrics(self) -> dict[str, float]:
+        """What the last transfer moved, and how long it took."""
+        return dict(self._metrics)
+
+    @contextmanager
+    def rollout_mode(self) -> Iterator[None]:
+        """The engines, awake and with the actor's weights, for the length of the block."""
+        if self._is_generating:
+            raise RolloutError("the engines generate already: rollout_mode was entered twice")
+        self._is_generating = True
+        if self._sync.offload:
+            self._actor.offload("gradients", "optimizer")
+            self._fleet.wake("weights")
+        if self._held != self._version:
+            self._fleet.update(self._version)
+            self._held = self._version
+        if self._sync.offload:
+            self._actor.offload("parameters")
+            self._parameters_are_away = True
+            self._fleet.wake("kv_cache")
+        yield
+        # A failure in the block ends the run, and with it every process: there is no way back to training then.
+        if self._sync.offload:
+            self._fleet.sleep()
+            self._held = 0
+            self._actor.onload("parameters", "gradients", "optimizer")
+            self._parameters_are_away = False
+        self._is_generating = False
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generated]:
+        """Samples of the present policy, each as it is finished."""
+        if not self._is_generating:
+            raise RolloutError("the trainer has the devices: generate within rollout_mode")
+        return self._fleet.stream(requests, sampling, self._version)
+
+    def close(self) -> None:
+        """End the engines."""
+        self._fleet.close()
+
+    def _start_replica(self, index: int) -> RayWorkerGroup:
+        tp, seats = self._config.rollout.tp, self._context.resources.seats("actor")
+        gpus = ",".join(self._gpus[index * tp : (index + 1) * tp])
+        seat = Seats(seats.devices[index * tp : index * tp + 1], seats.share, seats.of, gpus)
+        settings, limit_s = self._settings(index), self._context.deadlines.call_s
+        worker = RayClassWithInitArgs(
+            "mrl.rollout.replica:RolloutReplica", self._config.rollout.engine, settings, limit_s
+        )
+        return RayWorkerGroup(settings.replica, worker, Mesh(1), self._context, seat)
+
+    def _settings(self, index: int) -> EngineSettings:
+        rollout, path = self._config.rollout, self._config.model.path
+        return EngineSettings(
+            model=Path(path),
+            dtype=rollout.vllm.get("dtype", self._config.actor.dtype),
+            device="cuda" if self._config.cluster.device == "gpu" else "cpu",
+            max_tokens=longest_sample_tokens(rollout),
+            vocab=read_spec(path).vocab,
+            sockets=self._sockets,
+            replica=REPLICA.format(index),
+            tp=rollout.tp,
+            vllm={name: value for name, value in rollout.vllm.items() if name != "dtype"},
+        )
+
+    def _send_weights(self, replicas: Sequence[int], version: int) -> None:
+        """The trainer's half of a transfer. A replica that starts late finds the parameters away: they come back."""
+        began, tp = time.perf_counter(), self._config.rollout.tp
+        if self._parameters_are_away:
+            self._actor.onload("parameters")
+        workers = [replica * tp + rank for replica in replicas for rank in range(tp)]
+        reports = self._actor.send_weights(version, workers)
+        if self._parameters_are_away:
+            self._actor.offload("parameters")
+        self._metrics = {
+            "sync/seconds": time.perf_counter() - began,
+            "sync/bytes_between_ranks": sum(report.bytes_received for report in reports),
+            "sync/least_bytes": sum(report.least_bytes for report in reports),
+        }

@@ -1,0 +1,217 @@
+"""Carries out a plan: weights from Megatron's shards into the rollout workers on the same devices, and checks them.
+
+Every rank fills one bucket after another with the fused tensors of the worker on its device: from its own parameters,
+and from messages. A full bucket is the worker's to read while the next is filled. No full tensor stands anywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from mrl.errors import EngineError, RolloutError
+from mrl.hybrid.exchange import Exchange, Held, steps
+from mrl.hybrid.layout import BucketSizes, PlannedBucket, Planner, RolloutLayout
+from mrl.models.hf_reader import slices
+from mrl.models.spec import ModelSpec
+from mrl.rollout.digest import digest
+from mrl.rollout.handover import ALIGNMENT_BYTES, NUM_SLOTS, HandoverSender, Placed, Slot
+
+if TYPE_CHECKING:
+    from mrl.engine.model import TokenModel
+    from mrl.engine.parallel import Groups
+
+T = TypeVar("T")
+
+_SLOT_SHARE = 0.75
+"""Of the memory for two buckets; the rest is for messages, which are sent from two buffers and received in two."""
+_MESSAGE_SHARE = (1 - _SLOT_SHARE) / 2
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class ReshardSettings:
+    """How the weights travel."""
+
+    dtype: torch.dtype
+    """Of the rollout workers' parameters."""
+    bucket_bytes: int = 256 << 20
+    """Twice this is the extra memory on a device, or what two of the largest tensor need."""
+    deadline_s: float = 120.0
+    """How long a rollout worker may take over a bucket."""
+
+
+@dataclass(frozen=True)
+class ReshardReport:
+    """What one rank moved for one version, as counted where it passed."""
+
+    version: int
+    worker: int | None
+    """The worker on this rank's device, if it took part."""
+    bytes_sent: int
+    bytes_received: int
+    least_bytes: int
+    """What this rank had to receive in any case: its worker needs it, and it does not hold it."""
+    num_transfers: int
+    """Messages sent."""
+    num_buckets: int
+    extra_bytes: int
+    """Memory that was held for the transfer beside parameters."""
+    seconds: float
+    failure: str
+    """Why the worker did not take the weights, if so; the other workers have got theirs."""
+
+
+class Resharder:
+    """Plans once, then sends each version; `send` is called on all ranks at once."""
+
+    def __init__(
+        self, planner: Planner, rank: int, held: Held, channels: Mapping[int, Path], settings: ReshardSettings
+    ) -> None:
+        self._held, self._settings = held, settings
+        dtypes = {tensor.dtype for tensor in held.values()}
+        if len(dtypes) != 1:
+            raise EngineError(f"parameters of one model have the dtypes {', '.join(sorted(map(str, dtypes)))}")
+        # Rounding commutes with moving, so the narrower of the two dtypes travels.
+        self._wire = min(settings.dtype, *dtypes, key=lambda dtype: dtype.itemsize)
+        largest = planner.largest_tensor() * settings.dtype.itemsize
+        self._slot_bytes = max(int(settings.bucket_bytes * _SLOT_SHARE), largest)
+        sizes = BucketSizes(self._slot_bytes, settings.dtype.itemsize, ALIGNMENT_BYTES)
+        self.plan = planner.plan(rank, sizes)
+        self.least_bytes = planner.least_received(rank) * self._wire.itemsize
+        self._limit = int(self._slot_bytes * _MESSAGE_SHARE / _SLOT_SHARE) // self._wire.itemsize
+        self._steps = [steps(self.plan, bucket, self._limit) for bucket in self.plan.buckets]
+        self._channel = None if self.plan.worker is None else channels[self.plan.worker]
+
+    @torch.no_grad()
+    def send(self, version: int, workers: Collection[int] | None = None) -> ReshardReport:
+        """Bring all workers, or those named, to this version; all ranks name the same.
+
+        Weights that arrive otherwise than they were sent are an error. A worker that is gone is not: it is reported,
+        so that no trainer rank has to be stopped for a worker that will be replaced.
+        """
+        began = time.perf_counter()
+        plan = self.plan
+        takers = {host for host, worker in plan.worker_of.items() if workers is None or worker in workers}
+        exchange = Exchange(self._held, self._wire, self._limit)
+        delivery = self._delivery(version) if plan.rank in takers else None
+        for bucket, planned in zip(plan.buckets, self._steps, strict=True):
+            matrices = delivery.open(bucket) if delivery else None
+            if matrices is not None:
+                exchange.keep(bucket.incoming.get(plan.rank, ()), matrices)
+            exchange.run(planned, takers, matrices)
+            if matrices is not None and delivery:
+                delivery.hand_over()
+        if delivery:
+            delivery.end()
+        return ReshardReport(
+            version=version,
+            worker=plan.worker if delivery else None,
+            bytes_sent=exchange.bytes_sent,
+            bytes_received=exchange.bytes_received,
+            least_bytes=self.least_bytes if delivery else 0,
+            num_transfers=exchange.num_transfers,
+            num_buckets=len(plan.buckets),
+            extra_bytes=exchange.extra_bytes + (NUM_SLOTS * self._slot_bytes if delivery else 0),
+            seconds=time.perf_counter() - began,
+            failure=delivery.failure if delivery else "",
+        )
+
+    def _delivery(self, version: int) -> Delivery:
+        assert self._channel is not None, "a rank without a worker takes nothing"
+        device = next(iter(self._held.values())).device
+        sender = HandoverSender(self._channel, self._slot_bytes, device, self._settings.deadline_s)
+        return Delivery(sender, version, self._settings.dtype)
+
+
+class Delivery:
+    """One version on its way to one worker. A worker that fails is let go, and why is kept."""
+
+    def __init__(self, sender: HandoverSender, version: int, dtype: torch.dtype) -> None:
+        self._sender, self._version, self._dtype = sender, version, dtype
+        self._sent: dict[str, str] = {}
+        self._open: tuple[Slot, list[Placed]] | None = None
+        self.failure = ""
+        self._attempt(lambda: sender.begin(version))
+
+    def open(self, bucket: PlannedBucket) -> list[Tensor] | None:
+        """The tensors of a bucket as matrices to be filled, their padding in place; None where there is no need."""
+        slot = self._attempt(self._sender.slot) if bucket.tensors else None
+        if slot is None:
+            return None
+        placed = [Placed(each.name, self._dtype, each.fused.shape, each.offset) for each in bucket.tensors]
+        self._open = slot, placed
+        matrices = [view.view(-1, view.shape[-1]) if view.ndim > 1 else view for view in _views(self._open)]
+        for matrix, each in zip(matrices, bucket.tensors, strict=True):
+            for box in each.fused.padding:
+                matrix[slices(box)] = 0
+        return matrices
+
+    def hand_over(self) -> None:
+        """The bucket is filled: the worker may read it."""
+        assert self._open is not None, "a bucket is handed over after it was opened"
+        slot, placed = self._open
+        for each, view in zip(placed, _views(self._open), strict=True):
+            self._sent[each.name] = digest(view)
+        self._attempt(lambda: self._sender.send(slot, placed))
+
+    def end(self) -> None:
+        """Wait for the worker to have taken everything in, and compare what it holds with what was sent."""
+        held = self._attempt(self._sender.end)
+        self._sender.close()
+        if held is None or held == self._sent:
+            return
+        both = self._sent.keys() & held.keys()
+        found = {
+            "differ": [name for name in self._sent if name in both and held[name] != self._sent[name]],
+            "are missing": [name for name in self._sent if name not in both],
+            "were not sent": [name for name in held if name not in both],
+        }
+        what = "; ".join(f"{len(names)} {how}: {_few(names)}" for how, names in found.items() if names)
+        raise RolloutError(
+            f"{self._sender.receiver} does not hold version {self._version} as it was sent: {what}",
+            fix="a fault of the hand-over or of the worker, not of the configuration: what it samples is worth nothing",
+        )
+
+    def _attempt(self, action: Callable[[], T]) -> T | None:
+        if self.failure:
+            return None
+        try:
+            return action()
+        except RolloutError as error:
+            self.failure = str(error)
+            self._sender.close()
+            return None
+
+
+def engine_resharder(
+    groups: Groups,
+    chunks: Sequence[TokenModel],
+    spec: ModelSpec,
+    rollout: RolloutLayout,
+    channels: Mapping[int, Path],
+    settings: ReshardSettings,
+) -> Resharder:
+    """The resharder of a Megatron engine's rank; `channels` says where each worker listens."""
+    # Megatron is loaded where this is called, and only there.
+    from mrl.engine.weights import held_tensors, layout_of
+
+    held = {(shard.chunk, shard.name): tensor for shard, tensor in held_tensors(chunks, spec, "lm", groups)}
+    planner = Planner(spec, layout_of(groups), groups.mesh, rollout)
+    return Resharder(planner, groups.at.rank, held, channels, settings)
+
+
+def _views(opened: tuple[Slot, list[Placed]]) -> list[Tensor]:
+    slot, placed = opened
+    return [each.view(slot.buffer) for each in placed]
+
+
+def _few(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(f"`{name}`" for name in names[:_MOST_NAMED]) + rest

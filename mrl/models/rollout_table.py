@@ -1,0 +1,162 @@
+"""Which slice of which Hugging Face tensor each of vLLM's fused, sharded parameters is, for one rank of an engine.
+
+The same `Parameter`s that describe Megatron's tensors describe these: queries, keys and values are three parts, each
+split on its own; so are the gate and the up of every expert. Stacked experts are told as one matrix, one below another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mrl.errors import ModelError
+from mrl.models.families import FAMILIES
+from mrl.models.layout import Layout
+from mrl.models.parameters import Box, Parameter, Piece, Rows, Shape, padded_vocab
+from mrl.models.spec import ModelSpec, MoeSpec
+from mrl.models.table import EMBEDDING, LM_HEAD, NORM
+
+_VOCAB_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """How one vLLM engine is split: over tensor ranks, which hold whole experts where `ep` is their number."""
+
+    tp: int = 1
+    ep: int = 1
+    whole: bool = False
+    """Every rank takes whole Hugging Face tensors instead: for modules that only vLLM's own loaders know to fill."""
+
+    def check(self, spec: ModelSpec) -> None:
+        """Refuse sizes that the model does not fit."""
+        if self.ep not in (1, self.tp):
+            raise ModelError(
+                f"ep {self.ep} is neither 1 nor the engine's tp {self.tp}",
+                fix="vLLM spreads experts over all ranks of an engine, or splits each over all of them",
+            )
+        expert_axes = {"ep": self.ep, "etp": self.tp // self.ep} if spec.moe else {"ep": self.ep}
+        Layout(tp=self.tp, **expert_axes).check(spec)
+        if (rows := _padded(spec.vocab)) % self.tp:
+            raise ModelError(f"tp {self.tp} does not divide the {rows} rows of vLLM's vocabulary")
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """One parameter of a rank of an engine."""
+
+    name: str
+    shape: Shape
+    pieces: tuple[Piece, ...]  # their targets lie in the matrix that has the shape's last axis as columns
+    padding: tuple[Box, ...]  # rows of the vocabulary that no token has: zeros
+
+
+def rollout_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> list[Fused]:
+    """Every parameter of that rank, by vLLM's names."""
+    sizes.check(spec)
+    layers = (fused for layer in range(spec.num_layers) for fused in layer_tensors(spec, sizes, rank, layer))
+    return [*embedding_tensors(spec, sizes, rank), *layers, *head_tensors(spec, sizes, rank)]
+
+
+def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:
+    """What stands before the layers; it is the head too where the two are tied."""
+    if sizes.whole:
+        yield from _unfused({EMBEDDING: (spec.vocab, spec.hidden)})
+    else:
+        yield _vocabulary(EMBEDDING, spec, sizes, rank)
+
+
+def head_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:
+    """What stands behind the layers."""
+    if sizes.whole:
+        yield from _unfused({NORM: (spec.hidden,)} | ({} if spec.tied else {LM_HEAD: (spec.vocab, spec.hidden)}))
+        return
+    yield _fused(Parameter(NORM, ((Rows(NORM, 0, spec.hidden),),)), sizes, rank)
+    if not spec.tied:
+        yield _vocabulary(LM_HEAD, spec, sizes, rank)
+
+
+def layer_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) -> Iterator[Fused]:
+    """The parameters of one layer."""
+    if sizes.whole:
+        yield from _unfused(FAMILIES[spec.family].tensors(spec, layer))
+        return
+    prefix = f"model.layers.{layer}."
+    for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+        yield _fused(_whole(prefix + name, spec.hidden), sizes, rank)
+    for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
+        yield _fused(_qkv(spec, sizes, f"{prefix}self_attn.", kind), sizes, rank)
+    if spec.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            yield _fused(_whole(f"{prefix}self_attn.{name}.weight", spec.head_dim), sizes, rank)
+    yield _fused(_down(f"{prefix}self_attn.o_proj.weight", spec.hidden, spec.num_heads * spec.head_dim), sizes, rank)
+    if spec.moe and spec.has_experts(layer):
+        yield from _expert_tensors(spec, spec.moe, sizes, rank, layer)
+    else:
+        parts = tuple((Rows(f"{prefix}mlp.{name}_proj.weight", 0, spec.ffn),) for name in ("gate", "up"))
+        yield _fused(Parameter(f"{prefix}mlp.gate_up_proj.weight", parts, spec.hidden, "rows"), sizes, rank)
+        yield _fused(_down(f"{prefix}mlp.down_proj.weight", spec.hidden, spec.ffn), sizes, rank)
+
+
+def _unfused(tensors: dict[str, Shape]) -> Iterator[Fused]:
+    for name, shape in tensors.items():
+        box = tuple((0, size) for size in shape)
+        yield Fused(name, shape, (Piece(name, box, box),), ())
+
+
+def _expert_tensors(spec: ModelSpec, moe: MoeSpec, sizes: EngineSizes, rank: int, layer: int) -> Iterator[Fused]:
+    names, prefix, split = FAMILIES[spec.family].names, f"model.layers.{layer}.", sizes.ep == 1
+    yield _fused(_whole(prefix + names.router, moe.num_experts, spec.hidden), sizes, rank)
+    num_local = moe.num_experts // sizes.ep
+    first = 0 if split else rank * num_local
+    experts = range(first, first + num_local)
+    stacked = prefix + names.router.removesuffix("gate.weight") + "experts.routed_experts."
+    gates_and_ups = tuple(
+        (Rows(prefix + name.format(expert), 0, moe.expert_ffn),)
+        for expert in experts
+        for name in (names.gate, names.up)
+    )
+    downs = tuple((Rows(prefix + names.down.format(expert), 0, spec.hidden),) for expert in experts)
+    w13 = Parameter(f"{stacked}w13_weight", gates_and_ups, spec.hidden, "rows" if split else None)
+    w2 = Parameter(f"{stacked}w2_weight", downs, moe.expert_ffn, "columns" if split else None)
+    yield from (_fused(parameter, sizes, rank, num_local) for parameter in (w13, w2))
+
+
+def _fused(parameter: Parameter, sizes: EngineSizes, rank: int, num_stacked: int | None = None) -> Fused:
+    shape, pieces, padding = parameter.share(rank, sizes.tp)
+    if num_stacked is not None:
+        shape = (num_stacked, shape[0] // num_stacked, shape[1])
+    return Fused(parameter.name, shape, pieces, padding)
+
+
+def _whole(name: str, rows: int, columns: int | None = None) -> Parameter:
+    return Parameter(name, ((Rows(name, 0, rows),),), columns)
+
+
+def _down(name: str, rows: int, columns: int) -> Parameter:
+    return Parameter(name, ((Rows(name, 0, rows),),), columns, "columns")
+
+
+def _qkv(spec: ModelSpec, sizes: EngineSizes, prefix: str, kind: str) -> Parameter:
+    """Queries, then keys, then values; with fewer key-value heads than ranks, each head is on several ranks."""
+    num_copies, size = max(1, sizes.tp // spec.num_kv_heads), spec.head_dim
+    heads = [head for head in range(spec.num_kv_heads) for _ in range(num_copies)]
+    q = (Rows(f"{prefix}q_proj.{kind}", 0, spec.num_heads * size),)
+    k, v = (
+        tuple(Rows(f"{prefix}{name}_proj.{kind}", head * size, (head + 1) * size) for head in heads) for name in "kv"
+    )
+    return Parameter(f"{prefix}qkv_proj.{kind}", (q, k, v), spec.hidden if kind == "weight" else None, "rows")
+
+
+def _vocabulary(name: str, spec: ModelSpec, sizes: EngineSizes, rank: int) -> Fused:
+    num_rows = _padded(spec.vocab) // sizes.tp
+    start = min(rank * num_rows, spec.vocab)
+    held, columns = min(start + num_rows, spec.vocab) - start, (0, spec.hidden)
+    pieces = (Piece(name, ((start, start + held), columns), ((0, held), columns)),) if held else ()
+    padding = (((held, num_rows), columns),) if held < num_rows else ()
+    return Fused(name, (num_rows, spec.hidden), pieces, padding)
+
+
+def _padded(vocab: int) -> int:
+    """vLLM's rows of the vocabulary over all ranks."""
+    return padded_vocab(vocab, _VOCAB_MULTIPLE)

@@ -1,0 +1,1 @@
+"""What a run shows and leaves behind: phase seconds, metrics, samples, a report."""

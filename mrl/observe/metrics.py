@@ -1,0 +1,49 @@
+"""`metrics.jsonl`: one line per step, always written, read back by the report."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import MrlError
+
+
+class MetricsFile:
+    """Appends one line per step. On resume the lines of steps that are done again are cut off."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        self._path = path
+        kept = [line for line in read_metrics(path) if line["step"] < first_step] if path.exists() else []
+        staged = path.with_suffix(".tmp")
+        descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.writelines(_line(line) for line in kept)
+        staged.replace(path)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the figures of a step. One that is not finite is written as null: JSON has no NaN."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(_line({"step": step, **metrics}))
+
+
+def _line(fields: Mapping[str, Any]) -> str:
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a last one cut short by a crash is left out, any other bad one is an error."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    found = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            found.append(dict(json.loads(line)))
+        except ValueError as error:
+            raise MrlError(f"not a line of metrics: {error}", where=f"{path}:{number}") from error
+    return found

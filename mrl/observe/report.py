@@ -1,0 +1,140 @@
+"""A run as one HTML file that needs nothing else: curves, where the seconds went, samples, health."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from mrl.observe.health import findings
+
+Lines = Sequence[dict[str, Any]]
+_CURVES = (
+    ("critic/score/mean", "score"),
+    ("response_length/mean", "response length"),
+    ("reward/kl", "KL to the reference"),
+    ("actor/entropy_mean", "entropy"),
+    ("actor/grad_norm", "gradient norm"),
+    ("actor/pg_clipfrac", "share clipped"),
+    ("mismatch/log_prob_abs_diff_mean", "engine mismatch"),
+    ("critic/vf_loss", "value loss"),
+    ("perf/throughput", "tokens per second and device"),
+)
+_WIDTH, _HEIGHT, _MARGIN = 340, 140, 34
+_COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0")
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 2rem auto; padding: 0 1rem; color: #222 }
+h1, h2 { font-weight: 600 } h2 { margin-top: 2.2rem }
+.curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(340px, 1fr)); gap: 1rem }
+figure { margin: 0 } figcaption { font-size: 13px; color: #555 }
+table { border-collapse: collapse; width: 100% } td, th { text-align: left; vertical-align: top; padding: .3rem .6rem }
+tr { border-bottom: 1px solid #e4e4e4 } pre { margin: 0; white-space: pre-wrap; font-size: 13px }
+.finding { border-left: 4px solid #ff725c; padding: .2rem .8rem; margin: .6rem 0 } .well { border-color: #3ca951 }
+.key { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em }
+"""
+
+
+def render_report(name: str, lines: Lines, samples: Sequence[Mapping[str, Any]], configuration: str) -> str:
+    """The page. Whatever a model or a data set wrote is escaped: a sample is text, never markup."""
+    sections = [
+        f"<h1>{escape(name)}</h1><p>{_summary(lines)}</p>",
+        f"<h2>Health</h2>{_health(lines)}",
+        f'<h2>Curves</h2><div class="curves">{_curves(lines)}</div>',
+        f"<h2>Where the seconds of a step went</h2>{_phases(lines)}",
+        f"<h2>Samples of the last recorded step</h2>{_samples(samples)}",
+        f"<h2>Configuration</h2><pre>{escape(configuration)}</pre>",
+    ]
+    head = f'<meta charset="utf-8"><title>{escape(name)}</title><style>{_STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(sections)}</body></html>\n'
+
+
+def _summary(lines: Lines) -> str:
+    if not lines:
+        return "No step has been done."
+    seconds = sum(line.get("timing_s/step") or 0.0 for line in lines)
+    validated = {key: value for key, value in lines[-1].items() if key.startswith("val/solved/")}
+    figures = "".join(f"; {escape(key)} = {value:.3f}" for key, value in validated.items())
+    return f"{len(lines)} steps in {seconds / 60:.1f} minutes{figures}"
+
+
+def _health(lines: Lines) -> str:
+    found = findings(lines)
+    if not found:
+        return '<div class="finding well">Nothing looks wrong.</div>'
+    boxes = (f'<div class="finding"><b>{escape(each.title)}.</b> {escape(each.evidence)}</div>' for each in found)
+    return "".join(boxes)
+
+
+def _curves(lines: Lines) -> str:
+    return "".join(_curve(lines, name, title) for name, title in _CURVES)
+
+
+def _curve(lines: Lines, name: str, title: str) -> str:
+    points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+    if not points:
+        return ""
+    steps, values = [step for step, _ in points], [value for _, value in points]
+    low, high, first, last = min(values), max(values), steps[0], steps[-1]
+    across = (_WIDTH - _MARGIN) / max(last - first, 1)
+    up = (_HEIGHT - 24) / (high - low) if high > low else 0.0
+    places = " ".join(
+        f"{_MARGIN + (step - first) * across:.1f},{_HEIGHT - 16 - (value - low) * up:.1f}" for step, value in points
+    )
+    labels = "".join(
+        f'<text x="0" y="{y}" font-size="10" fill="#777">{value:.3g}</text>'
+        for y, value in ((12, high), (_HEIGHT - 14, low))
+    )
+    steps_at = f'<text x="{_MARGIN}" y="{_HEIGHT - 2}" font-size="10" fill="#777">step {first} to {last}</text>'
+    line = f'<polyline points="{places}" fill="none" stroke="{_COLORS[0]}" stroke-width="1.6"/>'
+    caption = f"<figcaption>{escape(title)}: {values[-1]:.4g}</figcaption>"
+    return f'<figure>{caption}<svg viewBox="0 0 {_WIDTH} {_HEIGHT}">{labels}{steps_at}{line}</svg></figure>'
+
+
+def _phases(lines: Lines) -> str:
+    """One bar per part of the run, each phase its share of the mean step; what no phase covers is shown as such."""
+    if not lines:
+        return ""
+    names = list(dict.fromkeys(key for line in lines for key in line if key.startswith("timing_s/")))
+    phases = [name for name in names if name != "timing_s/step"]
+    rows = []
+    size = max(1, len(lines) // 5)
+    for begin in range(0, len(lines), size):
+        part = lines[begin : begin + size]
+        whole = sum(line.get("timing_s/step") or 0.0 for line in part)
+        shares = {name: sum(line.get(name) or 0.0 for line in part) / whole for name in phases} if whole else {}
+        shares["nothing of these"] = max(0.0, 1 - sum(shares.values()))
+        rows.append((f"{part[0]['step']} to {part[-1]['step']}", whole / len(part), shares))
+    keys = list(rows[0][2])
+    colors = {key: _COLORS[number % len(_COLORS)] for number, key in enumerate(keys)}
+    legend = "".join(
+        f'<span class="key" style="background:{colors[key]}"></span>{escape(key.removeprefix("timing_s/"))}'
+        for key in keys
+    )
+    bars = "".join(
+        f"<tr><td>{label}</td><td>{seconds:.2f} s</td><td style='width:75%'>{_bar(shares, colors)}</td></tr>"
+        for label, seconds, shares in rows
+    )
+    return f"<p>{legend}</p><table><tr><th>steps</th><th>mean</th><th></th></tr>{bars}</table>"
+
+
+def _bar(shares: Mapping[str, float], colors: Mapping[str, str]) -> str:
+    parts = []
+    left = 0.0
+    for key, share in shares.items():
+        label = f"<title>{escape(key.removeprefix('timing_s/'))}: {100 * share:.1f} %</title>"
+        box = f'x="{1000 * left:.1f}" width="{1000 * share:.1f}" height="20" fill="{colors[key]}"'
+        parts.append(f"<rect {box}>{label}</rect>")
+        left += share
+    return f'<svg viewBox="0 0 1000 20" preserveAspectRatio="none" width="100%" height="20">{"".join(parts)}</svg>'
+
+
+def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
+    if not samples:
+        return "<p>None were recorded.</p>"
+    names = [name for name in ("prompt", "response", "ground_truth", "score", "num_tokens") if name in samples[0]]
+    head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in names)
+    rows = "".join(
+        "<tr>" + "".join(f"<td><pre>{escape(str(sample[name]))}</pre></td>" for name in names) + "</tr>"
+        for sample in samples
+    )
+    return f"<table><tr>{head}</tr>{rows}</table>"

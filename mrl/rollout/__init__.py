@@ -1,0 +1,1 @@
+"""vLLM replicas: requests in, samples out, and the weights that reach them."""

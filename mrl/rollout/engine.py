@@ -1,0 +1,164 @@
+"""What every rollout engine does, and the rules that hold for all of them: who may ask for what, and when."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mrl.errors import NameUnknown, RolloutError, did_you_mean
+from mrl.registry import load_attribute
+from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+
+Part = Literal["weights", "kv_cache"]
+TRANSFER_BACKEND = "mrl"
+"""What vLLM knows our way of sending weights by."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What one engine is made from."""
+
+    model: Path
+    """A directory in Hugging Face format."""
+    dtype: str
+    device: Literal["cpu", "cuda"]
+    max_tokens: int
+    """Of a prompt and its response together."""
+    vocab: int
+    sockets: Path
+    """The run's private directory for the sockets that weights arrive through."""
+    replica: str
+    tp: int = 1
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Arguments that are passed on to vLLM."""
+
+
+def socket_path(sockets: Path, replica: str, tp_rank: int) -> Path:
+    """Where one process of a replica takes its weights."""
+    return sockets / f"{replica}-{tp_rank}.sock"
+
+
+class RolloutEngine(ABC):
+    """One model that generates. Requests start and finish independently; weights change only in between."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.weight_version: int | None = None
+        """None while what it holds came from a file, or from an update that failed."""
+        self.unfinished: set[str] = set()
+        self._resident: set[Part] = {"weights", "kv_cache"}
+
+    def start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
+        """Begin to generate these beside those under way."""
+        self._need("weights", "kv_cache")
+        if self.weight_version is None:
+            raise RolloutError(f"{self.settings.replica} is stale: it holds no weights that the trainer has sent")
+        for request in requests:
+            check_request(request, self.settings)
+        keys = {request.key for request in requests}
+        if len(keys) < len(requests) or keys & self.unfinished:
+            raise RolloutError(f"two samples of {self.settings.replica} have the same key")
+        self.unfinished |= keys
+        self._start(requests, sampling)
+
+    def need_version(self, version: int) -> None:
+        """Refuse to serve with other weights than these."""
+        if self.weight_version != version:
+            raise RolloutError(
+                f"{self.settings.replica} is stale: it holds weights {self.weight_version}, not version {version}"
+            )
+
+    def step(self) -> list[Generated]:
+        """One token more for everything under way; what is finished with that."""
+        finished = self._step()
+        self.unfinished.difference_update(sample.key for sample in finished)
+        return finished
+
+    def abort(self) -> None:
+        """Forget everything under way."""
+        self._abort(self.unfinished)
+        self.unfinished.clear()
+
+    def receive_weights(self, version: int) -> None:
+        """Take in one version of the weights, whole or not at all, and forget what was computed with another."""
+        self._need("weights")
+        if self.unfinished:
+            raise RolloutError(f"{self.settings.replica} got new weights with {len(self.unfinished)} samples under way")
+        self.weight_version = None  # what a failed update leaves behind is of no version
+        self._receive_weights(version)
+        self.weight_version = version
+
+    def sleep(self) -> None:
+        """Give the device's memory back: weights are sent again, and the cache is worth nothing after that."""
+        self._need("weights", "kv_cache")
+        if self.unfinished:
+            raise RolloutError(f"{self.settings.replica} fell asleep with {len(self.unfinished)} samples under way")
+        self._sleep()
+        self._resident.clear()
+        self.weight_version = None
+
+    def wake(self, part: Part) -> None:
+        """Take the memory of one part again: first the weights, and the cache once they are there."""
+        if part in self._resident or (part == "kv_cache" and "weights" not in self._resident):
+            raise RolloutError(f"{self.settings.replica} cannot wake its {part}: awake are {sorted(self._resident)}")
+        self._wake(part)
+        self._resident.add(part)
+
+    def _need(self, *parts: Part) -> None:
+        if asleep := sorted({*parts} - self._resident):
+            raise RolloutError(f"{self.settings.replica} sleeps: its {' and '.join(asleep)} must be woken first")
+
+    def full_tensors_because(self) -> str:
+        """Why fused and sharded tensors cannot be written into this engine; empty where they can."""
+        return ""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every process of the engine."""
+
+    @abstractmethod
+    def _start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None: ...
+
+    @abstractmethod
+    def _step(self) -> list[Generated]: ...
+
+    @abstractmethod
+    def _abort(self, keys: Iterable[str]) -> None: ...
+
+    @abstractmethod
+    def _receive_weights(self, version: int) -> None: ...
+
+    @abstractmethod
+    def _sleep(self) -> None: ...
+
+    @abstractmethod
+    def _wake(self, part: Part) -> None: ...
+
+
+_ENGINES = {
+    "vllm": "mrl.rollout.vllm_engine:VllmEngine",
+    "transformers": "mrl.rollout.transformers_engine:TransformersEngine",
+}
+
+
+def engine_class(name: str) -> type[RolloutEngine]:
+    """The engine of that name, or the class at `package.module:attribute`; only what is used is loaded."""
+    if name not in _ENGINES and ":" not in name:
+        raise NameUnknown(f'unknown rollout engine "{name}"', fix=did_you_mean(name, _ENGINES))
+    found: type[RolloutEngine] = load_attribute(_ENGINES.get(name, name))
+    return found
+
+
+def check_request(request: GenerationRequest, settings: EngineSettings) -> None:
+    """Refuse what an engine would cut short, or look up beyond its table, without a word."""
+    num_prompt = len(request.prompt_ids)
+    if not num_prompt or request.max_tokens < 1 or num_prompt + request.max_tokens > settings.max_tokens:
+        raise RolloutError(
+            f"{num_prompt} prompt tokens and {request.max_tokens} more do not fit into {settings.max_tokens}",
+            where=request.key,
+        )
+    if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= settings.vocab:
+        raise RolloutError(f"a prompt token is not in [0, {settings.vocab})", where=request.key)

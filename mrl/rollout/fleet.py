@@ -1,0 +1,175 @@
+"""All rollout replicas as one: what is asked of it comes back complete and in order, whoever dies meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from mrl.controller import RayWorkerGroup
+from mrl.errors import MrlError, RolloutError, WorkerError, WorkerRaised
+from mrl.events import EventLog, ReplicaLost, ReplicaServes, Warned
+from mrl.rollout.assignment import Assignment
+from mrl.rollout.engine import EngineSettings, Part, check_request
+from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+
+WAIT_S = 0.5
+"""How long a replica waits for something to be finished before it answers that nothing was."""
+
+StartReplica = Callable[[int], RayWorkerGroup]
+SendWeights = Callable[[Sequence[int], int], None]
+"""Has the trainer hand a version to the replicas of these numbers; raises where it could not."""
+
+
+class RolloutFleet:
+    """Replicas by number. A replica serves only while it holds the weights that are asked for."""
+
+    def __init__(
+        self,
+        num_replicas: int,
+        start: StartReplica,
+        send_weights: SendWeights,
+        limits: EngineSettings,
+        events: EventLog,
+    ) -> None:
+        self._start, self._send_weights, self._limits, self._events = start, send_weights, limits, events
+        self._threads = ThreadPoolExecutor(num_replicas, "replica")
+        self._replicas: dict[int, RayWorkerGroup] = {}
+        self._versions: dict[int, int | None] = dict.fromkeys(range(num_replicas))
+        self._starting: dict[int, Future[RayWorkerGroup]] = {}
+        self._start_missing()
+        self._settle()
+        self.full_tensors_because = str(self._replicas[0].full_tensors_because())
+        """Why whole Hugging Face tensors must be sent instead of fused and sharded ones; empty where they need not."""
+        if self.full_tensors_because:
+            events.write(Warned("rollout", f"weights travel as whole tensors: {self.full_tensors_because}"))
+
+    def update(self, version: int) -> None:
+        """Bring every replica to this version. One that dies meanwhile is replaced by the next `stream`."""
+        self._settle()
+        self._bring_up_to_date(list(self._replicas), version)
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling, version: int) -> list[Generated]:
+        """All samples, in the order of their requests."""
+        samples = {sample.key: sample for sample in self.stream(requests, sampling, version)}
+        return [samples[request.key] for request in requests]
+
+    def stream(self, requests: Sequence[GenerationRequest], sampling: Sampling, version: int) -> Iterator[Generated]:
+        """The samples as they are finished; whoever stops asking for more makes the replicas forget the rest."""
+        for request in requests:
+            check_request(request, self._limits)
+        if len({request.key for request in requests}) != len(requests):
+            raise RolloutError("two requests have the same key")
+        self._settle()
+        if stale := [index for index in self._replicas if self._versions[index] != version]:
+            self._bring_up_to_date(stale, version)
+        work = Assignment(requests, len(self._versions))
+        asked: dict[Future[Any], int] = {}
+        try:
+            while work.num_left:
+                self._start_missing()
+                self._ask(work, asked, sampling, version)
+                done, _ = wait([*asked, *self._starting.values()], return_when=FIRST_COMPLETED)
+                for future in done & asked.keys():
+                    yield from self._collect(future, asked.pop(future), work)
+                if joined := self._join():
+                    self._bring_up_to_date(joined, version)
+        finally:
+            wait(asked)
+            self._call([index for index in self._replicas if work.aboard(index)], "abort")
+
+    def sleep(self) -> None:
+        """Have every replica give its memory back."""
+        self._settle()
+        self._call(list(self._replicas), "sleep")
+        self._versions = dict.fromkeys(self._versions)
+
+    def wake(self, part: Part) -> None:
+        """Have every replica take one part of its memory again."""
+        self._call(list(self._replicas), "wake", part)
+
+    def close(self) -> None:
+        """End every replica."""
+        self._settle()
+        for replica in self._replicas.values():
+            replica.shutdown()
+        self._threads.shutdown()
+
+    def _ask(self, work: Assignment, asked: dict[Future[Any], int], sampling: Sampling, version: int) -> None:
+        """Give every replica that serves, and has answered what it was asked, its share."""
+        serving = [index for index in self._replicas if self._versions[index] == version]
+        for index in set(serving) - set(asked.values()):
+            requests = work.take(index, len(serving))
+            if work.aboard(index):
+                exchange = self._replicas[index].exchange
+                asked[self._threads.submit(exchange, requests, sampling, version, WAIT_S)] = index
+
+    def _collect(self, future: Future[Any], index: int, work: Assignment) -> Sequence[Generated]:
+        try:
+            answer: list[Generated] | RolloutError = future.result()
+        except WorkerError as error:
+            self._lose(index, error, work.aboard(index))
+            work.lose(index, _headline(error))
+            return ()
+        if isinstance(answer, RolloutError):
+            raise answer
+        work.finish(index, answer)
+        return answer
+
+    def _bring_up_to_date(self, indices: Sequence[int], version: int) -> None:
+        """Have these replicas receive while the trainer sends; those that die are let go, and the rest tries again."""
+        calls = {index: self._replicas[index].receive_weights.future(version) for index in indices}
+        failures: list[MrlError] = []
+        try:
+            self._send_weights(indices, version)
+        except (WorkerError, RolloutError) as error:
+            failures.append(error)
+        raised = []
+        for index, call in calls.items():
+            try:
+                call.get()
+                self._versions[index] = version
+                self._events.write(ReplicaServes(index, version))
+            except WorkerRaised as error:  # it lives; perhaps the trainer left it because of another
+                failures.append(error)
+                raised.append(index)
+            except WorkerError as error:
+                self._lose(index, error)
+        if failures and all(index in self._replicas for index in indices):
+            raise failures[0]
+        if raised:
+            self._bring_up_to_date(raised, version)
+
+    def _call(self, indices: Sequence[int], method: str, *args: Any) -> None:
+        """Call these replicas at once; let those go that fail."""
+        calls = {index: getattr(self._replicas[index], method).future(*args) for index in indices}
+        for index, call in calls.items():
+            try:
+                call.get()
+            except WorkerError as error:
+                self._lose(index, error)
+
+    def _lose(self, index: int, error: WorkerError, num_unfinished: int = 0) -> None:
+        self._events.write(ReplicaLost(index, _headline(error), num_unfinished))
+        self._versions[index] = None
+        self._replicas.pop(index).shutdown()
+
+    def _start_missing(self) -> None:
+        for index in self._versions.keys() - self._replicas.keys() - self._starting.keys():
+            self._starting[index] = self._threads.submit(self._start, index)
+
+    def _join(self) -> list[int]:
+        """Take in the replicas that have started since."""
+        joined = [index for index, future in self._starting.items() if future.done()]
+        for index in joined:
+            self._replicas[index] = self._starting.pop(index).result()
+        return joined
+
+    def _settle(self) -> None:
+        """Wait for the replicas that are starting."""
+        wait(self._starting.values())
+        self._join()
+
+
+def _headline(error: WorkerError) -> str:
+    return error.what.partition("\n")[0]

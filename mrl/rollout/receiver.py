@@ -1,0 +1,88 @@
+"""What runs inside vLLM's workers: takes the weights that a trainer rank of the same device hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from mrl.errors import RolloutError
+from mrl.rollout.engine import socket_path
+from mrl.rollout.handover import HandoverReceiver
+from mrl.rollout.model_weights import FusedWeights, full_tensors_because, load_full_tensors
+
+
+class WorkerExtension:
+    """Methods that vLLM's workers get beside their own."""
+
+    def full_tensors_because(self) -> str:
+        """Why this worker's model cannot be written directly; empty where it can."""
+        return full_tensors_because(self.model_runner.model)  # type: ignore[attr-defined]
+
+
+@dataclass
+class ReceiverInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Where the workers of a replica listen."""
+
+    sockets: str
+    replica: str
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Which version is to come, and in which form."""
+
+    version: int
+    full: bool
+
+
+class Receiver(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type: ignore[misc]
+    """Listens as long as the worker lives; what it was sent it checks, writes, and answers with digests."""
+
+    init_info_cls = ReceiverInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: ReceiverInfo) -> None:
+        """Listen."""
+        path = socket_path(Path(init_info.sockets), init_info.replica, get_tensor_model_parallel_rank())
+        self._handover = HandoverReceiver(path)
+
+    def start_weight_update(self) -> None:
+        """Nothing to prepare."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Take in one version, or tell the trainer why not."""
+        try:
+            if update_info.full:
+                digests = load_full_tensors(self.model, self.model_config, self._tensors(update_info.version))
+            else:
+                weights = FusedWeights(self.model)
+                for name, tensor in self._tensors(update_info.version):
+                    weights.write(name, tensor)
+                digests = weights.finish()
+            self._handover.reply(digests)
+        except (RolloutError, RuntimeError, ValueError) as error:
+            self._handover.refuse(str(error))
+            raise
+
+    def finish_weight_update(self) -> None:
+        """Nothing to finish: modules are packed as soon as all of theirs has arrived."""
+
+    def shutdown(self) -> None:
+        """Stop listening."""
+        self._handover.close()
+
+    def _tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:
+        for bucket in self._handover.buckets():
+            if bucket.version != version:
+                raise RolloutError(f"the trainer sends version {bucket.version}, but version {version} was asked for")
+            yield from bucket.tensors.items()

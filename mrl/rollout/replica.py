@@ -1,0 +1,61 @@
+"""One rollout replica as a worker: an engine in a process of its own, which may die and be replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from mrl.controller import Dispatch, Place, Worker, register
+from mrl.errors import RolloutError
+from mrl.rollout.engine import EngineSettings, Part, engine_class
+from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.rollout.stepping import SteppingThread
+
+
+class RolloutReplica(Worker):
+    """Takes requests at any time and returns samples as they are finished; the engine never waits for the driver."""
+
+    def __init__(self, place: Place, engine: str, settings: EngineSettings, step_deadline_s: float) -> None:
+        super().__init__(place)
+        self._thread = SteppingThread(partial(engine_class(engine), settings), step_deadline_s)
+
+    @register(Dispatch.RANK_ZERO)
+    def full_tensors_because(self) -> str:
+        """Why this replica takes whole Hugging Face tensors; empty where it takes fused and sharded ones."""
+        return self._thread.do(lambda engine: engine.full_tensors_because())
+
+    @register(Dispatch.RANK_ZERO)
+    def exchange(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, version: int, wait_s: float
+    ) -> list[Generated] | RolloutError:
+        """Start these requests; return what has been finished, after waiting this long for something.
+
+        A rule that was broken is returned, for it would be broken again; what is raised is a broken engine.
+        """
+        try:
+            self._thread.do(lambda engine: engine.need_version(version))
+            if requests:
+                self._thread.do(lambda engine: engine.start(requests, sampling))
+            return self._thread.finished(wait_s)
+        except RolloutError as error:
+            return error
+
+    @register(Dispatch.RANK_ZERO)
+    def abort(self) -> None:
+        """Forget every request."""
+        self._thread.abort()
+
+    @register(Dispatch.RANK_ZERO)
+    def receive_weights(self, version: int) -> None:
+        """Take in one version, which the trainer ranks of the same devices hand over meanwhile."""
+        self._thread.do(lambda engine: engine.receive_weights(version))
+
+    @register(Dispatch.RANK_ZERO)
+    def sleep(self) -> None:
+        """Give the device's memory back."""
+        self._thread.do(lambda engine: engine.sleep())
+
+    @register(Dispatch.RANK_ZERO)
+    def wake(self, part: Part) -> None:
+        """Take one part of the memory again."""
+        self._thread.do(lambda engine: engine.wake(part))

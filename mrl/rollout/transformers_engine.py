@@ -1,0 +1,126 @@
+"""A plain transformers model as a rollout engine: slow, simple, and what vLLM is held against.
+
+Noise is drawn as vLLM's sampler draws it, so that the same seed gives the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from mrl.errors import RolloutError
+from mrl.rollout.digest import digest
+from mrl.rollout.engine import EngineSettings, Part, RolloutEngine, socket_path
+from mrl.rollout.handover import HandoverReceiver
+from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+
+
+@dataclass
+class Row:
+    """One sample under way."""
+
+    request: GenerationRequest
+    sampling: Sampling
+    noise: torch.Generator
+    cache: DynamicCache = field(default_factory=DynamicCache)
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+
+class TransformersEngine(RolloutEngine):
+    """Every row is computed by itself."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
+        dtype = getattr(torch, settings.dtype)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device)
+        self._handover = HandoverReceiver(socket_path(settings.sockets, settings.replica, 0))
+        self._rows: dict[str, Row] = {}
+
+    def full_tensors_because(self) -> str:
+        """Why fused and sharded tensors cannot be written into this engine."""
+        return "a transformers model fuses nothing"
+
+    def close(self) -> None:
+        """Stop listening for weights."""
+        self._handover.close()
+
+    def _start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
+        for request in requests:
+            noise = torch.Generator(self.settings.device).manual_seed(request.seed)
+            self._rows[request.key] = Row(request, sampling, noise)
+
+    @torch.inference_mode()
+    def _step(self) -> list[Generated]:
+        finished = []
+        for row in list(self._rows.values()):
+            self._extend(row)
+            stopped = row.token_ids[-1] in row.sampling.stop_token_ids
+            if stopped or len(row.token_ids) == row.request.max_tokens:
+                del self._rows[row.request.key]
+                finished.append(self._generated(row, stopped))
+        return finished
+
+    def _extend(self, row: Row) -> None:
+        new = row.token_ids[-1:] or row.request.prompt_ids.tolist()
+        output = self.model(torch.tensor([new], device=self.settings.device), past_key_values=row.cache)
+        log_probs = sampled_log_probs(output.logits[0, -1], row.sampling)
+        noise = torch.empty_like(log_probs).exponential_(generator=row.noise)
+        token = int((log_probs.exp() / noise).argmax())
+        row.token_ids.append(token)
+        row.log_probs.append(float(log_probs[token]))
+
+    def _generated(self, row: Row, stopped: bool) -> Generated:
+        assert self.weight_version is not None, "nothing is generated before weights have arrived"
+        token_ids, log_probs = np.asarray(row.token_ids, np.int32), np.asarray(row.log_probs, np.float32)
+        return Generated(row.request.key, token_ids, log_probs, "stop" if stopped else "length", self.weight_version)
+
+    def _abort(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            del self._rows[key]
+
+    def _receive_weights(self, version: int) -> None:
+        try:
+            self._handover.reply(self._load(version))
+        except RolloutError as error:
+            self._handover.refuse(str(error))
+            raise
+
+    def _load(self, version: int) -> dict[str, str]:
+        tensors: dict[str, Tensor] = {}
+        for bucket in self._handover.buckets():
+            if bucket.version != version:
+                raise RolloutError(f"the trainer sends version {bucket.version}, but version {version} was asked for")
+            tensors |= {name: tensor.clone() for name, tensor in bucket.tensors.items()}
+        model, report = type(self.model).from_pretrained(
+            None, state_dict=tensors, config=self.model.config, dtype=self.model.dtype, output_loading_info=True
+        )
+        for wrong in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if report[wrong]:
+                raise RolloutError(f"{wrong.replace('_', ' ')} among the tensors: {sorted(report[wrong])[:5]}")
+        self.model = model.to(self.settings.device)
+        return {name: digest(tensor) for name, tensor in tensors.items()}
+
+    def _sleep(self) -> None:
+        """There is no memory to give back."""
+
+    def _wake(self, part: Part) -> None:
+        """There is no memory to take again."""
+
+
+def sampled_log_probs(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Log-probs of the distribution that is sampled from: at this temperature, among the tokens that remain."""
+    scaled = logits.float() / sampling.temperature
+    ordered, order = scaled.sort(descending=True)
+    if sampling.top_k:
+        ordered[sampling.top_k :] = -torch.inf
+    probs = ordered.softmax(-1)
+    # A token stays if those before it have less than top_p together: the likeliest always does.
+    ordered[probs.cumsum(-1) - probs >= sampling.top_p] = -torch.inf
+    return torch.full_like(scaled, -torch.inf).scatter(0, order, ordered).log_softmax(-1)

@@ -1,0 +1,150 @@
+"""vLLM as a rollout engine: its synchronous public engine, driven one step at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from importlib.metadata import entry_points
+from typing import Any
+
+# vLLM reads these whenever it needs them: the engine steps in this process; its workers are fresh processes, for a
+# copy of one with threads hangs; nothing is reported to anybody; and replicas of one machine share its cores.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from mrl.errors import RolloutError, SetupError
+from mrl.rollout.engine import TRANSFER_BACKEND, EngineSettings, Part, RolloutEngine
+from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+
+_DISCARD_EVERYTHING = 2
+
+
+class VllmEngine(RolloutEngine):
+    """A vLLM engine in this process; with tensor parallelism its workers are processes of their own."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
+        if TRANSFER_BACKEND not in entry_points(group="vllm.general_plugins").names:
+            raise SetupError(
+                "vLLM does not know how mrl sends weights: mrl is on the path, but not installed",
+                fix="pip install -e .",
+            )
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(settings)))
+        where = {"sockets": str(settings.sockets), "replica": settings.replica}
+        self._on_workers("init_weight_transfer_engine", init_info=where)
+        self._full_because = next(filter(None, self._on_workers("full_tensors_because")), "")
+        self._first = ""
+        """The first request since the weights changed, until it is finished: nothing can be cached for it."""
+
+    def full_tensors_because(self) -> str:
+        """Why fused and sharded tensors cannot be written into this engine; empty where they can."""
+        return self._full_because
+
+    def close(self) -> None:
+        """End every process of the engine."""
+        self._engine.engine_core.shutdown()
+
+    def _start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
+        for request in requests:
+            params = _sampling_params(request, sampling)
+            prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
+            self._engine.add_request(request.key, prompt, params)
+            self._first = self._first or request.key
+
+    def _step(self) -> list[Generated]:
+        outputs = self._engine.step() if self.unfinished else []
+        return [self._finished(output) for output in outputs if output.finished]
+
+    def _finished(self, output: RequestOutput) -> Generated:
+        (sample,) = output.outputs
+        key = output.request_id
+        if sample.finish_reason not in ("stop", "length"):
+            raise RolloutError(f"vLLM ended this sample by `{sample.finish_reason}`", where=key)
+        if key == self._first and output.num_cached_tokens:
+            raise RolloutError(
+                f"{output.num_cached_tokens} tokens of the first sample after a change of weights came from the prefix "
+                "cache: it holds what the weights before computed",
+                where=key,
+            )
+        assert self.weight_version is not None, "nothing is generated before weights have arrived"
+        return Generated(
+            key,
+            np.asarray(sample.token_ids, np.int32),
+            np.asarray(sample.logprobs.logprobs, np.float32),
+            sample.finish_reason,
+            self.weight_version,
+        )
+
+    def _abort(self, keys: Iterable[str]) -> None:
+        self._engine.abort_request(list(keys))
+
+    def _receive_weights(self, version: int) -> None:
+        self._on_workers("start_weight_update")
+        self._on_workers("update_weights", update_info={"version": version, "full": bool(self._full_because)})
+        self._on_workers("finish_weight_update")
+        if not self._engine.reset_prefix_cache():
+            raise RolloutError(f"vLLM did not drop its prefix cache after weights {version} had arrived")
+        self._first = ""
+
+    def _sleep(self) -> None:
+        self._engine.sleep(_DISCARD_EVERYTHING)
+
+    def _wake(self, part: Part) -> None:
+        self._engine.wake_up([part])
+
+    def _on_workers(self, method: str, **arguments: Any) -> list[Any]:
+        try:
+            answers: list[Any] = self._engine.collective_rpc(method, kwargs=arguments)
+        except RuntimeError as error:  # all that is left of what a worker in another process raised
+            raise RolloutError(str(error), where=f"{method} on {self.settings.replica}") from error
+        return answers
+
+
+def _arguments(settings: EngineSettings) -> dict[str, Any]:
+    """What vLLM is started with: what must hold, and what the user passes on beside it."""
+    ours = {
+        "model": str(settings.model),
+        "dtype": settings.dtype,
+        "tensor_parallel_size": settings.tp,
+        "distributed_executor_backend": "mp" if settings.tp > 1 else "uni",
+        "max_model_len": settings.max_tokens,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": False,
+        "disable_log_stats": True,
+        "logprobs_mode": "processed_logprobs",
+        "enable_sleep_mode": settings.device == "cuda",
+        "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
+        "worker_extension_cls": "mrl.rollout.receiver.WorkerExtension",
+    }
+    for name, value in settings.vllm.items():
+        if name in ours and value != ours[name]:
+            raise RolloutError(
+                f"{name}={value} contradicts {ours[name]}, which must hold", where="rollout.vllm", fix="remove this key"
+            )
+    return {**settings.vllm, **ours}
+
+
+def _sampling_params(request: GenerationRequest, sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=request.seed,
+        max_tokens=request.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # the stop tokens are those of `sampling`, and no others
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

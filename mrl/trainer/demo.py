@@ -1,0 +1,190 @@
+"""The demo: a tiny model learns two-digit addition, first a little from examples, then from rewards alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from mrl.config.load import load_config
+from mrl.config.schema import (
+    ClusterConfig,
+    DataConfig,
+    ModelConfig,
+    PlacementConfig,
+    RunConfig,
+    ScheduleConfig,
+    SourceConfig,
+    TrainedModelConfig,
+)
+from mrl.config.sft import SftBatchConfig, SftConfig
+from mrl.config.training import TrainingConfig
+from mrl.events import EventLog
+from mrl.observe.console import Console
+from mrl.trainer.demo_model import make_model
+from mrl.trainer.ppo import RayPPOTrainer
+from mrl.trainer.run import open_run
+from mrl.trainer.sft import train_sft
+
+Result = TypeVar("Result")
+
+SFT_STEPS = 160
+WARM_START_AT_MOST, GOAL = 0.40, 0.80
+SOLVED = "val/solved/mean@4"
+
+TEMPLATE = """\
+# Written by `mrl demo`. Run it again, with whatever you like to change: mrl train {path} run.name=mine
+run: {{name: ppo, dir: {directory}}}
+cluster: {{devices_per_node: {devices}, device: cpu}}
+placement:
+  pools: {{laptop: {devices}}}
+  roles: {{{roles}}}
+model: {{path: {model}}}
+algorithm:
+{algorithm}batch:
+  prompts_per_step: 64
+  samples_per_prompt: 8
+  samples_per_update: 256 # two optimizer steps per step
+actor:
+  parallel: {{tp: {tp}, pp: {pp}}}
+  dtype: float32
+  max_tokens_per_device: 4096
+  optimizer: {{lr: 4e-4, weight_decay: 0.0}}
+{critic}rollout:
+  replicas: 1
+  max_prompt_tokens: 16
+  max_response_tokens: 8
+  vllm: {{enforce_eager: true, kv_cache_memory_bytes: 67108864}}
+sync: {{offload: false}} # trainer and engine fit into memory together
+data:
+  train: {{sums: {{dataset: "toy:addition", options: {{part: train}}}}}}
+  validation: {{sums: {{dataset: "toy:addition", options: {{part: validation}}}}}}
+reward:
+  functions: {{answer: {{name: exact_match}}}}
+  num_workers: 1
+training: {{steps: {steps}, seed: {seed}}}
+validation: {{every: {steps}, samples_per_prompt: 4}}
+"""
+ALGORITHMS = {
+    "ppo": "  advantage: gae\n  lam: 0.95\n  kl: {where: loss}\n",
+    "grpo": "  advantage: grpo\n  kl: {where: loss}\n",
+    "rloo": "  advantage: rloo\n",
+    "reinforce_plus_plus": "  advantage: reinforce_plus_plus\n  kl: {where: reward}\n",
+    "remax": "  advantage: remax\n",
+    "dapo": "  advantage: grpo\n  loss: {clip_high: 0.28}\n  dynamic_sampling: {}\n",
+}
+"""Name -> the `algorithm` section."""
+CRITIC = """\
+critic:
+  parallel: {} # another layout than the actor's
+  dtype: float32
+  max_tokens_per_device: 4096
+  optimizer: {lr: 1e-3, weight_decay: 0.0}
+"""
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """What `mrl demo` can be asked for."""
+
+    directory: Path
+    seed: int = 1
+    algorithm: str = "ppo"
+    tp: int = 2
+    pp: int = 1
+    steps: int = 60
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """How it went."""
+
+    before: float
+    after: float
+    seconds: dict[str, float]
+    config: Path
+
+    @property
+    def is_success(self) -> bool:
+        """Whether little was known before, and much after."""
+        return self.before <= WARM_START_AT_MOST and self.after >= GOAL
+
+
+def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
+    """Make the model, warm it up by SFT, train it by rewards, and measure it before and after."""
+    seconds: dict[str, float] = {}
+    settings.directory.mkdir(parents=True, mode=0o700)
+    console.say("making a model of 0.7 million parameters that knows nothing")
+    initial = _timed(seconds, "model", lambda: make_model(settings.directory / "initial", settings.seed))
+    console.say(f"SFT: {SFT_STEPS} updates on sums and their answers")
+    model = _timed(seconds, "sft", lambda: _warm_start(settings, initial, console))
+    config = settings.directory / "demo.yaml"
+    config.write_text(_yaml(settings, model, config), encoding="utf-8")
+    console.say(f"{settings.algorithm}: {settings.steps} steps of 64 prompts x 8 samples, as {config} says")
+    resolved = load_config(str(config))
+    with open_run(resolved, console) as run:
+        trainer = RayPPOTrainer(run)
+        began = time.monotonic()
+        with trainer.init_workers():
+            seconds["start of workers"] = time.monotonic() - began
+            before = _timed(seconds, "validation before", trainer.validate)[SOLVED]
+            console.say(f"right before: {100 * before:.1f} % of sampled answers to problems that are never trained on")
+            after = _timed(seconds, settings.algorithm, trainer.fit)[SOLVED]
+    return DemoResult(before, after, seconds, config)
+
+
+def _timed(seconds: dict[str, float], name: str, work: Callable[[], Result]) -> Result:
+    began = time.monotonic()
+    result = work()
+    seconds[name] = time.monotonic() - began
+    return result
+
+
+def _warm_start(settings: DemoSettings, initial: Path, console: Console) -> Path:
+    directory = settings.directory / "sft"
+    (directory / "logs").mkdir(parents=True, mode=0o700)
+    devices = settings.tp * settings.pp
+    config = SftConfig(
+        run=RunConfig(name="sft", dir=str(settings.directory)),
+        cluster=ClusterConfig(devices_per_node=devices, device="cpu"),
+        placement=PlacementConfig(pools={"laptop": devices}, roles={"actor": "laptop"}),
+        model=ModelConfig(path=str(initial)),
+        data=DataConfig(train={"sums": SourceConfig(dataset="toy:addition", options={"part": "train"})}),
+        batch=SftBatchConfig(rows_per_update=256, max_prompt_tokens=16, max_response_tokens=8),
+        actor=TrainedModelConfig(
+            dtype="float32",
+            max_tokens_per_device=4096,
+            optimizer={"lr": 2e-3, "weight_decay": 0.0},
+            schedule=ScheduleConfig(warmup_steps=20),
+        ),
+        training=TrainingConfig(steps=SFT_STEPS, seed=settings.seed),
+    )
+
+    def on_step(step: int, figures: dict[str, float]) -> None:
+        if step % 40 == 0:
+            console.say(f"  update {step}: loss {figures['loss']:.3f}")
+
+    events = EventLog(directory / "events.jsonl")
+    try:
+        return train_sft(config, directory, events, on_step)
+    finally:
+        events.close()
+
+
+def _yaml(settings: DemoSettings, model: Path, path: Path) -> str:
+    has_critic = settings.algorithm == "ppo"
+    return TEMPLATE.format(
+        path=path,
+        directory=settings.directory,
+        devices=settings.tp * settings.pp,
+        roles="actor: laptop, critic: laptop" if has_critic else "actor: laptop",
+        model=model,
+        algorithm=ALGORITHMS[settings.algorithm],
+        tp=settings.tp,
+        pp=settings.pp,
+        critic=CRITIC if has_critic else "",
+        steps=settings.steps,
+        seed=settings.seed,
+    )

@@ -1,0 +1,35 @@
+"""A model of under a million parameters with a tokenizer of bytes: made here, so that a demo downloads nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from mrl.data.toy_tokenizer import save_toy_tokenizer
+
+LONGEST = 64
+
+
+def make_model(directory: Path, seed: int) -> Path:
+    """Write a random model like Qwen3 in Hugging Face format."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    directory.mkdir(parents=True)
+    vocab = save_toy_tokenizer(directory)
+    config = Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=LONGEST,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        Qwen3ForCausalLM(config).save_pretrained(directory)
+    return directory

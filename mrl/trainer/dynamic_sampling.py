@@ -1,0 +1,48 @@
+"""A step's samples: one round of generation, or with DAPO as many as fill the batch with prompts that teach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mrl.algos.core_algos import Outcomes, filter_groups
+from mrl.config.schema import Config
+from mrl.data.prompt_loader import PromptLoader
+from mrl.errors import RewardError
+from mrl.protocol import DataProto
+from mrl.trainer.generation import Scored
+
+
+def full_batch(config: Config, prompts: PromptLoader, generate: Callable[[DataProto], Scored]) -> Scored:
+    """Scored samples of `batch.prompts_per_step` prompts. Rounds that DAPO discards are counted, and bounded."""
+    settings, wanted = config.algorithm.dynamic_sampling, config.batch.prompts_per_step
+    if settings is None:
+        return generate(prompts.next_batch())
+    rounds: list[Scored] = []
+    kept: list[DataProto] = []
+    num_kept = num_uniform = 0
+    while num_kept < wanted:
+        if len(rounds) == settings.most_rounds:
+            raise RewardError(
+                f"{num_kept} of {wanted} prompts have samples that score differently, after {len(rounds)} rounds of "
+                f"{wanted} prompts each; all samples of {num_uniform} prompts score the same",
+                where="algorithm.dynamic_sampling",
+                fix="the task is too easy or too hard for this model; or raise algorithm.dynamic_sampling.most_rounds",
+            )
+        scored = generate(prompts.next_batch())
+        rounds.append(scored)
+        found = filter_groups(_outcomes(scored.batch))
+        number = min(wanted - num_kept, len(found.kept_uids))
+        kept.append(scored.batch.take(found.take(number).numpy()))
+        num_kept += number
+        num_uniform += found.num_uniform
+    metrics = {name: float(np.mean([each.metrics.get(name, np.nan) for each in rounds])) for name in rounds[-1].metrics}
+    metrics |= {"sampling/rounds": len(rounds), "sampling/uniform_prompts": num_uniform}
+    return Scored(DataProto.concat([batch for batch in kept if len(batch)]), metrics)
+
+
+def _outcomes(batch: DataProto) -> Outcomes:
+    scores = batch.packed("scores")
+    uids = list(batch.non_tensor_batch["uid"])
+    return Outcomes(scores, uids, scores.new_tensor(batch.lengths("responses").tolist()))  # type: ignore[arg-type,union-attr]

@@ -1,0 +1,171 @@
+"""READ THIS FIRST. One step of PPO and its relatives: prompts in, a better policy out.
+
+The trainer holds row ids, lengths and scalars. Responses, log-probs, values and advantages go from the workers that
+make them to the workers that read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mrl.algos.core_algos import overlong_penalty
+from mrl.config.arithmetic import needs_old_log_probs
+from mrl.config.schema import Config
+from mrl.controller.transport import store
+from mrl.protocol import DataProto
+from mrl.trainer import step_metrics
+from mrl.trainer.audit import audit_step
+from mrl.trainer.dynamic_sampling import full_batch
+from mrl.trainer.generation import Scored
+from mrl.trainer.model_role import mean_of
+from mrl.trainer.run import Run
+from mrl.trainer.team import Team, make_team
+from mrl.workers.messages import WholeBatch
+
+LEARNT_FROM = ("prompts", "responses", "rollout_log_probs", "scores")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did: its samples, as the driver knows them, and its figures."""
+
+    step: int
+    batch: DataProto
+    metrics: dict[str, float]
+
+
+class RayPPOTrainer:
+    """Trains a policy by PPO, GRPO, RLOO, REINFORCE++, ReMax, DAPO, and what else their pieces make."""
+
+    config: Config
+
+    def __init__(self, run: Run) -> None:
+        self.config, self.clock, self.run = run.config, run.clock, run
+        self.num_steps_done = 0
+
+    @contextmanager
+    def init_workers(self) -> Iterator[Team]:
+        """Start all roles for the length of the block, and go on from the run's checkpoint where there is one."""
+        with make_team(self.config, self.run.directory, self.run.events, self.clock) as self.team:
+            self.actor, self.critic, self.hybrid = self.team.actor, self.team.critic, self.team.hybrid
+            self.num_steps_done = self.run.resume(self.team)
+            yield self.team
+
+    def fit(self) -> dict[str, float]:
+        """All steps that are left; the figures of the last validation."""
+        run, validation = self.run, self.config.validation
+        validated = self.validate() if validation.every and validation.first and not self.num_steps_done else {}
+        while self.num_steps_done < self.config.training.steps:
+            report = self.step()
+            is_last = report.step == self.config.training.steps
+            if validation.every and (is_last or report.step % validation.every == 0):
+                validated = self.validate()
+            stop = run.wants_to_stop()
+            run.record(report.step, report.batch, report.metrics | validated)
+            if is_last or stop or run.save_is_due(report.step):
+                run.save(self.team, report.step, validated)
+            if stop:
+                break
+        return validated
+
+    def step(self) -> StepReport:
+        """One step. Every line is a phase, and every phase is timed."""
+        step = self.clock.step = self.num_steps_done + 1
+        algorithm = self.config.algorithm
+        with self.clock("rollout"), self.hybrid.rollout_mode():  # Megatron's layout -> vLLM's, and back to sleep
+            samples = self.collect(step)  # responses, rollout_log_probs, scores
+        batch, metrics = store(samples.batch.select(*self._learnt_from(samples.batch))), dict(samples.metrics)
+        if needs_old_log_probs(self.config):
+            with self.clock("old_log_prob"):
+                batch = batch.union(_said(self.actor.run("compute_log_prob", batch), "mismatch", metrics))
+        if algorithm.kl.where != "none":
+            with self.clock("ref_log_prob"):
+                batch = batch.union(self.actor.run("compute_ref_log_prob", batch))
+        if self.critic is not None:
+            with self.clock("values"):
+                batch = batch.union(self.critic.run("compute_values", batch))
+        with self.clock("advantage"):
+            uids = list(samples.batch.non_tensor_batch["uid"])
+            batch = batch.union(_said(self.estimate_advantages(batch, uids), "reward", metrics))
+        updates: dict[str, list[dict[str, float]]] = {}
+        if self.critic is not None:
+            with self.clock("update_critic"):
+                updates["critic"] = [self.critic.update("update_critic", rows) for rows in self.updates(batch)]
+        if step > self.config.training.critic_warmup_steps:
+            with self.clock("update_actor"):
+                updates["actor"] = [self.actor.update("update_actor", rows) for rows in self.updates(batch)]
+            self.hybrid.weights_changed()
+        for role, of_role in updates.items():
+            metrics |= mean_of(of_role, role)
+        audit_step(self.config, step, metrics, updates.get("actor", []), int(samples.batch.lengths("responses").sum()))
+        self.team.kl.update(metrics["reward/kl"], len(batch))
+        self.num_steps_done = step
+        metrics |= step_metrics.of_batch(samples.batch, self.config.rollout.max_response_tokens)
+        metrics |= step_metrics.of_time(self.clock.lap(), samples.batch, self.config.cluster)
+        return StepReport(step, samples.batch, metrics | self.hybrid.metrics())
+
+    def validate(self) -> dict[str, float]:
+        """The policy as it is now on the validation prompts."""
+        with self.clock("validation"), self.hybrid.rollout_mode():
+            return self.team.validator.run()
+
+    def collect(self, step: int) -> Scored:
+        """The step's samples with their scores."""
+        scored = full_batch(self.config, self.team.prompts, lambda prompts: self.generate(prompts, step))
+        overlong = self.config.algorithm.overlong
+        if overlong is None:
+            return scored
+        lengths_B = torch.from_numpy(scored.batch.lengths("responses").astype(np.int64))
+        longest = self.config.rollout.max_response_tokens
+        penalty_B = overlong_penalty(lengths_B, longest, overlong.buffer_tokens, overlong.factor)
+        batch = scored.batch
+        scores_B = batch.pop("scores").batch["scores"] + penalty_B
+        batch = batch.union(DataProto.from_dict({"scores": scores_B}, row_ids=batch.row_ids))
+        return Scored(batch, scored.metrics | {"reward/overlong_penalty": float(penalty_B.mean())})
+
+    def generate(self, prompts: DataProto, step: int) -> Scored:
+        """Samples of these prompts; for ReMax also the greedy answer, whose score is the baseline."""
+        generator = self.team.generator
+        scored = generator.run(prompts.repeat(self.config.batch.samples_per_prompt), generator.training, step)
+        if self.config.algorithm.advantage != "remax":
+            return scored
+        greedy = generator.run(prompts, generator.greedy, step).batch
+        baseline = dict(zip(greedy.non_tensor_batch["uid"], greedy.batch["scores"].tolist(), strict=True))
+        uids = scored.batch.non_tensor_batch["uid"]
+        kept = scored.batch.take([row for row, uid in enumerate(uids) if uid in baseline])
+        scores = torch.tensor([baseline[uid] for uid in kept.non_tensor_batch["uid"]], dtype=torch.float64)
+        column = DataProto.from_dict({"baseline_scores": scores}, row_ids=kept.row_ids)
+        return Scored(kept.union(column), scored.metrics | {"reward/greedy/mean": float(scores.mean())})
+
+    def estimate_advantages(self, batch: DataProto, uids: list[str]) -> DataProto:
+        """Advantages, on the critic's ranks where there is one: its values are there."""
+        position = DataProto.from_dict({"position": torch.arange(len(batch))}, row_ids=batch.row_ids)
+        role = self.critic or self.actor
+        return role.evenly("compute_advantages", batch.union(position), WholeBatch(uids, self.team.kl.coef))
+
+    def updates(self, batch: DataProto) -> list[DataProto]:
+        """The rows of each optimizer step, drawn anew in each epoch over the batch."""
+        num_updates = max(1, round(len(batch) / self.config.batch.samples_per_update))
+        parts = []
+        for epoch in range(self.config.batch.epochs_per_step):
+            chance = np.random.default_rng([self.config.training.seed, self.num_steps_done, epoch])
+            order = chance.permutation(len(batch)) if num_updates > 1 else np.arange(len(batch))
+            parts += [batch.take(rows) for rows in np.array_split(order, num_updates)]
+        return parts
+
+    @staticmethod
+    def _learnt_from(batch: DataProto) -> list[str]:
+        return [*LEARNT_FROM, *(["baseline_scores"] if "baseline_scores" in batch.columns() else [])]
+
+
+def _said(written: DataProto, prefix: str, metrics: dict[str, Any]) -> DataProto:
+    """The columns that workers wrote; what they said beside them goes into the metrics."""
+    metrics |= {f"{prefix}/{name}": value for name, value in written.meta_info.items()}
+    written.meta_info = {}
+    return written

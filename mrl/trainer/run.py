@@ -1,0 +1,162 @@
+"""A run beside its learning: its directory, what it writes down, when it saves, when it stops, where it resumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+import mrl
+from mrl.config.load import Resolved
+from mrl.config.run_directory import open_run_directory
+from mrl.config.schema import Config
+from mrl.data.sample_files import write_samples
+from mrl.events import EventLog, RunStarted, Warned
+from mrl.observe.clock import Clock
+from mrl.observe.console import Console
+from mrl.observe.metrics import MetricsFile
+from mrl.protocol import DataProto
+from mrl.trainer.snapshot import Snapshots
+from mrl.trainer.team import Team
+
+_MAY_CHANGE = ("run", "cluster", "deadlines", "placement", "training", "validation", "sync", "reward")
+"""Sections that a resumed run may have otherwise than before without a word: they do not decide what is learnt."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Run:
+    """One run. Its directory is held by one process at a time."""
+
+    config: Config
+
+    def __init__(self, resolved: Resolved, directory: Path, console: Console) -> None:
+        self.config, self.directory, self.console = resolved.config, directory, console
+        self.events = EventLog(directory / "events.jsonl")
+        self.clock = Clock(self.events, console.phase)
+        self.snapshots = Snapshots(directory / "checkpoints", self.config.training.keep, self.events)
+        self._metrics: MetricsFile
+        self._best = -np.inf
+        self._began = time.monotonic()
+        self._stop_reason = ""
+        self.events.write(RunStarted(self.config.run.name, mrl.__version__))
+        for warning in resolved.warnings:
+            self.warn("configuration", warning)
+
+    def warn(self, about: str, message: str) -> None:
+        """Say it and write it down."""
+        self.events.write(Warned(about, message))
+        self.console.say(f"warning: {about}: {message}")
+
+    def resume(self, team: Team) -> int:
+        """Put the team into the state of the newest checkpoint; how many steps are done."""
+        found = self.snapshots.newest() if self.config.training.resume == "auto" else None
+        self._metrics = MetricsFile(self.directory / "metrics.jsonl", 1 if found is None else found.step + 1)
+        if found is None:
+            return 0
+        for key, (before, now) in _differences(found.state["config"], _plain(self.config)).items():
+            self.warn(key, f"was {before} when this run began, and is {now} from step {found.step + 1} on")
+        for name, role in team.roles.items():
+            role.group.load_checkpoint(str(found.path / name))
+        team.load_state_dict(found.state["team"])
+        self._best = -np.inf if found.state["best"] is None else found.state["best"]
+        self.console.say(f"resumed from {found.path}")
+        return found.step
+
+    def record(self, step: int, batch: DataProto, metrics: Mapping[str, float]) -> None:
+        """Write down what a step did."""
+        self._metrics.write(step, metrics)
+        self.console.step(step, metrics)
+        every = self.config.training.samples_every
+        if every and step % every == 0:
+            write_samples(self.directory / "samples", step, _texts(batch))
+
+    def save_is_due(self, step: int) -> bool:
+        """Whether the configuration wants a checkpoint after this step."""
+        every = self.config.training.save_every
+        return bool(every) and step % every == 0
+
+    def save(self, team: Team, step: int, validated: Mapping[str, float]) -> None:
+        """Save everything."""
+        score = next((value for name, value in validated.items() if name.startswith("val/score/")), -np.inf)
+        is_best = score > self._best
+        self._best = max(self._best, score)
+        state = {
+            "config": _plain(self.config),
+            "team": team.state_dict(),
+            "best": None if np.isneginf(self._best) else self._best,
+        }
+        with self.clock("save"):
+            self.snapshots.save(step, team.roles, state, is_best)
+
+    def wants_to_stop(self) -> bool:
+        """Whether a signal came or the time is up; what it was is said once."""
+        limit = self.config.training.time_limit_s
+        if limit is not None and time.monotonic() - self._began > limit:
+            self._stop_reason = f"training.time_limit_s={limit:g} is reached"
+        if self._stop_reason:
+            self.console.say(f"{self._stop_reason}: saving and stopping")
+        return bool(self._stop_reason)
+
+    @contextmanager
+    def stops_on_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGUSR1 end the run after the present step, with a checkpoint."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._stop_reason = signal.Signals(number).name
+
+        before = {number: signal.signal(number, note) for number in _STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def open_run(resolved: Resolved, console: Console) -> Iterator[Run]:
+    """The run of a configuration: a new one, or one that goes on."""
+    with open_run_directory(resolved) as directory:
+        run = Run(resolved, directory, console)
+        try:
+            with run.stops_on_signals():
+                yield run
+        finally:
+            run.events.close()
+
+
+def _texts(batch: DataProto) -> dict[str, Any]:
+    columns = batch.non_tensor_batch
+    return {
+        "uid": columns["uid"],
+        "data_source": columns["data_source"],
+        "prompt": columns["prompt_text"],
+        "response": columns["response_text"],
+        "ground_truth": columns["ground_truth"],
+        "score": batch.batch["scores"].tolist(),
+        "num_tokens": batch.lengths("responses").tolist(),
+        "truncated": batch.batch["truncated"].tolist(),
+    }
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """The configuration as JSON knows it."""
+    found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return found
+
+
+def _differences(before: Any, now: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        found: dict[str, tuple[Any, Any]] = {}
+        for name in {**before, **now}:
+            if key or name not in _MAY_CHANGE:
+                found |= _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+        return found
+    return {} if before == now else {key: (before, now)}

@@ -1,0 +1,136 @@
+"""Checkpoints of a whole run: every role and the trainer's own state together, or nothing.
+
+`checkpoints/step-000012/` holds a directory per role and `manifest.json`, which names the hash of each role's own
+manifest, which names the hashes of its files. It is staged beside its place and made visible by one rename.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import CheckpointError
+from mrl.events import EventLog, Saved, Warned
+from mrl.trainer.model_role import ModelRole
+
+MANIFEST = "manifest.json"
+_FORMAT = "mrl-run-1"
+_STAGED = ".saving"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A checkpoint whose manifests agree; the hashes of its files are checked where they are loaded."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+
+class Snapshots:
+    """The checkpoints of a run, oldest first."""
+
+    def __init__(self, directory: Path, keep: int, events: EventLog) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._events = events
+        directory.mkdir(mode=0o700, exist_ok=True)
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, whole or damaged."""
+        found = [path.name.removeprefix("step-") for path in self._directory.glob("step-*")]
+        return sorted(int(number) for number in found if number.isdigit())
+
+    def save(self, step: int, roles: Mapping[str, ModelRole], state: Mapping[str, Any], is_best: bool) -> Path:
+        """Write a checkpoint, on disk and visible when this returns; then remove those that are not kept."""
+        began = time.monotonic()
+        target, staged = self._path(step), self._directory / f"{_STAGED}-{step:06d}"
+        for leftover in self._directory.glob(f"{_STAGED}-*"):
+            self._events.write(Warned("checkpoint", f"{leftover.name} was left by a save that did not end; removed"))
+            shutil.rmtree(leftover)
+        if target.exists():  # a resumed run does this step again
+            shutil.rmtree(target)
+        staged.mkdir(mode=0o700)
+        for name, role in roles.items():
+            role.group.save_checkpoint(str(staged / name))
+        manifest = {
+            "format": _FORMAT,
+            "step": step,
+            "roles": {name: _sha256(staged / name / MANIFEST) for name in roles},
+            "state": dict(state),
+        }
+        _write_durably(staged / MANIFEST, json.dumps(manifest))
+        _sync_directory(staged)
+        staged.rename(target)
+        _sync_directory(self._directory)
+        if is_best:
+            _write_durably(self._directory / "best", target.name)
+        _write_durably(self._directory / "latest", target.name)
+        self._forget()
+        num_bytes = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+        self._events.write(Saved("checkpoint", step, str(target), num_bytes, time.monotonic() - began))
+        return target
+
+    def newest(self) -> Snapshot | None:
+        """The newest checkpoint, or none where there is none. A damaged one is an error: nothing is lost in silence.
+
+        The `latest` file is for people: what is there is what counts.
+        """
+        steps = self.steps()
+        return self._read(steps[-1]) if steps else None
+
+    def _read(self, step: int) -> Snapshot:
+        path = self._path(step)
+        try:
+            manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            if manifest["format"] != _FORMAT or manifest["step"] != step:
+                raise ValueError(f"it says format {manifest['format']}, step {manifest['step']}")
+            for name, sha256 in manifest["roles"].items():
+                if _sha256(path / name / MANIFEST) != sha256:
+                    raise ValueError(f"{name}/{MANIFEST} is not what was saved")
+            return Snapshot(path, step, dict(manifest["state"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            older = f"; the one before is step {self.steps()[-2]}" if len(self.steps()) > 1 else ""
+            raise CheckpointError(
+                f"the newest checkpoint is damaged: {error}{older}",
+                where=str(path),
+                fix="move it away to go on from the one before, or set training.resume=never and another run.name",
+            ) from error
+
+    def _forget(self) -> None:
+        pointer = self._directory / "best"
+        best = pointer.read_text(encoding="utf-8") if pointer.exists() else ""
+        for step in self.steps()[: -self._keep]:
+            if self._path(step).name != best:
+                shutil.rmtree(self._path(step))
+
+    def _path(self, step: int) -> Path:
+        return self._directory / f"step-{step:06d}"
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _write_durably(path: Path, text: str) -> None:
+    staged = path.with_name(f".{path.name}.tmp")
+    with staged.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    staged.replace(path)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

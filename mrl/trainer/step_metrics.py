@@ -1,0 +1,46 @@
+"""The figures of a step that follow from its batch and its clock; their names are those that verl made known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from mrl.config.schema import ClusterConfig
+from mrl.protocol import DataProto
+
+
+def of_batch(batch: DataProto, max_response_tokens: int) -> dict[str, float]:
+    """Scores, lengths, and how many groups teach nothing."""
+    scores = np.asarray(batch.packed("scores"), dtype=np.float64)
+    figures = _figures("critic/score", scores) | _figures("response_length", batch.lengths("responses"))
+    figures |= _figures("prompt_length", batch.lengths("prompts"))
+    figures["response_length/clip_ratio"] = float((batch.lengths("responses") >= max_response_tokens).mean())
+    uids, group = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)
+    lowest, highest = np.full(len(uids), np.inf), np.full(len(uids), -np.inf)
+    np.minimum.at(lowest, group, scores)
+    np.maximum.at(highest, group, scores)
+    figures["groups/uniform_share"] = float((lowest == highest).mean())
+    figures["batch/samples"] = len(batch)
+    return figures
+
+
+def of_time(seconds: Mapping[str, float], batch: DataProto, cluster: ClusterConfig) -> dict[str, float]:
+    """Seconds of each phase, and tokens per second and device."""
+    tokens = int(batch.lengths("prompts").sum()) + int(batch.lengths("responses").sum())
+    devices = cluster.nodes * cluster.devices_per_node
+    figures = {f"timing_s/{phase}": value for phase, value in seconds.items()}
+    figures["perf/total_num_tokens"] = tokens
+    figures["perf/throughput"] = tokens / seconds["step"] / devices
+    if seconds.get("rollout"):
+        figures["perf/generated_per_s"] = int(batch.lengths("responses").sum()) / seconds["rollout"] / devices
+    return figures
+
+
+def _figures(name: str, values: npt.NDArray[np.generic]) -> dict[str, float]:
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }

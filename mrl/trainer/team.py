@@ -1,0 +1,109 @@
+"""All that a trainer works with: workers, engines, prompts, rewards. They start and end together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.algos.core_algos import AdaptiveKLController, FixedKLController, KLController
+from mrl.config.arithmetic import role_mesh
+from mrl.config.schema import Config
+from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
+from mrl.data.chat import load_tokenizer
+from mrl.data.prompt_loader import PromptLoader, Skips
+from mrl.data.rlhf_dataset import open_dataset
+from mrl.events import EventLog
+from mrl.hybrid.hybrid_engine import HybridEngine
+from mrl.observe.clock import Clock
+from mrl.rewards.manager import RewardManager
+from mrl.trainer.generation import Generator
+from mrl.trainer.model_role import ModelRole
+from mrl.trainer.validation import Validator
+from mrl.workers.messages import ModelSetup
+
+
+@dataclass
+class Team:
+    """What a step calls."""
+
+    actor: ModelRole
+    critic: ModelRole | None
+    hybrid: HybridEngine
+    prompts: PromptLoader
+    generator: Generator
+    validator: Validator
+    kl: KLController
+
+    @property
+    def roles(self) -> dict[str, ModelRole]:
+        """The models that are trained."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside the models, as plain JSON."""
+        return {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.prompts.load_state_dict(state["prompts"])
+        self.kl.load_state_dict(state["kl"])
+
+
+@contextmanager
+def make_team(config: Config, directory: Path, events: EventLog, clock: Clock) -> Iterator[Team]:
+    """Start everything. What can fail cheaply comes first: prompts and rewards before any device is asked for."""
+    with ExitStack() as stack:
+        tokenizer = load_tokenizer(config.model.path)
+        prompts = PromptLoader(
+            open_dataset(config.data.train, config.data, config.rollout, tokenizer), config.data, config.batch, events
+        )
+        validation = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
+        rewards = stack.enter_context(RewardManager(config.reward, events))
+        with clock("start"):
+            stack.enter_context(ray_cluster(config.cluster))
+            resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
+            resources.create(directory, events)
+            stack.callback(resources.release)
+            context = RunContext(directory, events, config.deadlines, resources)
+            groups = {name: _start(name, config, context) for name in config.trained_roles()}
+            for group in groups.values():
+                stack.callback(group.shutdown)
+            hybrid = HybridEngine(config, groups["actor"], context)  # the engines sleep before the models load
+            stack.callback(hybrid.close)
+            roles = {name: ModelRole(group, config.trained_roles()[name]) for name, group in groups.items()}
+            hybrid.connect()
+        generator = Generator(config, hybrid, rewards, tokenizer)
+        validator = Validator(config, validation, generator, Skips(config.data.max_bad_rows, events))
+        yield Team(roles["actor"], roles.get("critic"), hybrid, prompts, generator, validator, _kl_controller(config))
+
+
+def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
+    """The processes of a role; their models come later, all roles' at once."""
+    setup = ModelSetup(
+        path=config.model.path if role == "actor" else config.model.critic or config.model.path,
+        head="lm" if role == "actor" else "score",
+        settings=config.trained_roles()[role],
+        seed=config.training.seed,
+        timeout_s=config.deadlines.call_s,
+        new_head=role == "critic" and config.model.critic is None,
+        keeps_reference=role == "actor" and config.algorithm.kl.where != "none",
+    )
+    horizon = config.rollout.max_response_tokens
+    if role == "actor":
+        arguments = [setup, config.algorithm, config.rollout.temperature, horizon]
+        worker = RayClassWithInitArgs("mrl.workers.actor:ActorRolloutRefWorker", *arguments)
+    else:
+        worker = RayClassWithInitArgs("mrl.workers.critic:CriticWorker", setup, config.algorithm, horizon)
+    return RayWorkerGroup(role, worker, role_mesh(config, role), context)
+
+
+def _kl_controller(config: Config) -> KLController:
+    kl = config.algorithm.kl
+    return (
+        FixedKLController(kl.coef)
+        if kl.target is None
+        else AdaptiveKLController(kl.coef, kl.target, kl.horizon_samples)
+    )

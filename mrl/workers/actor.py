@@ -1,0 +1,155 @@
+"""`ActorRolloutRefWorker`: a rank of the policy, which it scores, trains and sends; it keeps a frozen copy as well."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mrl.algos.core_algos import (
+    ActorColumns,
+    ActorSettings,
+    BatchTotals,
+    CorrectionSettings,
+    Normaliser,
+    PolicySettings,
+    PolicyTokens,
+    RolloutPair,
+    Rows,
+    actor_objective,
+    correction_weights,
+    mismatch_metrics,
+)
+from mrl.config.algorithm import AlgorithmConfig
+from mrl.controller import Dispatch, Place, register
+from mrl.engine.loss import LossInput, LossOutput
+from mrl.engine.model import DTYPES
+from mrl.engine.scores import ScoreRequest
+from mrl.hybrid.layout import RolloutLayout
+from mrl.hybrid.reshard import Resharder, ReshardReport, ReshardSettings, engine_resharder
+from mrl.protocol import DataProto
+from mrl.protocol.columns import jagged
+from mrl.rollout.engine import socket_path
+from mrl.workers import advantages
+from mrl.workers.advantages import shard_advantages
+from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch
+from mrl.workers.model_worker import ModelWorker, optional_values, response_column, response_mask, token_rows
+
+
+class ActorRolloutRefWorker(ModelWorker):
+    """A rank of the actor."""
+
+    def __init__(
+        self, place: Place, setup: ModelSetup, algorithm: AlgorithmConfig, temperature: float, horizon_tokens: int
+    ) -> None:
+        super().__init__(place, setup)
+        self._resharder: Resharder
+        self._algorithm = algorithm
+        self._temperature = temperature
+        self._horizon_tokens = algorithm.loss.horizon_tokens or horizon_tokens
+
+    @register(
+        Dispatch.DATA_PARALLEL,
+        reads=("prompts", "responses"),
+        writes=("old_log_probs",),
+        optional=("response_mask", "rollout_log_probs"),
+    )
+    def compute_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Log-probs of the responses by the policy as it is now, and how far the engine's own were from them."""
+        log_probs_T = self._log_probs(batch, sizes)
+        answer = response_column(batch, "old_log_probs", log_probs_T)
+        if answer is not None and log_probs_T is not None and "rollout_log_probs" in batch.columns():
+            rows = Rows.of(torch.from_numpy(batch.lengths("responses").copy()))
+            pair = RolloutPair(rows, response_mask(batch), log_probs_T.cpu(), batch.values("rollout_log_probs"))
+            answer.meta_info = mismatch_metrics(pair, self.sum_over_shards, self.max_over_shards)
+        return answer
+
+    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("ref_log_probs",))
+    def compute_ref_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Log-probs of the responses by the policy as it was before training."""
+        with self.engine.memory.weights_of(self.reference):
+            return response_column(batch, "ref_log_probs", self._log_probs(batch, sizes))
+
+    @register(Dispatch.DATA_PARALLEL, reads=advantages.READS, writes=("advantages",), optional=advantages.OPTIONAL)
+    def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> DataProto:
+        """Advantages where there is no critic."""
+        estimate, kl = shard_advantages(batch, whole, self._algorithm, self.sum_over_shards)
+        column = jagged(estimate.advantages_T.float(), batch.lengths("responses"))
+        return DataProto.from_dict({"advantages": column}, meta_info={"kl": kl}, row_ids=batch.row_ids)
+
+    @register(
+        Dispatch.DATA_PARALLEL,
+        reads=("prompts", "responses", "advantages"),
+        optional=("response_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs"),
+    )
+    def update_actor(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
+        """One optimizer step on these rows, all of one update. Without old log-probs the policy's own are meant."""
+        columns = optional_values(batch, "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+        rows = token_rows(batch, columns)
+        mask_T = rows.columns["response_mask"]
+        totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), mask_T, self.sum_over_shards)
+        norm = Normaliser(self._algorithm.loss.aggregation, totals, self._horizon_tokens)
+        request = ScoreRequest(self._temperature, "grad" if self._algorithm.loss.entropy_coef else "value")
+        return self.update(rows, sizes, partial(policy_loss, self._algorithm, norm), request)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def prepare_sending(
+        self, layout: RolloutLayout, sockets: Path, names: list[str], dtype: str, bucket_bytes: int
+    ) -> None:
+        """Plan how this rank's weights get into the engines; `names` has the engine of each of their workers."""
+        tp = layout.sizes.tp
+        channels = {worker: socket_path(sockets, name, worker % tp) for worker, name in enumerate(names)}
+        settings = ReshardSettings(DTYPES[dtype], bucket_bytes)
+        engine = self.engine
+        self._resharder = engine_resharder(
+            engine.groups, engine.models, engine.request.spec, layout, channels, settings
+        )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def send_weights(self, version: int, workers: list[int]) -> ReshardReport:
+        """Send the present weights to these workers of the engines, and see that they arrived."""
+        self.engine.memory.need("parameters")
+        return self._resharder.send(version, workers)
+
+    def _log_probs(self, batch: DataProto, sizes: MicroBatchSizes) -> Tensor | None:
+        scores = self.engine.forward(token_rows(batch, {}), self.micro_batches(sizes), ScoreRequest(self._temperature))
+        return None if scores is None else scores.log_probs_T
+
+
+def policy_loss(config: AlgorithmConfig, norm: Normaliser, batch: LossInput) -> LossOutput:
+    """The actor's loss on a micro-batch, and its part of what to report."""
+    loss, columns, log_probs_T = config.loss, batch.columns, batch.scores.log_probs_T
+    assert log_probs_T is not None, "a policy gives log-probs"
+    rows, mask_T = Rows.of(torch.from_numpy(batch.response_lengths), log_probs_T.device), columns["response_mask"]
+    old_T = columns.get("old_log_probs", log_probs_T.detach())
+    settings = ActorSettings(
+        policy_loss=loss.policy,
+        policy=PolicySettings(loss.clip_low, loss.clip_high, loss.dual_clip),
+        entropy_coef=loss.entropy_coef,
+        kl_coef=config.kl.coef if config.kl.where in ("loss", "both") else 0.0,
+        kl_estimator=config.kl.in_loss,
+    )
+    weights_T = None
+    if config.correction is not None:
+        at = config.correction
+        pair = RolloutPair(rows, mask_T, old_T, columns["rollout_log_probs"])
+        weights_T = correction_weights(pair, CorrectionSettings(at.level, at.beyond, at.upper, at.lower))
+    extra = ActorColumns(columns.get("ref_log_probs"), batch.scores.entropy_T, weights_T)
+    tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, columns["advantages"])
+    objective = actor_objective(tokens, settings, norm, extra)
+    return LossOutput(objective.loss, {"loss": objective.loss.detach()} | objective.reports | _means(batch, norm))
+
+
+def _means(batch: LossInput, norm: Normaliser) -> dict[str, Tensor]:
+    """Means over the update's tokens of what the loss itself does not report."""
+    mask_T, log_probs_T, entropy_T = batch.columns["response_mask"], batch.scores.log_probs_T, batch.scores.entropy_T
+    assert log_probs_T is not None, "a policy gives log-probs"
+    assert entropy_T is not None, "updates ask for the entropy"
+    means_T = {"entropy_mean": entropy_T.detach()}
+    if "rollout_log_probs" in batch.columns:
+        means_T["rollout_diff"] = (log_probs_T.detach() - batch.columns["rollout_log_probs"]).abs()
+    num_tokens = max(norm.totals.num_tokens, 1.0)
+    means = {name: torch.where(mask_T, value_T, 0.0).sum() / num_tokens for name, value_T in means_T.items()}
+    return means | {"tokens": mask_T.sum()}

@@ -1,0 +1,63 @@
+"""Advantages of a shard: rewards on tokens, the KL penalty, and the estimator, which may look at the whole batch."""
+
+from __future__ import annotations
+
+import torch
+
+from mrl.algos.core_algos import (
+    AdvantageInputs,
+    Advantages,
+    AdvantageSettings,
+    Outcomes,
+    Reduce,
+    Rows,
+    estimate_advantages,
+    mean_row_kl,
+    penalise,
+    penalised_scores,
+    place_scores,
+    token_kl,
+)
+from mrl.config.algorithm import AlgorithmConfig
+from mrl.protocol import DataProto
+from mrl.workers.messages import WholeBatch
+from mrl.workers.model_worker import optional_values, response_mask
+
+READS = ("responses", "scores", "position")
+OPTIONAL = ("response_mask", "values", "old_log_probs", "ref_log_probs", "baseline_scores")
+
+
+def shard_advantages(
+    batch: DataProto, whole: WholeBatch, config: AlgorithmConfig, sum_over_shards: Reduce
+) -> tuple[Advantages, float]:
+    """The shard's advantages, and the mean KL to the reference over all shards (0 where it is not charged)."""
+    rows, mask_T = Rows.of(torch.from_numpy(batch.lengths("responses").copy())), response_mask(batch)
+    columns = optional_values(batch, "values", "old_log_probs", "ref_log_probs")
+    scores_B, position_B = _numbers(batch, "scores"), _numbers(batch, "position")
+    rewards_T, kl = place_scores(scores_B, rows, mask_T), 0.0
+    if config.kl.where in ("reward", "both"):
+        kl_T = token_kl(config.kl.in_reward, columns["old_log_probs"], columns["ref_log_probs"], mask_T)
+        rewards_T = penalise(rewards_T, kl_T, mask_T, whole.kl_coef)
+        scores_B = penalised_scores(scores_B, kl_T, rows, mask_T, whole.kl_coef)
+        kl = mean_row_kl(kl_T, rows, mask_T, sum_over_shards)
+    mine = torch.zeros(2, len(whole.uids), dtype=torch.float64)
+    mine[:, position_B] = torch.stack([scores_B.double(), rows.count(mask_T).double()])
+    everyone = sum_over_shards(mine)
+    inputs = AdvantageInputs(
+        rows,
+        mask_T,
+        rewards_T,
+        columns.get("values"),
+        _numbers(batch, "baseline_scores") if "baseline_scores" in batch.columns() else None,
+        Outcomes(everyone[0], whole.uids, everyone[1]),
+        position_B,
+        sum_over_shards,
+    )
+    settings = AdvantageSettings(gamma=config.gamma, lam=config.lam, whiten=config.whiten)
+    return estimate_advantages(config.advantage, inputs, settings), kl
+
+
+def _numbers(batch: DataProto, name: str) -> torch.Tensor:
+    column = batch.packed(name)
+    assert isinstance(column, torch.Tensor), f"`{name}` has one number per row"
+    return column

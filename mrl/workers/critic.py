@@ -1,0 +1,69 @@
+"""`CriticWorker`: a rank of the value model."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from mrl.algos.core_algos import BatchTotals, Normaliser, Rows, ValueTokens, critic_objective
+from mrl.config.algorithm import AlgorithmConfig
+from mrl.controller import Dispatch, Place, register
+from mrl.engine.loss import LossInput, LossOutput
+from mrl.engine.scores import ScoreRequest
+from mrl.protocol import DataProto
+from mrl.protocol.columns import jagged
+from mrl.workers import advantages
+from mrl.workers.advantages import shard_advantages
+from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch
+from mrl.workers.model_worker import ModelWorker, optional_values, response_column, token_rows
+
+
+class CriticWorker(ModelWorker):
+    """A rank of the critic."""
+
+    def __init__(self, place: Place, setup: ModelSetup, algorithm: AlgorithmConfig, horizon_tokens: int) -> None:
+        super().__init__(place, setup)
+        self._algorithm = algorithm
+        self._horizon_tokens = algorithm.loss.horizon_tokens or horizon_tokens
+
+    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("values",))
+    def compute_values(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """The value of the state before each response token."""
+        scores = self.engine.forward(token_rows(batch, {}), self.micro_batches(sizes), ScoreRequest())
+        return response_column(batch, "values", None if scores is None else scores.values_T)
+
+    @register(
+        Dispatch.DATA_PARALLEL, reads=advantages.READS, writes=("advantages", "returns"), optional=advantages.OPTIONAL
+    )
+    def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> DataProto:
+        """Advantages, and the returns that the critic is trained towards."""
+        estimate, kl = shard_advantages(batch, whole, self._algorithm, self.sum_over_shards)
+        assert estimate.returns_T is not None, "an estimator that reads values gives returns"
+        lengths = batch.lengths("responses")
+        columns = {"advantages": estimate.advantages_T, "returns": estimate.returns_T}
+        return DataProto.from_dict(
+            {name: jagged(values_T.float(), lengths) for name, values_T in columns.items()},
+            meta_info={"kl": kl},
+            row_ids=batch.row_ids,
+        )
+
+    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses", "values", "returns"), optional=("response_mask",))
+    def update_critic(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
+        """One optimizer step on these rows, which are one update's."""
+        rows = token_rows(batch, optional_values(batch, "values", "returns"))
+        mask_T = rows.columns["response_mask"]
+        totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), mask_T, self.sum_over_shards)
+        norm = Normaliser(self._algorithm.loss.aggregation, totals, self._horizon_tokens)
+        loss = partial(value_loss, self._algorithm.loss.value_clip, norm)
+        return self.update(rows, sizes, loss, ScoreRequest())
+
+
+def value_loss(clip: float | None, norm: Normaliser, batch: LossInput) -> LossOutput:
+    """The critic's loss on a micro-batch."""
+    values_T, columns = batch.scores.values_T, batch.columns
+    assert values_T is not None, "a critic gives values"
+    tokens = ValueTokens(columns["response_mask"], values_T, columns["values"], columns["returns"])
+    rows = Rows.of(torch.from_numpy(batch.response_lengths), values_T.device)
+    objective = critic_objective(tokens, rows, norm, clip)
+    return LossOutput(objective.loss, {"loss": objective.loss.detach()} | objective.reports)

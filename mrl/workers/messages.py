@@ -1,0 +1,54 @@
+"""What the trainer hands to workers and gets back. Light to import: the driver loads no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mrl.config.schema import TrainedModelConfig
+from mrl.data.packing import PackingRules
+
+MicroBatchSizes = list[list[int]]
+"""For each data-parallel rank, how many of its rows, which come in that order, make up each micro-batch."""
+
+
+@dataclass(frozen=True)
+class ModelSetup:
+    """A model, and how this run trains it."""
+
+    path: str
+    head: Literal["lm", "score"]
+    settings: TrainedModelConfig
+    seed: int
+    timeout_s: float
+    new_head: bool = False
+    keeps_reference: bool = False
+    """Whether a copy of the weights as they were before training stays on the host."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the driver plans with."""
+
+    packing: PackingRules
+    num_parameters: int
+    flops_per_token: float
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """What a shard must know of the other shards' rows: the uids by position, and the KL coefficient of this step."""
+
+    uids: Sequence[str]
+    kl_coef: float
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """One optimizer step: this shard's part of the loss's reports, and what all ranks know alike."""
+
+    parts: dict[str, float]
+    grad_norm: float
+    learning_rate: float
+    applied: bool

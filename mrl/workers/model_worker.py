@@ -1,0 +1,154 @@
+"""What actor, critic and SFT workers share: a Megatron engine, and the way from a batch to its rows and back."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mrl.controller import Dispatch, Place, Worker, register
+from mrl.engine import checkpoint
+from mrl.engine.engine import EngineRequest, MegatronEngine
+from mrl.engine.export import export
+from mrl.engine.loss import LossFunction
+from mrl.engine.offload import PartName, WeightCopy
+from mrl.engine.packed_rows import TokenRows
+from mrl.engine.parallel import model_parallel
+from mrl.engine.scores import ScoreRequest
+from mrl.models.families import read_spec
+from mrl.models.hf_reader import HfReader
+from mrl.protocol import DataProto
+from mrl.protocol.columns import jagged
+from mrl.workers.messages import MicroBatchSizes, ModelFacts, ModelSetup, UpdateReport
+
+
+class ModelWorker(Worker):
+    """One rank of a model. `init_model` makes the engine."""
+
+    def __init__(self, place: Place, setup: ModelSetup) -> None:
+        super().__init__(place)
+        self.setup = setup
+        self.engine: MegatronEngine
+        self.reference: WeightCopy
+        self._groups = ExitStack()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self) -> ModelFacts:
+        """Join the other ranks, and load the weights."""
+        setup, on_gpu = self.setup, torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.set_device(self.place.local_rank % torch.cuda.device_count())
+        else:
+            torch.set_num_threads(1)  # a rank is a CPU slot
+        self.init_process_group("nccl" if on_gpu else "gloo", setup.timeout_s)
+        groups = self._groups.enter_context(model_parallel(setup.settings.parallel, setup.seed))
+        spec = read_spec(setup.path)
+        self.engine = MegatronEngine(EngineRequest(spec, setup.head, setup.settings, new_head=setup.new_head), groups)
+        self.engine.load(HfReader(setup.path))
+        if setup.keeps_reference:
+            self.reference = self.engine.memory.copy_weights()
+        return ModelFacts(self.engine.packing, spec.num_parameters, spec.flops_per_token)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def visible_gpus(self) -> str:
+        """The GPU of this rank, as CUDA_VISIBLE_DEVICES names it."""
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def where(self) -> tuple[str, int]:
+        """The node of this rank, and its number there."""
+        return socket.gethostname(), self.place.local_rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, directory: str) -> None:
+        """Write weights, optimizer, schedule and random states."""
+        checkpoint.save(self.engine, directory, {})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, directory: str) -> None:
+        """Go on from there, whatever layout wrote it."""
+        checkpoint.load(self.engine, directory)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export(self, directory: str) -> None:
+        """Write the weights in Hugging Face format, with the tokenizer of the model that training began with."""
+        export(self.engine, directory, self.setup.path)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def offload(self, *parts: PartName) -> None:
+        """Give up the device memory of these parts of the model."""
+        self.engine.memory.offload(*parts)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def onload(self, *parts: PartName) -> None:
+        """Take the device memory of these parts again."""
+        self.engine.memory.onload(*parts)
+
+    def micro_batches(self, sizes: MicroBatchSizes) -> list[npt.NDArray[np.int64]]:
+        """The positions of this rank's rows in each of its micro-batches."""
+        ends = np.cumsum(sizes[self.place.coordinates.dp])
+        return np.split(np.arange(ends[-1]), ends[:-1])
+
+    def sum_over_shards(self, x: Tensor) -> Tensor:
+        """The sum over data-parallel ranks."""
+        return self._reduced(x, torch.distributed.ReduceOp.SUM)
+
+    def max_over_shards(self, x: Tensor) -> Tensor:
+        """The maximum over data-parallel ranks."""
+        return self._reduced(x, torch.distributed.ReduceOp.MAX)
+
+    def _reduced(self, x: Tensor, how: torch.distributed.ReduceOp.RedOpType) -> Tensor:
+        x = x.to(self.engine.groups.device, copy=True)
+        torch.distributed.all_reduce(x, how, group=self.engine.groups.dp)
+        return x.cpu()
+
+    def update(self, rows: TokenRows, sizes: MicroBatchSizes, loss: LossFunction, scores: ScoreRequest) -> UpdateReport:
+        """One optimizer step."""
+        reports, outcome = self.engine.update(rows, self.micro_batches(sizes), loss, scores)
+        return UpdateReport(reports, outcome.grad_norm, outcome.learning_rate, outcome.applied)
+
+
+def token_rows(batch: DataProto, columns: Mapping[str, Tensor]) -> TokenRows:
+    """Prompts and responses as whole sequences. Where the batch has no mask, every response token was sampled."""
+    lengths = batch.lengths("responses").astype(np.int64)
+    prompts, responses = (
+        torch.split(batch.values(name), batch.lengths(name).tolist()) for name in ("prompts", "responses")
+    )
+    return TokenRows(
+        torch.cat([part for row in zip(prompts, responses, strict=True) for part in row]),
+        batch.lengths("prompts") + lengths,
+        lengths,
+        {"response_mask": response_mask(batch), **columns},
+    )
+
+
+def response_mask(batch: DataProto) -> Tensor:
+    """Which response tokens the model wrote."""
+    if "response_mask" in batch.columns():
+        return batch.values("response_mask").bool()
+    return torch.ones(int(batch.lengths("responses").sum()), dtype=torch.bool)
+
+
+def response_column(batch: DataProto, name: str, values_T: Tensor | None) -> DataProto | None:
+    """Values of all response tokens as a column of the batch; nothing on ranks that have none."""
+    if values_T is None:
+        return None
+    column = jagged(values_T.float().cpu(), batch.lengths("responses"))
+    return DataProto.from_dict(tensors={name: column}, row_ids=batch.row_ids)
+
+
+def optional_values(batch: DataProto, *names: str) -> dict[str, Tensor]:
+    """The jagged columns of these names that are there."""
+    present = batch.columns()
+    return {name: batch.values(name) for name in names if name in present}
+
+
+# Compiled helpers are slow to build and gain nothing on small models; on GPUs Megatron's own setting stands.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

@@ -1,0 +1,36 @@
+"""`SftWorker`: a rank of a model that learns to say what the data says."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from mrl.algos.core_algos import BatchTotals, Normaliser, Rows
+from mrl.controller import Dispatch, register
+from mrl.engine.loss import LossInput, LossOutput
+from mrl.engine.scores import ScoreRequest
+from mrl.protocol import DataProto
+from mrl.workers.messages import MicroBatchSizes, UpdateReport
+from mrl.workers.model_worker import ModelWorker, token_rows
+
+
+class SftWorker(ModelWorker):
+    """A rank of the model."""
+
+    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), optional=("response_mask",))
+    def update_sft(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
+        """One optimizer step towards these responses; prompts are read and not learnt."""
+        rows = token_rows(batch, {})
+        mask_T = rows.columns["response_mask"]
+        totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), mask_T, self.sum_over_shards)
+        return self.update(rows, sizes, partial(likelihood_loss, Normaliser("token-mean", totals)), ScoreRequest())
+
+
+def likelihood_loss(norm: Normaliser, batch: LossInput) -> LossOutput:
+    """Minus the mean log-prob of the response tokens."""
+    log_probs_T = batch.scores.log_probs_T
+    assert log_probs_T is not None, "a language model gives log-probs"
+    rows = Rows.of(torch.from_numpy(batch.response_lengths), log_probs_T.device)
+    loss = norm.aggregate(-log_probs_T, rows, batch.columns["response_mask"])
+    return LossOutput(loss, {"loss": loss.detach()})

@@ -1,0 +1,210 @@
+"""A checkpoint is whole or not there, knows nothing of its layout, and training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.config.schema import ParallelConfig as Layout
+from mrl.engine import checkpoint
+from mrl.engine.local_world import run_on_ranks
+from mrl.engine.parallel import model_parallel
+from mrl.errors import EngineError
+from mrl.models.table import Head
+from tests.engine.tiny_training import build, step, whole_losses
+from tests.models.tiny_models import make_tiny
+
+LIMIT_S = 300.0
+EXTRA = {"step": 2, "best": 0.25, "sampler": {"epoch": 1, "order": [3, 1, 2]}}
+NUM_BEFORE, NUM_AFTER = 2, 3
+
+
+@dataclass(frozen=True)
+class Model:
+    path: str
+    head: Head
+    dtype: Literal["float32", "bfloat16"]
+    saved_by: Layout
+    directory: str
+
+
+Steps = list[tuple[float, float]]
+
+
+def train_and_save(model: Model) -> Steps:
+    """Some steps, a checkpoint, and the steps after it."""
+    with model_parallel(model.saved_by, seed=1) as groups:
+        engine = build(model.path, model.saved_by, groups, head=model.head, dtype=model.dtype)
+        for _ in range(NUM_BEFORE):
+            step(engine)
+        torch.manual_seed(100 + groups.at.rank)
+        checkpoint.save(engine, model.directory, EXTRA)
+        return [*[step(engine) for _ in range(NUM_AFTER)], (float(torch.rand(())), 0.0)]
+
+
+def resume(model: Model, layout: Layout) -> tuple[Steps, list[str]]:
+    """The same steps after the checkpoint in another layout, and what was warned of."""
+    with model_parallel(layout, seed=1) as groups, warnings.catch_warnings(record=True) as caught:
+        engine = build(model.path, layout, groups, head=model.head, dtype=model.dtype)
+        warnings.simplefilter("always")
+        assert checkpoint.load(engine, model.directory) == EXTRA, "the caller's state came back changed"
+        said = [str(warning.message) for warning in caught if "checkpoint" in str(warning.message)]
+        return [*[step(engine) for _ in range(NUM_AFTER)], (float(torch.rand(())), 0.0)], said
+
+
+def save_and_resume(cases: list[tuple[Model, list[Layout]]]) -> list[Any]:
+    return [(train_and_save(model), [resume(model, layout) for layout in layouts]) for model, layouts in cases]
+
+
+def resume_all(cases: list[tuple[Model, Layout]]) -> list[tuple[Steps, list[str]]]:
+    return [resume(model, layout) for model, layout in cases]
+
+
+def assert_goes_on(expected: list[Steps], found: list[Steps], tolerance: float) -> None:
+    expected, found = ([steps[:NUM_AFTER] for steps in ranks] for ranks in (expected, found))
+    np.testing.assert_allclose(whole_losses(found), whole_losses(expected), rtol=tolerance)
+    norms = [[norm for _, norm in ranks[0]] for ranks in (expected, found)]
+    np.testing.assert_allclose(norms[1], norms[0], rtol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Model, list[Layout], list[Any]]]:
+    """Each model saved by one layout of four ranks, and resumed by that and others."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    llama, tied = (str(make_tiny(family, directory / family)) for family in ("llama", "qwen2"))
+    moe, critic = (
+        str(make_tiny("qwen3_moe", directory / "moe")),
+        str(make_tiny("qwen3", directory / "critic", 0, "score")),
+    )
+    cases = [
+        (Model(llama, "lm", "float32", Layout(tp=2, pp=2), f"{directory}/llama-2"), [Layout(tp=4), Layout(pp=4)]),
+        (Model(tied, "lm", "bfloat16", Layout(pp=2), f"{directory}/tied-2"), [Layout(tp=2, pp=2), Layout()]),
+        (
+            Model(moe, "lm", "float32", Layout(tp=2, ep=2, sequence_parallel=True), f"{directory}/moe-2"),
+            [Layout(ep=4), Layout(pp=2, vpp=2)],
+        ),
+        (Model(critic, "score", "float32", Layout(tp=2, cp=2), f"{directory}/critic-2"), [Layout(pp=2)]),
+    ]
+    with_own = [(model, [model.saved_by, *others]) for model, others in cases]
+    ranks = run_on_ranks(4, save_and_resume, with_own, timeout_s=LIMIT_S)
+    return [(model, layouts, [rank[number] for rank in ranks]) for number, (model, layouts) in enumerate(with_own)]
+
+
+Runs = list[tuple[Model, list[Layout], list[Any]]]
+
+
+def test_the_same_layout_goes_on_to_the_bit(runs: Runs) -> None:
+    for _, _, ranks in runs:
+        for expected, resumed in ranks:
+            assert resumed[0] == (expected, [])  # losses, norms and the next random number
+
+
+def test_other_layouts_go_on_as_well(runs: Runs) -> None:
+    for model, layouts, ranks in runs:
+        tolerance = 1e-5 if model.dtype == "float32" else 2e-2
+        for number in range(1, len(layouts)):
+            found = [resumed[number][0] for _, resumed in ranks]
+            assert_goes_on([expected for expected, _ in ranks], found, tolerance)
+            said = [warning for _, resumed in ranks for warning in resumed[number][1]]
+            assert said == ["the checkpoint is of another layout: random states are those of a fresh start"] * 4
+
+
+def test_one_rank_goes_on_with_what_four_have_saved(runs: Runs) -> None:
+    cases = [(model, Layout()) for model, _, _ in runs]
+    (alone,) = run_on_ranks(1, resume_all, cases, timeout_s=LIMIT_S)
+    for (model, _, ranks), (found, _) in zip(runs, alone, strict=True):
+        tolerance = 1e-5 if model.dtype == "float32" else 2e-2
+        assert_goes_on([expected for expected, _ in ranks], [found], tolerance)
+
+
+def test_the_manifest_says_what_is_there(runs: Runs) -> None:
+    model = runs[0][0]
+    directory = Path(model.directory)
+    manifest = json.loads((directory / checkpoint.MANIFEST).read_text())
+    assert manifest["layout"]["tp"] == manifest["layout"]["pp"] == 2
+    assert manifest["num_steps"] == NUM_BEFORE
+    assert {path.name for path in directory.iterdir()} == {checkpoint.MANIFEST, *manifest["files"]}
+    assert all((directory / name).stat().st_size == of["bytes"] for name, of in manifest["files"].items())
+    assert not list(directory.parent.glob(".*"))  # nothing staged is left
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def attempts(path: str, other: str, directory: str) -> dict[str, str]:
+    """What this rank was told, attempt by attempt."""
+    target, layout = Path(directory), Layout(tp=2)
+    said: dict[str, str] = {}
+    with model_parallel(layout, seed=1) as groups, warnings.catch_warnings(record=True) as caught:
+        engine = build(path, layout, groups)
+        warnings.simplefilter("always")
+
+        def attempt(name: str, action: Any, *arguments: Any) -> None:
+            try:
+                action(engine, *arguments)
+                said[name] = ""
+            except EngineError as error:
+                said[name] = str(error)
+
+        first = groups.at.rank == 0
+        if first:
+            (target.with_name(".good.saving") / "half").mkdir(parents=True)
+        torch.distributed.barrier()
+        attempt("save before any step", checkpoint.save, target / "good", {})
+        said["leftover"] = ", ".join(str(x.message) for x in caught if "was left by a save" in str(x.message))
+        attempt("load before any step", checkpoint.load, target / "good")
+        attempt("save again", checkpoint.save, target / "good", {})
+        attempt("extra", checkpoint.save, target / "extra", {"tensor": torch.ones(2)})
+        attempt("nothing", checkpoint.load, target / "nothing")
+        file = target / "good" / "rank-00001.safetensors"
+        good = file.read_bytes()
+        for name, content in {
+            "changed": good[:-1] + bytes([good[-1] ^ 1]),
+            "shortened": good[:-1],
+            "restored": good,
+        }.items():
+            torch.distributed.barrier()
+            if first:
+                file.write_bytes(content)
+            torch.distributed.barrier()
+            attempt(name, checkpoint.load, target / "good")
+            attempt(f"{name}, no hashes", checkpoint.load, target / "good", False)
+        with engine.memory.on_host("optimizer"):
+            attempt("away", checkpoint.save, target / "away", {})
+    with model_parallel(layout, seed=1) as groups:
+        engine = build(other, layout, groups)
+        attempt("other model", checkpoint.load, target / "good")
+    return said
+
+
+def test_what_is_refused_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    path, other = (str(make_tiny(family, tmp_path / family)) for family in ("qwen3", "mistral"))
+    # The leftover lies beside the target, so the target is one level down.
+    first, second = run_on_ranks(2, attempts, path, other, str(tmp_path / "c"), timeout_s=LIMIT_S)
+    good = tmp_path / "c" / "good"
+    file = good / "rank-00001.safetensors"
+    assert first["save before any step"] == first["load before any step"] == ""
+    assert first["save again"].startswith(f"{good}: exists already")
+    assert second["save again"] == f"saving failed on 1 of 2 ranks; rank 0: {first['save again']}"
+    assert (
+        first["extra"] == "JSON cannot hold what was given to be saved: Object of type Tensor is not JSON serializable"
+    )
+    assert "is no checkpoint" in first["nothing"]
+    assert second["changed"] == f"{file}: is damaged: it is not what was written (sha256)"
+    assert first["changed"] == f"loading failed on 1 of 2 ranks; rank 1: {second['changed']}"
+    assert first["changed, no hashes"] == second["changed, no hashes"] == ""
+    size = file.stat().st_size
+    assert second["shortened"] == second["shortened, no hashes"] == f"{file}: has {size - 1} bytes, not {size}"
+    assert first["restored"] == second["restored"] == ""
+    assert first["away"].startswith("the model's optimizer left the device")
+    assert second["away"] == first["away"]
+    assert first["other model"].startswith(f"{good}: is the checkpoint of another model: ")
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {"good"}

@@ -1,0 +1,51 @@
+"""What each rank does while one of the rollout workers is killed in the middle of an update."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from benchmarks.reshard_ranks import LIMIT_S, ReshardCase, StandIn, holding, layout_of, mesh_of, rollout_of
+from mrl.hybrid.layout import Planner
+from mrl.hybrid.reshard import Resharder, ReshardReport, ReshardSettings
+from mrl.models.families import read_spec
+from mrl.rollout.handover import HandoverReceiver
+
+
+def die(path: Path) -> None:
+    """A worker that is killed while it reads its first bucket."""
+    for _ in HandoverReceiver(path, LIMIT_S).buckets():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def send_while_one_dies(case: ReshardCase) -> tuple[list[ReshardReport], list[str]]:
+    """Reports of a version that worker 1 does not survive, and of sending it again to its successor alone."""
+    rank, spec = dist.get_rank(), read_spec(case.model)
+    mesh = mesh_of(case.parallel, dist.get_world_size())
+    rollout = rollout_of(case, mesh)
+    channels = {worker: Path(case.sockets, f"{worker}.sock") for worker in range(len(rollout.hosts))}
+    with holding(case, mesh) as (held, _):
+        planner = Planner(spec, layout_of(case.parallel), mesh, rollout)
+        settings = ReshardSettings(case.dtype, case.bucket_bytes, LIMIT_S)
+        resharder = Resharder(planner, rank, held, channels, settings)
+        if rank != 1:
+            stand_in = StandIn(channels[rank], 1, "")
+            reports = [resharder.send(7)]
+        else:
+            with subprocess.Popen([sys.executable, "-m", __name__, str(channels[1])]) as doomed:
+                reports = [resharder.send(7)]
+            assert doomed.returncode == -signal.SIGKILL, "it was to be killed"
+            stand_in = StandIn(channels[1], 1, "")
+        dist.barrier()
+        reports.append(resharder.send(7, workers={1}))
+        stand_in.join(LIMIT_S)
+        return reports, sorted(stand_in.held)
+
+
+if __name__ == "__main__":
+    die(Path(sys.argv[1]))

@@ -1,0 +1,102 @@
+"""vLLM's fused shards: names, shapes and every bit as vLLM's own loader makes them; sizes that do not fit."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from mrl.errors import ModelError
+from mrl.models.coverage import tiling_problems
+from mrl.models.families import read_spec
+from mrl.models.hf_reader import HfReader, slices
+from mrl.models.parameters import Box
+from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
+from mrl.models.table import hf_tensors
+from tests.models.conftest import Tiny
+from tests.models.tiny_models import MOE_FAMILIES, TINY_FAMILIES, make_tiny
+
+SIZES = [EngineSizes(), EngineSizes(2), EngineSizes(4)]
+CASES = [(family, sizes) for family in TINY_FAMILIES for sizes in SIZES]
+CASES += [(family, EngineSizes(tp, tp)) for family in MOE_FAMILIES for tp in (2, 4)]
+
+
+def assembled(reader: HfReader, fused: Fused) -> torch.Tensor:
+    """The parameter, from a model's files."""
+    tensor = torch.full(fused.shape, torch.nan)
+    matrix = tensor.view(-1, fused.shape[-1]) if len(fused.shape) > 1 else tensor
+    for box in fused.padding:
+        matrix[slices(box)] = 0
+    for piece in fused.pieces:
+        matrix[slices(piece.target)] = reader.read(piece.hf, piece.source)
+    return tensor
+
+
+@pytest.mark.parametrize(("family", "sizes"), CASES, ids=str)
+def test_all_ranks_together_hold_every_element_and_none_twice_on_a_rank(
+    tiny: Tiny, family: str, sizes: EngineSizes
+) -> None:
+    spec = read_spec(tiny(family))
+    boxes: dict[str, set[Box]] = defaultdict(set)
+    for rank in range(sizes.tp):
+        for fused in rollout_tensors(spec, sizes, rank):
+            rows = torch.Size(fused.shape).numel() // fused.shape[-1]
+            matrix = (rows, fused.shape[-1]) if len(fused.shape) > 1 else fused.shape
+            targets = [piece.target for piece in fused.pieces]
+            assert not list(tiling_problems(matrix, [*targets, *fused.padding])), fused.name
+            for piece in fused.pieces:
+                boxes[piece.hf].add(piece.source)
+    for name, shape in hf_tensors(spec, "lm").items():
+        assert not list(tiling_problems(shape, boxes.pop(name))), name
+    assert not boxes
+
+
+def test_shapes_are_those_of_every_rank(tiny: Tiny) -> None:
+    """Buckets are cut alike for all ranks."""
+    for family in TINY_FAMILIES:
+        spec = read_spec(tiny(family))
+        ranks = [{f.name: f.shape for f in rollout_tensors(spec, EngineSizes(4), rank)} for rank in range(4)]
+        assert ranks == [ranks[0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "message"),
+    [
+        ("qwen3_moe", EngineSizes(4, 2), "ep 2 is neither 1 nor the engine's tp 4"),
+        ("llama", EngineSizes(2, 2), "the model has no experts"),
+        ("llama", EngineSizes(3), "tp 3 does not divide 4 attention heads"),
+        ("mixtral", EngineSizes(8, 8), "ep 8 does not divide 4 experts"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(tiny: Tiny, family: str, sizes: EngineSizes, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        rollout_tensors(read_spec(tiny(family)), sizes, 0)
+
+
+def differences(directory: Path) -> list[str]:
+    """Where the table and vLLM's own loader differ, over all families, in one process."""
+    from tests.models.vllm_parameters import one_process, parameters
+
+    found = []
+    with one_process(directory / "store") as group:
+        for family in TINY_FAMILIES:
+            model = make_tiny(family, directory / family)
+            spec, reader = read_spec(model), HfReader(model)
+            for sizes in [sizes for name, sizes in CASES if name == family]:
+                for rank in range(sizes.tp):
+                    held = parameters(model, group, sizes.tp, sizes.ep, rank)
+                    for fused in rollout_tensors(spec, sizes, rank):
+                        theirs = held.pop(fused.name, None)
+                        if theirs is None or not torch.equal(theirs, assembled(reader, fused)):
+                            found.append(f"{family} {sizes} rank {rank}: {fused.name}")
+                    found += [f"{family} {sizes} rank {rank}: {name} is vLLM's alone" for name in held]
+    return found
+
+
+@pytest.mark.slow
+def test_every_parameter_is_the_one_that_vllm_loads_to_the_bit(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as process:
+        assert process.apply_async(differences, (tmp_path,)).get(300) == []

@@ -1,0 +1,26 @@
+"""Tiny models that vLLM's attention for CPUs can run: it has no heads of 16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.models.tiny_models import tiny_config
+
+VOCAB = 131
+
+
+def make_small(family: str, directory: Path, seed: int, tied: bool = False) -> Path:
+    """Save a random float32 model with heads of 32; norms and biases are random too."""
+    torch.manual_seed(seed)
+    config = tiny_config(family)
+    config.head_dim, config.tie_word_embeddings = 32, tied
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(directory)
+    return directory

@@ -1,0 +1,54 @@
+"""Seeds that depend on nothing but who the sample is; digests that notice; distributions that are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mrl.errors import RolloutError
+from mrl.rollout.digest import digest
+from mrl.rollout.requests import Sampling, request_seed
+
+
+def test_seeds_are_stable_and_differ_in_every_part() -> None:
+    assert request_seed(1, 2, "gsm8k-17", 3) == 4040688844697111917
+    seeds = {request_seed(*identity) for identity in [(1, 2, "a", 3), (2, 1, "a", 3), (1, 2, "b", 3), (1, 2, "a", 4)]}
+    # Parts do not run into each other.
+    seeds |= {request_seed(1, 12, "a", 3), request_seed(11, 2, "a", 3), request_seed(1, 2, "a1", 3)}
+    assert len(seeds) == 7
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": 0.001}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}])
+def test_what_vllm_would_change_in_silence_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(RolloutError):
+        Sampling(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_digest_is_of_every_bit(dtype: torch.dtype) -> None:
+    noise = torch.Generator().manual_seed(0)
+    tensor = torch.randn(1100, 1001, generator=noise).to(dtype)  # more than one chunk, and not a whole number of them
+    seen = {digest(tensor)}
+    assert digest(tensor.clone()) in seen
+
+    def changed() -> torch.Tensor:
+        return tensor.clone()
+
+    flipped = changed()
+    flipped.view(torch.uint8)[-1, -1] ^= 1
+    negative_zero = torch.where(tensor == tensor[5, 5], -0.0, tensor)
+    zero = torch.where(tensor == tensor[5, 5], 0.0, tensor)
+    swapped = changed()
+    swapped[[3, 900]] = swapped[[900, 3]]
+    exchanged = changed()
+    exchanged[0, [0, 1]] = exchanged[0, [1, 0]]
+    others = [flipped, negative_zero, zero, swapped, exchanged, tensor.flip(0), tensor.t(), tensor.view(-1), tensor[1:]]
+    seen |= {digest(other) for other in others}
+    assert len(seen) == 1 + len(others)
+
+
+def test_a_digest_of_half_a_tensor_is_that_of_the_half() -> None:
+    tensor = torch.arange(64.0).view(8, 8)
+    assert digest(tensor[:, 2:4]) == digest(tensor[:, 2:4].contiguous())
+    assert digest(torch.zeros(4)) != digest(torch.zeros(4, dtype=torch.int32))

@@ -1,0 +1,165 @@
+"""Weights that change under a running vLLM engine: dense, tied and experts, fused or whole, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from mrl.errors import RolloutError
+from mrl.rollout.engine import RolloutEngine
+from mrl.rollout.requests import Sampling
+from tests.rollout.conftest import Small, requests
+from tests.rollout.test_vllm_engine import assert_same
+from tests.rollout.trainer_side import InBackground, fused, send, update, whole
+
+MODELS = [("qwen3", False), ("qwen3", True), ("qwen3_moe", False)]
+SLOW_MODELS = [("llama", False), ("mixtral", False), ("qwen3_moe", True)]
+SAMPLING = Sampling(temperature=0.9)
+Make = Callable[..., RolloutEngine]
+
+
+def assert_follows(engine: RolloutEngine, oracle: RolloutEngine, models: list[Path]) -> None:
+    """After each update the engine computes what transformers computes with those weights."""
+    for version, model in enumerate(models, start=1):
+        update(engine, model, version)
+        update(oracle, model, version)
+        assert_same(engine, oracle, requests(3, 2, 12), SAMPLING)
+
+
+def force_whole_tensors(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_full_because", "the test wants it")
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"), [*MODELS, *(pytest.param(*model, marks=pytest.mark.slow) for model in SLOW_MODELS)]
+)
+def test_new_weights_are_what_is_computed_with(
+    make_engine: Make, small: Small, monkeypatch: pytest.MonkeyPatch, family: str, tied: bool
+) -> None:
+    engine = make_engine("vllm", small(family, 0, tied))
+    assert not engine.full_tensors_because()
+    oracle = make_engine("transformers", small(family, 0, tied))
+    models = [small(family, seed, tied) for seed in (1, 2)]
+    assert_follows(engine, oracle, models)
+    force_whole_tensors(engine, monkeypatch)
+    assert_follows(engine, oracle, models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_every_rank_of_an_engine_takes_its_own_shard(make_engine: Make, small: Small, family: str) -> None:
+    engine = make_engine("vllm", small(family), tp=2)
+    oracle = make_engine("transformers", small(family))
+    assert_follows(engine, oracle, [small(family, seed) for seed in (1, 2)])
+    sending = [
+        InBackground(send, engine.settings, 3, without(fused(small(family), 2, rank), "model.norm.weight"), rank)
+        for rank in range(2)
+    ]
+    with pytest.raises(RolloutError, match=r"1 of the model's parameters were not sent: model\.norm\.weight"):
+        engine.receive_weights(3)
+    for each in sending:
+        with pytest.raises(RolloutError, match="refused the weights"):
+            each.result()
+
+
+def without(tensors: Iterator[tuple[str, Tensor]], name: str) -> Iterator[tuple[str, Tensor]]:
+    return (entry for entry in tensors if entry[0] != name)
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine: Make, small: Small) -> RolloutEngine:
+    return make_engine("vllm", small("qwen3_moe"))
+
+
+QKV, EXPERTS = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.2.mlp.experts.routed_experts.w2_weight"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda t: t.pop(EXPERTS), f"1 of the model's parameters were not sent: {EXPERTS}"),
+        (lambda t: t.update({"model.layers.1.self_attn.qkv.weight": t.pop(QKV)}), "model has no such parameter"),
+        (lambda t: t.update({QKV: t[QKV][:-1].clone()}), rf"{QKV}: sent as float32 \[191, 64\], but held as float32"),
+        (lambda t: t.update({QKV: t[QKV].bfloat16()}), r"sent as bfloat16 \[192, 64\], but held as float32"),
+    ],
+)
+def test_what_does_not_fit_is_named_on_both_sides(
+    engine: RolloutEngine, small: Small, spoil: Callable[[dict[str, Tensor]], None], message: str
+) -> None:
+    tensors = dict(fused(small("qwen3_moe")))
+    spoil(tensors)
+    sending = InBackground(send, engine.settings, 1, tensors.items())
+    with pytest.raises(RolloutError, match=message):
+        engine.receive_weights(1)
+    with pytest.raises(RolloutError, match=message):
+        sending.result()
+    with pytest.raises(RolloutError, match="stale"):
+        engine.start(requests(1, 1), SAMPLING)
+
+
+def test_a_parameter_that_comes_twice_is_named(engine: RolloutEngine, small: Small) -> None:
+    tensors = list(fused(small("qwen3_moe")))
+    sending = InBackground(send, engine.settings, 1, [*tensors, tensors[3]])
+    with pytest.raises(RolloutError, match=f"{tensors[3][0]}: this parameter was sent twice"):
+        engine.receive_weights(1)
+    with pytest.raises(RolloutError, match="sent twice"):
+        sending.result()
+
+
+def test_a_trainer_that_vanishes_leaves_an_engine_that_can_be_updated(
+    make_engine: Make, engine: RolloutEngine, small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for number, entry in enumerate(tensors):
+            if number == 15:
+                raise KeyError("the trainer dies")
+            yield entry
+
+    oracle = make_engine("transformers", small("qwen3_moe"))
+    for source in (fused, whole):
+        with monkeypatch.context() as patch:
+            if source is whole:
+                force_whole_tensors(engine, patch)
+            sending = InBackground(send, engine.settings, 1, half(source(small("qwen3_moe", 1))))
+            with pytest.raises(RolloutError, match="the trainer is gone"):
+                engine.receive_weights(1)
+            with pytest.raises(KeyError):
+                sending.result()
+            assert engine.weight_version is None
+            assert_follows(engine, oracle, [small("qwen3_moe", 2)])
+    assert_follows(engine, oracle, [small("qwen3_moe", 3)])
+
+
+@pytest.mark.parametrize(
+    "missing", ["model.layers.2.self_attn.k_proj.weight", "model.layers.3.mlp.experts.2.up_proj.weight"]
+)
+def test_a_whole_tensor_that_is_not_sent_is_noticed(
+    engine: RolloutEngine, small: Small, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    force_whole_tensors(engine, monkeypatch)
+    sending = InBackground(send, engine.settings, 1, without(whole(small("qwen3_moe")), missing))
+    with pytest.raises(RolloutError, match=r"1 of the model's modules were not sent whole: model\.layers\.[23]"):
+        engine.receive_weights(1)
+    with pytest.raises(RolloutError, match="not sent whole"):
+        sending.result()
+
+
+def test_experts_that_stay_behind_are_seen_in_the_log_probs(
+    make_engine: Make, small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own way to update leaves the packed experts as they were; digests of parameters do not show that."""
+    from mrl.rollout import model_weights  # loads vLLM
+
+    engine = make_engine("vllm", small("qwen3_moe"))
+    oracle = make_engine("transformers", small("qwen3_moe"))
+    with monkeypatch.context() as patch:
+        patch.setattr(model_weights, "_pack", lambda owner: owner.fresh.clear())
+        update(engine, small("qwen3_moe", 1), 1)
+    update(oracle, small("qwen3_moe", 1), 1)
+    with pytest.raises(AssertionError):
+        assert_same(engine, oracle, requests(2, 1, 4), SAMPLING)
+    update(engine, small("qwen3_moe", 1), 1)
+    assert_same(engine, oracle, requests(2, 1, 4), SAMPLING)

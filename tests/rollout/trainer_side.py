@@ -1,0 +1,94 @@
+"""A trainer's side of the handover for tests: whole models from files, as vLLM's shards or as they are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.models.families import read_spec
+from mrl.models.hf_reader import HfReader, slices
+from mrl.models.rollout_table import EngineSizes, rollout_tensors
+from mrl.models.table import hf_tensors
+from mrl.rollout.engine import EngineSettings, RolloutEngine, socket_path
+from mrl.rollout.handover import ALIGNMENT_BYTES, HandoverSender, Placed
+
+Tensors = Iterable[tuple[str, Tensor]]
+SLOT_BYTES = 1 << 20
+DEADLINE_S = 60.0
+
+
+def fused(model: Path, tp: int = 1, rank: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """What one rank of a vLLM engine holds of a model."""
+    reader = HfReader(model)
+    for entry in rollout_tensors(read_spec(model), EngineSizes(tp), rank):
+        tensor = torch.zeros(entry.shape)
+        matrix = tensor.view(-1, entry.shape[-1]) if len(entry.shape) > 1 else tensor
+        for piece in entry.pieces:
+            matrix[slices(piece.target)] = reader.read(piece.hf, piece.source)
+        yield entry.name, tensor
+
+
+def whole(model: Path) -> Iterator[tuple[str, Tensor]]:
+    """A model's tensors as its files have them."""
+    reader = HfReader(model)
+    for name, shape in hf_tensors(read_spec(model), "lm").items():
+        yield name, reader.read(name, tuple((0, size) for size in shape))
+
+
+def send(settings: EngineSettings, version: int, tensors: Tensors, tp_rank: int = 0) -> dict[str, str]:
+    """Hand tensors to one process of a replica, as many to a bucket as go in; the digests that it replies."""
+    path = socket_path(settings.sockets, settings.replica, tp_rank)
+    sender = HandoverSender(path, SLOT_BYTES, torch.device("cpu"), DEADLINE_S)
+    try:
+        sender.begin(version)
+        slot, placed, offset = sender.slot(), list[Placed](), 0
+        for name, tensor in tensors:
+            if offset + tensor.nbytes > SLOT_BYTES:
+                sender.send(slot, placed)
+                slot, placed, offset = sender.slot(), [], 0
+            placed.append(Placed(name, tensor.dtype, tuple(tensor.shape), offset))
+            placed[-1].view(slot.buffer).copy_(tensor)
+            offset += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        sender.send(slot, placed)
+        return sender.end()
+    finally:
+        sender.close()
+
+
+class InBackground:
+    """A function under way in a thread; `result` waits, and raises what it raised."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._outcome: list[Any] = []
+        self._error: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, args=(function, args), daemon=True)
+        self._thread.start()
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        try:
+            self._outcome.append(function(*args))
+        except BaseException as error:
+            self._error.append(error)
+
+    def result(self) -> Any:
+        self._thread.join(DEADLINE_S)
+        if self._error:
+            raise self._error[0]
+        return self._outcome[0]
+
+
+def update(engine: RolloutEngine, model: Path, version: int) -> list[dict[str, str]]:
+    """Bring an engine to the weights of a model's files; what each of its processes replied."""
+    settings = engine.settings
+    full = engine.full_tensors_because()
+    sending = [
+        InBackground(send, settings, version, whole(model) if full else fused(model, settings.tp, rank), rank)
+        for rank in range(settings.tp)
+    ]
+    engine.receive_weights(version)
+    return [each.result() for each in sending]
