@@ -1,7 +1,7 @@
 """The way that other trainers take, for comparison: every rank gathers every tensor of the model and cuts its part out.
 
 One parameter after another: broadcast over the pipeline stages, gathered over the tensor ranks (over the expert ranks
-for an expert), put together as Hugging Face tensors, handed over in buckets, and there cut into the worker's parameters.
+for an expert), put together as Hugging Face tensors, handed over in buckets, and cut there into what the worker needs.
 It is the quickest form of that way: tables are looked up before the clock starts, two buckets take turns, and what
 arrives is believed. Nothing else but the digests is spared against `mrl.hybrid`.
 """
@@ -39,7 +39,8 @@ class Parameter:
 class GatherEverything:
     """The whole model on every rank, tensor by tensor."""
 
-    def __init__(self, planner: Planner, mesh: Mesh, rank: int, bucket_bytes: int) -> None:
+    def __init__(self, planner: Planner, channel: Path, num_rounds: int, bucket_bytes: int) -> None:
+        mesh, rank = planner.mesh, dist.get_rank()
         size = mesh.world_size // mesh.pp
         self._stage = rank // size
         self._sources = [rank % size + stage * size for stage in range(mesh.pp)]
@@ -49,15 +50,25 @@ class GatherEverything:
         self._parameters = list(_parameters(planner, mesh))
         self._shapes = hf_tensors(planner.spec, "lm")
         self._slot_bytes = max(bucket_bytes, 4 * max(map(math.prod, self._shapes.values())) + ALIGNMENT_BYTES)
+        self._channel = channel
+        self._stand_in = LoadingStandIn(channel, num_rounds, planner, rank % planner.rollout.sizes.tp)
+        self.bytes_received = 0
+        """In the last round."""
 
-    def run(self, held: dict[tuple[int, str], Tensor], channel: Path) -> int:
-        """One round; the bytes that this rank received."""
-        sender = HandoverSender(channel, self._slot_bytes, torch.device("cpu"))
+    def finished(self) -> dict[str, Tensor]:
+        """What the worker holds in the end."""
+        self._stand_in.join()
+        return self._stand_in.held
+
+    def run(self, held: dict[tuple[int, str], Tensor]) -> None:
+        """One round."""
+        self.bytes_received = 0
+        sender = HandoverSender(self._channel, self._slot_bytes, torch.device("cpu"))
         sender.begin(1)
-        slot, placed, end, num_bytes = sender.slot(), [], 0, 0
+        slot, end = sender.slot(), 0
+        placed: list[Placed] = []
         for parameter in self._parameters:
-            parts, received = self._gather(parameter, held)
-            num_bytes += received
+            parts = self._gather(parameter, held)
             for name, tensor in self._whole(parameter, parts).items():
                 if end + tensor.nbytes > self._slot_bytes:
                     sender.send(slot, placed)
@@ -68,22 +79,21 @@ class GatherEverything:
         sender.send(slot, placed)
         sender.end()
         sender.close()
-        return num_bytes
 
-    def _gather(self, parameter: Parameter, held: dict[tuple[int, str], Tensor]) -> tuple[list[Tensor], int]:
-        first, num_bytes = parameter.shards[0], 0
+    def _gather(self, parameter: Parameter, held: dict[tuple[int, str], Tensor]) -> list[Tensor]:
+        first = parameter.shards[0]
         tensor = torch.empty(first.shape, dtype=next(iter(held.values())).dtype)
         if parameter.stage == self._stage:
             tensor.copy_(held[first.chunk, first.name])
         if len(self._sources) > 1:
             dist.broadcast(tensor, self._sources[parameter.stage], group=self._pipeline)
-            num_bytes += tensor.nbytes if parameter.stage != self._stage else 0
+            self.bytes_received += tensor.nbytes if parameter.stage != self._stage else 0
         parts = [tensor]
         if len(parameter.shards) > 1:
             parts = [torch.empty_like(tensor) for _ in parameter.shards]
             dist.all_gather(parts, tensor, group=self._expert if first.expert else self._tensor)
-            num_bytes += tensor.nbytes * (len(parts) - 1)
-        return parts, num_bytes
+            self.bytes_received += tensor.nbytes * (len(parts) - 1)
+        return parts
 
     def _whole(self, parameter: Parameter, parts: list[Tensor]) -> dict[str, Tensor]:
         whole: dict[str, Tensor] = {}

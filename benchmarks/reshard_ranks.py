@@ -6,6 +6,7 @@ seeded into it: between what the trainer sent and what the worker holds.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.reshard_gather import GatherEverything, LoadingStandIn
+from benchmarks.reshard_gather import GatherEverything
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
 from mrl.errors import RolloutError
@@ -70,6 +71,7 @@ class RankOutcome:
 
 def measure(cases: list[ReshardCase]) -> list[RankOutcome]:
     """Every case on this rank."""
+    sys.setswitchinterval(2e-4)  # a real worker would not wait for its trainer's interpreter
     return [measure_one(case) for case in cases]
 
 
@@ -88,52 +90,48 @@ def measure_one(case: ReshardCase) -> RankOutcome:
             resharder = engine_resharder(*groups_and_chunks, spec, rollout, channels, settings)
         else:
             resharder = Resharder(planner, rank, held, channels, settings)
-        worker, num_versions = resharder.plan.worker, case.repeats + 1  # the first is not timed
-        stand_in = None
-        if worker is not None:
-            stand_in = StandIn(channels[worker], num_versions, case.fault if worker == 0 else "")
-        report, error, seconds = None, "", []
-        for version in range(1, num_versions + 1):
-            for tensor in held.values():
-                tensor.neg_()  # as different as two versions can be, and as easily foretold
-            dist.barrier()
-            began = time.perf_counter()
+        return carry_out(case, resharder, held)
+
+
+def carry_out(case: ReshardCase, resharder: Resharder, held: dict[tuple[int, str], Tensor]) -> RankOutcome:
+    """Some versions, each by both ways in turn; the first is not timed."""
+    worker, num_versions = resharder.plan.worker, case.repeats + 1
+    stand_in, everything, report, error = None, None, None, ""
+    if worker is not None:
+        path = Path(case.sockets, f"{worker}.sock")
+        stand_in = StandIn(path, num_versions, case.fault if worker == 0 else "")
+        if case.gather:
+            everything = GatherEverything(resharder.planner, path.with_suffix(".all"), num_versions, case.bucket_bytes)
+    seconds: list[float] = []
+    gather_seconds: list[float] = []
+    for version in range(1, num_versions + 1):
+        for tensor in held.values():
+            tensor.neg_()  # as different as two versions can be, and as easily foretold
+        with together(seconds):
             try:
                 report = resharder.send(version)
             except RolloutError as raised:
                 error = str(raised)
-            dist.barrier()
-            seconds.append(time.perf_counter() - began)
-    gather_seconds: list[float] = []
-    gather_bytes, gather_held = 0, {}
-    if case.gather and worker is not None:
-        gather_seconds, gather_bytes, gather_held = gathered(case, planner, held, channels[worker])
+        if everything is not None:
+            with together(gather_seconds):
+                everything.run(held)
     wrong: list[str] = []
     if stand_in is not None and worker is not None:
-        stand_in.join(LIMIT_S)
         expected = fused_of(case, worker % case.sizes.tp, (-1.0) ** num_versions)
-        wrong = [name for name in expected if not _same(stand_in.held.pop(name, None), expected[name])]
-        wrong += list(stand_in.held)
-        wrong += [name for name, tensor in gather_held.items() if not torch.equal(tensor, expected[name])]
-    return RankOutcome(report, wrong, error, seconds[1:], gather_seconds, gather_bytes)
+        wrong = _differing(stand_in.finished(), expected)
+        wrong += _differing(everything.finished(), expected) if everything is not None else []
+    num_bytes = everything.bytes_received if everything is not None else 0
+    return RankOutcome(report, wrong, error, seconds[1:], gather_seconds[1:], num_bytes)
 
 
-def gathered(
-    case: ReshardCase, planner: Planner, held: dict[tuple[int, str], Tensor], channel: Path
-) -> tuple[list[float], int, dict[str, Tensor]]:
-    """Seconds of each round, bytes that this rank received in one, and what its worker holds, by gathering all."""
-    rank = dist.get_rank()
-    everything = GatherEverything(planner, planner.mesh, rank, case.bucket_bytes)
-    stand_in = LoadingStandIn(channel, case.repeats + 1, planner, rank % case.sizes.tp)
-    seconds = []
-    for _ in range(case.repeats + 1):
-        dist.barrier()
-        began = time.perf_counter()
-        num_bytes = everything.run(held, channel)
-        dist.barrier()
-        seconds.append(time.perf_counter() - began)
-    stand_in.join(LIMIT_S)
-    return seconds[1:], num_bytes, stand_in.held
+@contextmanager
+def together(seconds: list[float]) -> Iterator[None]:
+    """The block on all ranks at once; how long the slowest took is appended."""
+    dist.barrier()
+    began = time.perf_counter()
+    yield
+    dist.barrier()
+    seconds.append(time.perf_counter() - began)
 
 
 def mesh_of(parallel: ParallelConfig, num_ranks: int) -> Mesh:
@@ -199,6 +197,11 @@ class StandIn(threading.Thread):
         self._num_versions, self._fault = num_versions, fault
         self.start()
 
+    def finished(self) -> dict[str, Tensor]:
+        """What it holds in the end."""
+        self.join(LIMIT_S)
+        return self.held
+
     def run(self) -> None:
         """Take every version, whatever becomes of it."""
         for version in range(self._num_versions):
@@ -248,5 +251,11 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def _same(held: Tensor | None, expected: Tensor) -> bool:
-    return held is not None and held.dtype == expected.dtype and torch.equal(held, expected)
+def _differing(held: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """Tensors that are not as they must be, to the bit; or that nobody expects, or misses."""
+
+    def same(name: str) -> bool:
+        both = name in held and name in expected
+        return both and held[name].dtype == expected[name].dtype and torch.equal(held[name], expected[name])
+
+    return [name for name in expected | held if not same(name)]

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def explain(resolved: Resolved, *, all_ranks: bool) -> Iterator[str]:
+def explain(resolved: Resolved[Config], *, all_ranks: bool) -> Iterator[str]:
     """The explanation, line by line, without secrets."""
     config = resolved.config
     lines = [f"{resolved.path}", "", *_batch(config), *_placement(config)]

@@ -22,6 +22,7 @@ VERBS = {
     "explain": ("mrl.cli.explain", "say what a configuration means: batch arithmetic, which rank is where"),
     "env": ("mrl.cli.env", "list versions and devices, and what of the stack works on this machine"),
     "train": ("mrl.cli.train", "train a model as a configuration says"),
+    "sft": ("mrl.cli.sft", "train a model on prompts and their answers"),
     "report": ("mrl.cli.report", "write what a run did as one HTML file"),
     "demo": ("mrl.cli.demo", "train a small model on this machine, to see it work"),
 }

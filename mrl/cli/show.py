@@ -7,6 +7,7 @@ import sys
 
 from mrl.config.load import Resolved, load_config
 from mrl.config.render import render, render_difference, render_schema
+from mrl.config.schema import Config
 from mrl.errors import ConfigError, Problem
 
 EXAMPLE = "mrl show configs/laptop-ppo.yaml actor.parallel.tp=1"
@@ -45,7 +46,7 @@ def split_arguments(arguments: list[str], most_files: int) -> tuple[list[str], l
     return files, [argument for argument in arguments if "=" in argument]
 
 
-def load(path: str, overrides: list[str]) -> Resolved:
+def load(path: str, overrides: list[str]) -> Resolved[Config]:
     """The configuration; what could not be checked is said on stderr."""
     resolved = load_config(path, overrides)
     for warning in resolved.warnings:

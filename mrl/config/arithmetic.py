@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import BatchConfig, Config, ParallelConfig, RolloutConfig
+from mrl.config.sft import AnyConfig
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def longest_sample_tokens(rollout: RolloutConfig) -> int:
     return rollout.max_prompt_tokens + rollout.max_response_tokens
 
 
-def role_devices(config: Config, role: str) -> int:
+def role_devices(config: AnyConfig, role: str) -> int:
     """Devices of the pool that a role runs on."""
     return config.placement.pools[config.placement.roles[role]]
 
@@ -59,7 +60,7 @@ def make_mesh(parallel: ParallelConfig, world_size: int) -> Mesh:
     return Mesh(world_size, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, ep=parallel.ep, etp=parallel.etp)
 
 
-def role_mesh(config: Config, role: str) -> Mesh:
+def role_mesh(config: AnyConfig, role: str) -> Mesh:
     """The layout of a role over the devices of its pool."""
     return make_mesh(config.trained_roles()[role].parallel, role_devices(config, role))
 

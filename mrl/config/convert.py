@@ -6,23 +6,23 @@ import json
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from mrl.config.keys import KeyPath, dotted, fields_of, nearest_key, section_of
 from mrl.config.layers import UNUSABLE
-from mrl.config.schema import Config
 from mrl.config.secrets import Secrets
 from mrl.errors import Problem, did_you_mean
 
+AnyTyped = TypeVar("AnyTyped")
 _VALUE = re.compile(r"[-+]?[0-9][0-9_.]*([eE][-+]?[0-9]+)?|true|false|yes|no|on|off", re.IGNORECASE)
 
 
 def convert(
-    values: Mapping[str, Any], secrets: Secrets, origin: Callable[[KeyPath], str]
-) -> tuple[Config | None, list[Problem]]:
-    """The typed configuration, or None and what is wrong; `origin` says where a key stands."""
+    root: type[AnyTyped], values: Mapping[str, Any], secrets: Secrets, origin: Callable[[KeyPath], str]
+) -> tuple[AnyTyped | None, list[Problem]]:
+    """The configuration typed as `root`, or None and what is wrong; `origin` says where a key stands."""
     conversion = _Conversion(secrets, origin)
-    config = conversion.section(Config, values, ())
+    config = conversion.section(root, values, ())
     return (None if config is UNUSABLE else config), conversion.problems
 
 

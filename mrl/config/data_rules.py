@@ -5,7 +5,8 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterator
 
-from mrl.config.schema import Config, SourceConfig
+from mrl.config.schema import SourceConfig
+from mrl.config.sft import AnyConfig
 from mrl.errors import Problem
 
 FILE_KINDS = (".jsonl", ".parquet")
@@ -16,7 +17,7 @@ def is_file(source: SourceConfig) -> bool:
     return source.dataset.endswith(FILE_KINDS)
 
 
-def check_data_rules(config: Config) -> Iterator[Problem]:
+def check_data_rules(config: AnyConfig) -> Iterator[Problem]:
     """Every problem of the sources."""
     if not config.data.train:
         yield Problem("", "data.train", "there is no source of prompts", "data.train.sums.dataset=toy:addition")
@@ -32,14 +33,14 @@ def check_data_rules(config: Config) -> Iterator[Problem]:
     yield from _weights(config)
 
 
-def unchecked_data(config: Config) -> Iterator[str]:
+def unchecked_data(config: AnyConfig) -> Iterator[str]:
     """Files that are not on this machine."""
     for key, source in _sources(config):
         if is_file(source) and not any(glob.iglob(source.dataset, recursive=True)):
             yield f'{key}: no file "{source.dataset}" on this machine'
 
 
-def _weights(config: Config) -> Iterator[Problem]:
+def _weights(config: AnyConfig) -> Iterator[Problem]:
     without = [name for name, source in config.data.train.items() if source.weight is None]
     if 0 < len(without) < len(config.data.train):
         key = f"data.train.{without[0]}.weight"
@@ -50,7 +51,7 @@ def _weights(config: Config) -> Iterator[Problem]:
             yield Problem("", f"data.validation.{name}.weight", what, "remove this key")
 
 
-def _sources(config: Config) -> Iterator[tuple[str, SourceConfig]]:
+def _sources(config: AnyConfig) -> Iterator[tuple[str, SourceConfig]]:
     train, validation = config.data.train, config.data.validation
     for name, source in train.items():
         yield f"data.train.{name}", source

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from mrl.config.convert import convert
 from mrl.config.data_rules import check_data_rules, unchecked_data
@@ -15,20 +16,25 @@ from mrl.config.model_rules import check_model_rules, unchecked
 from mrl.config.model_shape import read_model_shape
 from mrl.config.passthrough import check_passthrough
 from mrl.config.reward_rules import check_reward_rules
-from mrl.config.rules import check_rules
+from mrl.config.rules import LAYOUT_RULES, RULES, check_rules
 from mrl.config.schema import Config
 from mrl.config.secrets import Secrets
+from mrl.config.sft import AnyConfig, SftConfig
 from mrl.config.sources import read_chain, read_overrides
 from mrl.config.yaml_source import SourceError
 from mrl.errors import ConfigError, Problem
 
+AnyTyped = TypeVar("AnyTyped", Config, SftConfig)
+Checked = tuple[list[Problem], list[str]]
+"""What is wrong, and what could not be checked on this machine."""
+
 
 @dataclass(frozen=True)
-class Resolved:
+class Resolved(Generic[AnyTyped]):
     """A configuration that passed every check, with where each value came from."""
 
     path: str
-    config: Config
+    config: AnyTyped
     warnings: tuple[str, ...]
     """What could not be checked on this machine, and why."""
     secrets: Secrets
@@ -39,8 +45,19 @@ class Resolved:
         return self._layer.origin(path, "default") if holds(self._layer.values, path) else "default"
 
 
-def load_config(path: str, overrides: Iterable[str] = ()) -> Resolved:
+def load_config(path: str, overrides: Iterable[str] = ()) -> Resolved[Config]:
     """The configuration of a file with `key.path=value` overrides; ConfigError lists everything that is wrong."""
+    return _load(Config, _check, path, overrides)
+
+
+def load_sft_config(path: str, overrides: Iterable[str] = ()) -> Resolved[SftConfig]:
+    """The same for `mrl sft`."""
+    return _load(SftConfig, _check_sft, path, overrides)
+
+
+def _load(
+    root: type[AnyTyped], check: Callable[[AnyTyped], Checked], path: str, overrides: Iterable[str]
+) -> Resolved[AnyTyped]:
     try:
         file_layer = read_chain(path)
     except SourceError as error:
@@ -53,11 +70,12 @@ def load_config(path: str, overrides: Iterable[str] = ()) -> Resolved:
     def origin(key: KeyPath) -> str:
         return layer.origin(key, path)
 
-    config, mistakes = convert(interpolated.values, interpolated.secrets, origin)
+    config, mistakes = convert(root, interpolated.values, interpolated.secrets, origin)
     problems += mistakes
     warnings: list[str] = []
     if config is not None and not problems:
-        problems, warnings = _check(config, interpolated.secrets)
+        problems, warnings = check(config)
+        problems += _check_names(config, interpolated.secrets)
         problems = [dataclasses.replace(problem, where=origin(tuple(problem.key.split(".")))) for problem in problems]
     if config is None or problems:
         raise _config_error(problems, interpolated.secrets)
@@ -65,24 +83,41 @@ def load_config(path: str, overrides: Iterable[str] = ()) -> Resolved:
     return Resolved(path, config, hidden, interpolated.secrets, Layer(interpolated.values, layer.origins))
 
 
-def _check(config: Config, secrets: Secrets) -> tuple[list[Problem], list[str]]:
+def _check(config: Config) -> Checked:
     problems, warnings = check_passthrough(config)
-    problems += check_rules(config)
+    problems += check_rules(RULES, config)
     problems += check_data_rules(config)
     problems += check_reward_rules(config)
     warnings += unchecked_data(config)
+    return _check_model(config, problems, warnings)
+
+
+def _check_sft(config: SftConfig) -> Checked:
+    problems, warnings = check_passthrough(config)
+    problems += check_rules(LAYOUT_RULES, config)
+    problems += check_data_rules(config)
+    warnings += unchecked_data(config)
+    return _check_model(config, problems, warnings)
+
+
+def _check_model(config: AnyConfig, problems: list[Problem], warnings: list[str]) -> Checked:
     shape = read_model_shape(config.model.path)
     if isinstance(shape, Problem):
         problems.append(shape)
     else:
         warnings += unchecked(config, shape)
         problems += check_model_rules(config, shape) if shape is not None else ()
+    return problems, warnings
+
+
+def _check_names(config: AnyConfig, secrets: Secrets) -> list[Problem]:
+    problems = []
     for key, text in (("run.name", config.run.name), ("run.dir", config.run.dir)):
         if secrets.hide(text) != text:
             problems.append(
                 Problem("", key, "holds a secret, and would name a directory", "name the run by something public")
             )
-    return problems, warnings
+    return problems
 
 
 def _config_error(problems: Sequence[Problem], secrets: Secrets) -> ConfigError:

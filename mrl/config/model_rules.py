@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mrl.config.model_shape import ModelShape
 from mrl.config.nearest import near_divisors, nearest
 from mrl.config.schema import Config, TrainedModelConfig
+from mrl.config.sft import AnyConfig
 from mrl.errors import Problem
 
 _OWN_SPLITS = (
@@ -18,16 +19,17 @@ _OWN_SPLITS = (
 )
 
 
-def check_model_rules(config: Config, shape: ModelShape) -> Iterator[Problem]:
+def check_model_rules(config: AnyConfig, shape: ModelShape) -> Iterator[Problem]:
     """Every problem between the layouts and the model."""
     for role, model in config.trained_roles().items():
         yield from _layers(role, model, shape)
         yield from _heads(f"{role}.parallel.tp", model.parallel.tp, shape)
         yield from _experts(role, model, shape)
-    yield from _heads("rollout.tp", config.rollout.tp, shape)
+    if isinstance(config, Config):
+        yield from _heads("rollout.tp", config.rollout.tp, shape)
 
 
-def unchecked(config: Config, shape: ModelShape | None) -> Iterator[str]:
+def unchecked(config: AnyConfig, shape: ModelShape | None) -> Iterator[str]:
     """What the rules could not check, and why."""
     if shape is None:
         yield f'layers, heads and experts against the layouts: "{config.model.path}" is not a directory on this machine'

@@ -15,6 +15,7 @@ from typing import Any
 
 from mrl.config.keys import KeyPath
 from mrl.config.schema import Config
+from mrl.config.sft import AnyConfig
 from mrl.errors import Problem, did_you_mean
 
 
@@ -73,7 +74,7 @@ _ENGINE = Target(
 )
 
 
-def check_passthrough(config: Config) -> tuple[list[Problem], list[str]]:
+def check_passthrough(config: AnyConfig) -> tuple[list[Problem], list[str]]:
     """Problems with handed-on keys, and what could not be checked because the library is not installed."""
     problems: list[Problem] = []
     unchecked: list[str] = []
@@ -88,12 +89,13 @@ def check_passthrough(config: Config) -> tuple[list[Problem], list[str]]:
     return problems, unchecked
 
 
-def _sections(config: Config) -> Iterator[tuple[KeyPath, Target, dict[str, Any]]]:
+def _sections(config: AnyConfig) -> Iterator[tuple[KeyPath, Target, dict[str, Any]]]:
     for role, model in config.trained_roles().items():
         yield (role, "megatron"), _TRANSFORMER, model.megatron
         yield (role, "ddp"), _DDP, model.ddp
         yield (role, "optimizer"), _OPTIMIZER, model.optimizer
-    yield ("rollout", "vllm"), _ENGINE, config.rollout.vllm
+    if isinstance(config, Config):
+        yield ("rollout", "vllm"), _ENGINE, config.rollout.vllm
 
 
 def _check(path: KeyPath, values: dict[str, Any], target: Target, known: frozenset[str] | None) -> Iterator[Problem]:

@@ -30,12 +30,12 @@ class Leaf:
     """The real one, to compare with: two different secrets are shown alike."""
 
 
-def leaves(resolved: Resolved) -> Iterator[Leaf]:
+def leaves(resolved: Resolved[Any]) -> Iterator[Leaf]:
     """Every value of a configuration, in the order of the schema."""
     yield from _leaves(resolved, dataclasses.asdict(resolved.config), ())
 
 
-def render(resolved: Resolved) -> str:
+def render(resolved: Resolved[Any]) -> str:
     """YAML that loads as the same configuration, with the origin of each value beside it."""
     lines: list[tuple[str, str]] = []
     sections: KeyPath = ()
@@ -50,7 +50,7 @@ def render(resolved: Resolved) -> str:
     return "".join(f"{text:<{column}}  # {origin}\n" if origin else f"{text}\n" for text, origin in lines)
 
 
-def render_difference(before: Resolved, after: Resolved) -> str:
+def render_difference(before: Resolved[Any], after: Resolved[Any]) -> str:
     """The values that differ, one line each side; empty where none does."""
     old, new = ({leaf.path: leaf for leaf in leaves(resolved)} for resolved in (before, after))
     lines = [f"- {before.path}", f"+ {after.path}"]
@@ -90,7 +90,7 @@ def _schema_lines(section: type, path: KeyPath, listed: dict[type, KeyPath]) -> 
             yield f"{'  ' * len(inner_path)}  Its keys are those of {dotted(first)}."
 
 
-def _leaves(resolved: Resolved, value: Any, path: KeyPath) -> Iterator[Leaf]:
+def _leaves(resolved: Resolved[Any], value: Any, path: KeyPath) -> Iterator[Leaf]:
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _leaves(resolved, inner, (*path, name))

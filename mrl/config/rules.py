@@ -7,24 +7,27 @@ is missing: the other rule reports that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from mrl.config.arithmetic import longest_sample_tokens, role_devices, samples_per_step
 from mrl.config.nearest import near_divisors, near_multiples, nearest
 from mrl.config.schema import Config
+from mrl.config.sft import AnyConfig, SftConfig
 from mrl.errors import Problem, did_you_mean
 
-Rule = Callable[[Config], Iterator[Problem]]
+AnyTyped = TypeVar("AnyTyped", bound=Config | SftConfig)
+Rule = Callable[[AnyTyped], Iterator[Problem]]
 _ROLES = ("actor", "critic")
 
 
-def check_rules(config: Config) -> Iterator[Problem]:
+def check_rules(rules: Sequence[Rule[AnyTyped]], config: AnyTyped) -> Iterator[Problem]:
     """Every problem between the keys of a configuration; where they stand is left to the caller."""
-    for rule in RULES:
+    for rule in rules:
         yield from rule(config)
 
 
-def pools_fit_the_cluster(config: Config) -> Iterator[Problem]:
+def pools_fit_the_cluster(config: AnyConfig) -> Iterator[Problem]:
     """The pools together take no more devices than there are."""
     cluster, pools = config.cluster, config.placement.pools
     wanted, present = sum(pools.values()), cluster.nodes * cluster.devices_per_node
@@ -36,14 +39,14 @@ def pools_fit_the_cluster(config: Config) -> Iterator[Problem]:
         )
 
 
-def several_nodes_share_a_ray_cluster(config: Config) -> Iterator[Problem]:
+def several_nodes_share_a_ray_cluster(config: AnyConfig) -> Iterator[Problem]:
     """Ray that is started here spans this machine only."""
     if config.cluster.nodes > 1 and config.cluster.ray_address is None:
         what = f"{config.cluster.nodes} nodes, but without cluster.ray_address Ray is started on this machine only"
         yield Problem("", "cluster.nodes", what, "cluster.ray_address=auto, or cluster.nodes=1")
 
 
-def roles_have_pools(config: Config) -> Iterator[Problem]:
+def roles_have_pools(config: AnyConfig) -> Iterator[Problem]:
     """Each role that is trained has a pool, and each pool a role."""
     placement, trained = config.placement, config.trained_roles()
     for role, pool in placement.roles.items():
@@ -65,7 +68,7 @@ def roles_have_pools(config: Config) -> Iterator[Problem]:
             )
 
 
-def layouts_fit_their_pools(config: Config) -> Iterator[Problem]:
+def layouts_fit_their_pools(config: AnyConfig) -> Iterator[Problem]:
     """The devices of a role are a multiple of what its dense and its expert layout need."""
     for role, devices in _placed(config):
         at = config.trained_roles()[role].parallel
@@ -96,7 +99,7 @@ def tensor_parallel_stays_in_a_node(config: Config) -> Iterator[Problem]:
                 yield Problem("", key, what, nearest(key, near_divisors(tp, here)))
 
 
-def options_need_their_axis(config: Config) -> Iterator[Problem]:
+def options_need_their_axis(config: AnyConfig) -> Iterator[Problem]:
     """Sequence parallelism and interleaving do nothing without the axis that they refine."""
     for role, model in config.trained_roles().items():
         at = model.parallel
@@ -205,7 +208,7 @@ def settings_have_what_they_need(config: Config) -> Iterator[Problem]:
         yield Problem("", "validation.every", "data.validation names no source", "add one, or validation.every=0")
 
 
-def _placed(config: Config) -> Iterator[tuple[str, int]]:
+def _placed(config: AnyConfig) -> Iterator[tuple[str, int]]:
     """The roles that have a pool, with its devices."""
     for role in config.trained_roles():
         if config.placement.roles.get(role) in config.placement.pools:
@@ -227,13 +230,16 @@ def _common_data_parallel_size(config: Config) -> int:
     return math.lcm(*(dp for _, dp in _data_parallel_sizes(config)))
 
 
-RULES: tuple[Rule, ...] = (
+LAYOUT_RULES: tuple[Rule[AnyConfig], ...] = (
     pools_fit_the_cluster,
     several_nodes_share_a_ray_cluster,
     roles_have_pools,
     layouts_fit_their_pools,
-    tensor_parallel_stays_in_a_node,
     options_need_their_axis,
+)
+RULES: tuple[Rule[Config], ...] = (
+    *LAYOUT_RULES,
+    tensor_parallel_stays_in_a_node,
     engines_fit_the_actors_pool,
     steps_split_over_ranks,
     updates_split_the_step,

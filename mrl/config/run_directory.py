@@ -7,18 +7,20 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from mrl.config.load import Resolved
 from mrl.config.render import render
+from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError, Problem
 
 CHECKPOINTS = "checkpoints"
 
 
 @contextmanager
-def open_run_directory(resolved: Resolved) -> Iterator[Path]:
+def open_run_directory(resolved: Resolved[Any], *, may_go_on: bool) -> Iterator[Path]:
     """`run.dir/run.name` for the length of a run: a new one, or one whose checkpoints the run goes on from."""
-    run = resolved.config.run
+    run: RunConfig = resolved.config.run
     directory = Path(run.dir, run.name)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -27,7 +29,7 @@ def open_run_directory(resolved: Resolved) -> Iterator[Path]:
         raise _cannot_be_made(directory, error) from error
     try:
         _hold(lock, directory)
-        _prepare(resolved, directory)
+        _prepare(resolved, directory, may_go_on)
         yield directory
     finally:
         os.close(lock)
@@ -41,8 +43,8 @@ def _hold(lock: int, directory: Path) -> None:
         raise ConfigError([Problem(str(directory), "run.name", what, fix)]) from error
 
 
-def _prepare(resolved: Resolved, directory: Path) -> None:
-    goes_on = resolved.config.training.resume == "auto" and any(directory.glob(f"{CHECKPOINTS}/step-*"))
+def _prepare(resolved: Resolved[Any], directory: Path, may_go_on: bool) -> None:
+    goes_on = may_go_on and any(directory.glob(f"{CHECKPOINTS}/step-*"))
     others = [path for path in directory.iterdir() if path.name != ".lock"]
     if others and not goes_on:
         fix = "choose another run.name or run.dir, or move that directory away"

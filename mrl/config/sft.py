@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mrl.config.bounds import Count, Text
+from mrl.config.bounds import Count, NotNegative, Share, Text
 from mrl.config.schema import (
     ClusterConfig,
+    Config,
     DataConfig,
     DeadlinesConfig,
     ModelConfig,
@@ -14,7 +15,6 @@ from mrl.config.schema import (
     RunConfig,
     TrainedModelConfig,
 )
-from mrl.config.training import TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,18 @@ class SftBatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SftTrainingConfig:
+    """How long to train."""
+
+    steps: Count
+    """Updates at most."""
+    until_loss: Share | None = None
+    """Stop before, when the loss, averaged over the last ten updates, is this low; null goes through all steps."""
+    seed: NotNegative = 0
+    """Of Megatron's random states; the order of rows has data.seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SftConfig:
     """A whole configuration of `mrl sft`."""
 
@@ -44,4 +56,11 @@ class SftConfig:
     batch: SftBatchConfig
     actor: TrainedModelConfig
     """The model."""
-    training: TrainingConfig
+    training: SftTrainingConfig
+
+    def trained_roles(self) -> dict[str, TrainedModelConfig]:
+        """The roles that Megatron trains, by name."""
+        return {"actor": self.actor}
+
+
+AnyConfig = Config | SftConfig

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import ray
@@ -17,6 +18,12 @@ from mrl.config.schema import ClusterConfig
 from mrl.errors import PlacementError
 
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
+
+
+@cache
+def _token() -> str:
+    """One token for every Ray that this process starts: Ray reads it once and never looks again."""
+    return secrets.token_hex(32)
 
 
 @contextmanager
@@ -68,7 +75,7 @@ def _started_here(config: ClusterConfig) -> Iterator[None]:
     directory = Path(tempfile.mkdtemp(prefix="mrl-"))  # mkdtemp makes it 0700; sockets need a short path
     token = directory / "token"
     token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
+    token.write_text(_token())
     before = {name: os.environ.pop(name, None) for name in _TOKEN_VARIABLES}
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
     # A CPU device is a slot, not a core: a laptop may run more ranks than it has cores.

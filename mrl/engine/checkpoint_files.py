@@ -54,7 +54,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
         put(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            put(tensor.detach().contiguous().flatten().cpu().view(torch.uint8).numpy())
+            # A copy always: memory that numpy has seen can never leave the device again.
+            put(tensor.detach().flatten().to("cpu", copy=True).view(torch.uint8).numpy())
         os.fsync(file.fileno())
     return sha256.hexdigest()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable
@@ -12,6 +14,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from mrl.errors import EngineError
+
+
+_PR_SET_PDEATHSIG = 1
+"""Linux's request for a signal when the parent ends, however it ends."""
 
 
 def run_on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> list[Any]:
@@ -62,6 +68,7 @@ def _rank_main(
     end: Connection, place: tuple[int, int, int, socket.socket | None], function: Callable[..., Any], arguments: Any
 ) -> None:
     rank, num_ranks, port, listener = place
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # or a rank that waits in gloo would wait for ever
     # Compiled helpers are slow to build and gain nothing on tiny models.
     os.environ.update(TORCHDYNAMO_DISABLE="1", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     import torch

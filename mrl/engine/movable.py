@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mrl.errors import EngineError
+
 _ALIGNMENT_BYTES = 64
 
 
@@ -79,6 +81,8 @@ class Movable:
 
     def release(self) -> None:
         """Give the device memory back to torch's allocator."""
+        if not all(storage.resizable() for storage in self._storages):
+            raise EngineError("memory that numpy has seen cannot leave the device", fix="give numpy a copy of a tensor")
         for storage in self._storages:
             storage.resize_(0)
         self.on_device = False

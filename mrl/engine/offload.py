@@ -68,7 +68,8 @@ class DeviceMemory:
             part = self._parts.get(name)
             if part is None or not part.on_device:
                 continue
-            self._look_at_optimizer()
+            if name == "optimizer":
+                self._look_at_optimizer()
             if name != "gradients":
                 part.keep()
             part.release()

@@ -188,8 +188,8 @@ class Optimizer:
                 if not bool(parameter.main_grad.isfinite().all())
             ]
             raise EngineError(
-                f"the gradient norm was {grad_norm} in the {self.num_skipped_in_a_row}th update in a row; on this rank "
-                f"{len(here)} gradients are not finite: {', '.join(here[:8]) or 'none'}",
+                f"{self.num_skipped_in_a_row} updates in a row had no finite gradient norm, the last {grad_norm}; "
+                f"on this rank {len(here)} gradients are not finite: {', '.join(here[:8]) or 'none'}",
                 fix="look at the loss and its inputs; a smaller learning rate or a tighter clip_grad may help",
             )
 

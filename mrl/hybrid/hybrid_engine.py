@@ -6,6 +6,7 @@ training -> the trainer gives up gradients and optimizer -> the engines wake the
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,9 +32,12 @@ class HybridEngine:
     """One of the two works at a time. Weights go over when they have changed, each time under a new version."""
 
     def __init__(self, config: Config, actor: RayWorkerGroup, context: RunContext) -> None:
-        self._config, self._sync, self._actor, self._context = config, config.sync, actor, context
+        self._actor, self._context = actor, context
+        self._config = config
+        self._sync = config.sync
         self._sockets = context.run_directory / SOCKETS
-        self._sockets.mkdir(mode=0o700, exist_ok=True)
+        shutil.rmtree(self._sockets, ignore_errors=True)  # of a run that crashed
+        self._sockets.mkdir(mode=0o700)
         self._gpus = actor.visible_gpus() if config.cluster.device == "gpu" else []
         self._version = 1
         self._held = 0
@@ -94,8 +98,9 @@ class HybridEngine:
         return self._fleet.stream(requests, sampling, self._version)
 
     def close(self) -> None:
-        """End the engines."""
+        """End the engines; no socket stays behind."""
         self._fleet.close()
+        shutil.rmtree(self._sockets, ignore_errors=True)
 
     def _start_replica(self, index: int) -> RayWorkerGroup:
         tp, seats = self._config.rollout.tp, self._context.resources.seats("actor")

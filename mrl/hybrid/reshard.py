@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mrl.errors import EngineError, RolloutError
@@ -69,12 +70,12 @@ class ReshardReport:
 
 
 class Resharder:
-    """Plans once, then sends each version; `send` is called on all ranks at once."""
+    """Plans once, then sends each version; it is made on all ranks at once, and `send` is called so."""
 
     def __init__(
         self, planner: Planner, rank: int, held: Held, channels: Mapping[int, Path], settings: ReshardSettings
     ) -> None:
-        self._held, self._settings = held, settings
+        self.planner, self._held, self._settings = planner, held, settings
         dtypes = {tensor.dtype for tensor in held.values()}
         if len(dtypes) != 1:
             raise EngineError(f"parameters of one model have the dtypes {', '.join(sorted(map(str, dtypes)))}")
@@ -84,10 +85,14 @@ class Resharder:
         self._slot_bytes = max(int(settings.bucket_bytes * _SLOT_SHARE), largest)
         sizes = BucketSizes(self._slot_bytes, settings.dtype.itemsize, ALIGNMENT_BYTES)
         self.plan = planner.plan(rank, sizes)
-        self.least_bytes = planner.least_received(rank) * self._wire.itemsize
+        least = planner.least_received(rank)
+        assert self.plan.num_received() == least, f"the plan moves {self.plan.num_received()} elements for {least}"
+        self._least_bytes = least * self._wire.itemsize
         self._limit = int(self._slot_bytes * _MESSAGE_SHARE / _SLOT_SHARE) // self._wire.itemsize
         self._steps = [steps(self.plan, bucket, self._limit) for bucket in self.plan.buckets]
         self._channel = None if self.plan.worker is None else channels[self.plan.worker]
+        # NCCL connects a group in its first call, for which it needs every rank; a step concerns a few.
+        dist.barrier()
 
     @torch.no_grad()
     def send(self, version: int, workers: Collection[int] | None = None) -> ReshardReport:
@@ -115,7 +120,7 @@ class Resharder:
             worker=plan.worker if delivery else None,
             bytes_sent=exchange.bytes_sent,
             bytes_received=exchange.bytes_received,
-            least_bytes=self.least_bytes if delivery else 0,
+            least_bytes=self._least_bytes if delivery else 0,
             num_transfers=exchange.num_transfers,
             num_buckets=len(plan.buckets),
             extra_bytes=exchange.extra_bytes + (NUM_SLOTS * self._slot_bytes if delivery else 0),

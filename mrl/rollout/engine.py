@@ -49,6 +49,8 @@ class RolloutEngine(ABC):
         self.weight_version: int | None = None
         """None while what it holds came from a file, or from an update that failed."""
         self.unfinished: set[str] = set()
+        self.full_tensors_because = ""
+        """Why fused and sharded tensors cannot be written into this engine; empty where they can."""
         self._resident: set[Part] = {"weights", "kv_cache"}
 
     def start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
@@ -110,10 +112,6 @@ class RolloutEngine(ABC):
     def _need(self, *parts: Part) -> None:
         if asleep := sorted({*parts} - self._resident):
             raise RolloutError(f"{self.settings.replica} sleeps: its {' and '.join(asleep)} must be woken first")
-
-    def full_tensors_because(self) -> str:
-        """Why fused and sharded tensors cannot be written into this engine; empty where they can."""
-        return ""
 
     @abstractmethod
     def close(self) -> None:

@@ -90,8 +90,9 @@ class RolloutFleet:
 
     def close(self) -> None:
         """End every replica."""
-        self._settle()
-        for replica in self._replicas.values():
+        wait(self._starting.values())
+        started = [future.result() for future in self._starting.values() if future.exception() is None]
+        for replica in (*self._replicas.values(), *started):
             replica.shutdown()
         self._threads.shutdown()
 
@@ -118,6 +119,7 @@ class RolloutFleet:
 
     def _bring_up_to_date(self, indices: Sequence[int], version: int) -> None:
         """Have these replicas receive while the trainer sends; those that die are let go, and the rest tries again."""
+        self._versions |= dict.fromkeys(indices)
         calls = {index: self._replicas[index].receive_weights.future(version) for index in indices}
         failures: list[MrlError] = []
         try:

@@ -22,7 +22,7 @@ class RolloutReplica(Worker):
     @register(Dispatch.RANK_ZERO)
     def full_tensors_because(self) -> str:
         """Why this replica takes whole Hugging Face tensors; empty where it takes fused and sharded ones."""
-        return self._thread.do(lambda engine: engine.full_tensors_because())
+        return self._thread.do(lambda engine: engine.full_tensors_because)
 
     @register(Dispatch.RANK_ZERO)
     def exchange(

@@ -38,14 +38,11 @@ class TransformersEngine(RolloutEngine):
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
+        self.full_tensors_because = "a transformers model fuses nothing"
         dtype = getattr(torch, settings.dtype)
         self.model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device)
         self._handover = HandoverReceiver(socket_path(settings.sockets, settings.replica, 0))
         self._rows: dict[str, Row] = {}
-
-    def full_tensors_because(self) -> str:
-        """Why fused and sharded tensors cannot be written into this engine."""
-        return "a transformers model fuses nothing"
 
     def close(self) -> None:
         """Stop listening for weights."""

@@ -42,13 +42,9 @@ class VllmEngine(RolloutEngine):
         self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(settings)))
         where = {"sockets": str(settings.sockets), "replica": settings.replica}
         self._on_workers("init_weight_transfer_engine", init_info=where)
-        self._full_because = next(filter(None, self._on_workers("full_tensors_because")), "")
-        self._first = ""
-        """The first request since the weights changed, until it is finished: nothing can be cached for it."""
-
-    def full_tensors_because(self) -> str:
-        """Why fused and sharded tensors cannot be written into this engine; empty where they can."""
-        return self._full_because
+        self.full_tensors_because = next(filter(None, self._on_workers("full_tensors_because")), "")
+        self._first: str | None = ""
+        """The first request since the weights changed, for which nothing can be cached; None once it has ended."""
 
     def close(self) -> None:
         """End every process of the engine."""
@@ -59,7 +55,8 @@ class VllmEngine(RolloutEngine):
             params = _sampling_params(request, sampling)
             prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
             self._engine.add_request(request.key, prompt, params)
-            self._first = self._first or request.key
+            if self._first == "":
+                self._first = request.key
 
     def _step(self) -> list[Generated]:
         outputs = self._engine.step() if self.unfinished else []
@@ -76,6 +73,8 @@ class VllmEngine(RolloutEngine):
                 "cache: it holds what the weights before computed",
                 where=key,
             )
+        if key == self._first:
+            self._first = None
         assert self.weight_version is not None, "nothing is generated before weights have arrived"
         return Generated(
             key,
@@ -87,10 +86,11 @@ class VllmEngine(RolloutEngine):
 
     def _abort(self, keys: Iterable[str]) -> None:
         self._engine.abort_request(list(keys))
+        self._first = None
 
     def _receive_weights(self, version: int) -> None:
         self._on_workers("start_weight_update")
-        self._on_workers("update_weights", update_info={"version": version, "full": bool(self._full_because)})
+        self._on_workers("update_weights", update_info={"version": version, "full": bool(self.full_tensors_because)})
         self._on_workers("finish_weight_update")
         if not self._engine.reset_prefix_cache():
             raise RolloutError(f"vLLM did not drop its prefix cache after weights {version} had arrived")

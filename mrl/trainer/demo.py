@@ -19,8 +19,7 @@ from mrl.config.schema import (
     SourceConfig,
     TrainedModelConfig,
 )
-from mrl.config.sft import SftBatchConfig, SftConfig
-from mrl.config.training import TrainingConfig
+from mrl.config.sft import SftBatchConfig, SftConfig, SftTrainingConfig
 from mrl.events import EventLog
 from mrl.observe.console import Console
 from mrl.trainer.demo_model import make_model
@@ -30,7 +29,7 @@ from mrl.trainer.sft import train_sft
 
 Result = TypeVar("Result")
 
-SFT_STEPS = 160
+SFT_STEPS, SFT_LOSS = 600, 0.38
 WARM_START_AT_MOST, GOAL = 0.40, 0.80
 SOLVED = "val/solved/mean@4"
 
@@ -116,9 +115,9 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
     """Make the model, warm it up by SFT, train it by rewards, and measure it before and after."""
     seconds: dict[str, float] = {}
     settings.directory.mkdir(parents=True, mode=0o700)
-    console.say("making a model of 0.7 million parameters that knows nothing")
+    console.say("making a model of 400,000 parameters that knows nothing")
     initial = _timed(seconds, "model", lambda: make_model(settings.directory / "initial", settings.seed))
-    console.say(f"SFT: {SFT_STEPS} updates on sums and their answers")
+    console.say("SFT on sums and their answers, until about a third of them is right")
     model = _timed(seconds, "sft", lambda: _warm_start(settings, initial, console))
     config = settings.directory / "demo.yaml"
     config.write_text(_yaml(settings, model, config), encoding="utf-8")
@@ -156,10 +155,10 @@ def _warm_start(settings: DemoSettings, initial: Path, console: Console) -> Path
         actor=TrainedModelConfig(
             dtype="float32",
             max_tokens_per_device=4096,
-            optimizer={"lr": 2e-3, "weight_decay": 0.0},
+            optimizer={"lr": 3e-3, "weight_decay": 0.0},
             schedule=ScheduleConfig(warmup_steps=20),
         ),
-        training=TrainingConfig(steps=SFT_STEPS, seed=settings.seed),
+        training=SftTrainingConfig(steps=SFT_STEPS, until_loss=SFT_LOSS, seed=settings.seed),
     )
 
     def on_step(step: int, figures: dict[str, float]) -> None:

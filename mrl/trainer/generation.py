@@ -97,8 +97,8 @@ class Generator:
         scores = [outcome.value if isinstance(outcome, Score) else float("nan") for outcome in outcomes]
         return DataProto.from_dict(
             tensors={
-                "responses": from_rows([torch.from_numpy(response.token_ids) for response in responses]),
-                "rollout_log_probs": from_rows([torch.from_numpy(response.log_probs) for response in responses]),
+                "responses": from_rows([torch.tensor(response.token_ids) for response in responses]),
+                "rollout_log_probs": from_rows([torch.tensor(response.log_probs) for response in responses]),
                 "truncated": torch.tensor([response.finish == "length" for response in responses]),
                 "scores": torch.tensor(scores, dtype=torch.float64),
             },

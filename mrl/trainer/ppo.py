@@ -60,6 +60,7 @@ class RayPPOTrainer:
     def fit(self) -> dict[str, float]:
         """All steps that are left; the figures of the last validation."""
         run, validation = self.run, self.config.validation
+        self.clock.lap()  # what came before belongs to no step
         validated = self.validate() if validation.every and validation.first and not self.num_steps_done else {}
         while self.num_steps_done < self.config.training.steps:
             report = self.step()

@@ -37,8 +37,9 @@ class Run:
 
     config: Config
 
-    def __init__(self, resolved: Resolved, directory: Path, console: Console) -> None:
-        self.config, self.directory, self.console = resolved.config, directory, console
+    def __init__(self, resolved: Resolved[Config], directory: Path, console: Console) -> None:
+        self.directory, self.console = directory, console
+        self.config = resolved.config
         self.events = EventLog(directory / "events.jsonl")
         self.clock = Clock(self.events, console.phase)
         self.snapshots = Snapshots(directory / "checkpoints", self.config.training.keep, self.events)
@@ -121,9 +122,9 @@ class Run:
 
 
 @contextmanager
-def open_run(resolved: Resolved, console: Console) -> Iterator[Run]:
+def open_run(resolved: Resolved[Config], console: Console) -> Iterator[Run]:
     """The run of a configuration: a new one, or one that goes on."""
-    with open_run_directory(resolved) as directory:
+    with open_run_directory(resolved, may_go_on=resolved.config.training.resume == "auto") as directory:
         run = Run(resolved, directory, console)
         try:
             with run.stops_on_signals():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from mrl.config.arithmetic import make_mesh
+from mrl.config.arithmetic import role_mesh
 from mrl.config.schema import BatchConfig
 from mrl.config.sft import SftConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
@@ -22,12 +24,13 @@ from mrl.trainer.model_role import ModelRole
 from mrl.workers.messages import ModelSetup
 
 MODEL = "model"
+_AVERAGED = 10
 
 
 def train_sft(
     config: SftConfig, directory: Path, events: EventLog, on_step: Callable[[int, dict[str, float]], None]
 ) -> Path:
-    """Train for `training.steps` updates; the directory of the trained model in Hugging Face format."""
+    """Train; the directory of the trained model in Hugging Face format."""
     tokenizer = load_tokenizer(config.model.path)
     batch = BatchConfig(
         prompts_per_step=config.batch.rows_per_update,
@@ -40,16 +43,20 @@ def train_sft(
         resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
         resources.create(directory, events)
         stack.callback(resources.release)
-        pool = config.placement.pools[config.placement.roles["actor"]]
         setup = ModelSetup(config.model.path, "lm", config.actor, config.training.seed, config.deadlines.call_s)
         worker = RayClassWithInitArgs("mrl.workers.sft:SftWorker", setup)
         context = RunContext(directory, events, config.deadlines, resources)
-        group = RayWorkerGroup("actor", worker, make_mesh(config.actor.parallel, pool), context)
+        group = RayWorkerGroup("actor", worker, role_mesh(config, "actor"), context)
         stack.callback(group.shutdown)
         role = ModelRole(group, config.actor)
+        losses: deque[float] = deque(maxlen=_AVERAGED)
         for step in range(1, config.training.steps + 1):
             with_answers = with_responses(rows.next_batch(), tokenizer, config.batch.max_response_tokens)
-            on_step(step, role.update("update_sft", with_answers))
+            figures = role.update("update_sft", with_answers)
+            on_step(step, figures)
+            losses.append(figures["loss"])
+            if len(losses) == _AVERAGED and sum(losses) / _AVERAGED <= (config.training.until_loss or -math.inf):
+                break
         model = directory / MODEL
         group.export(str(model))
     return model

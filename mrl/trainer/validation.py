@@ -39,24 +39,24 @@ class Validator:
         metrics: dict[str, float] = {}
         together: dict[str, Answers] = {}
         for source, by_prompt in answers.items():
-            metrics |= _figures(f"val/{source}", by_prompt, num_samples, self._config.validation.solved_at)
+            metrics |= figures(f"val/{source}", by_prompt, num_samples, self._config.validation.solved_at)
             together |= {f"{source} {uid}": found for uid, found in by_prompt.items()}
-        return metrics | _figures("val", together, num_samples, self._config.validation.solved_at)
+        return metrics | figures("val", together, num_samples, self._config.validation.solved_at)
 
 
-def _figures(prefix: str, by_prompt: Mapping[str, Answers], k: int, solved_at: float) -> dict[str, float]:
+def figures(prefix: str, by_prompt: Mapping[str, Answers], k: int, solved_at: float) -> dict[str, float]:
     """mean@k: mean score; pass@k: any sample right; maj@k: the commonest answer right (the first of equals)."""
     scores = [[score for _, score in answers] for answers in by_prompt.values()]
-    figures = {
+    found = {
         f"{prefix}/prompts": float(len(scores)),
         f"{prefix}/score/mean@{k}": float(np.mean([np.mean(of_prompt) for of_prompt in scores])),
         f"{prefix}/solved/mean@{k}": float(np.mean([np.mean(np.array(each) >= solved_at) for each in scores])),
     }
     if k > 1:
         majorities = [_majority(answers) for answers in by_prompt.values()]
-        figures[f"{prefix}/solved/pass@{k}"] = float(np.mean([max(of_prompt) >= solved_at for of_prompt in scores]))
-        figures[f"{prefix}/solved/maj@{k}"] = float(np.mean(np.array(majorities) >= solved_at))
-    return figures
+        found[f"{prefix}/solved/pass@{k}"] = float(np.mean([max(of_prompt) >= solved_at for of_prompt in scores]))
+        found[f"{prefix}/solved/maj@{k}"] = float(np.mean(np.array(majorities) >= solved_at))
+    return found
 
 
 def _majority(answers: Sequence[tuple[str, float]]) -> float:

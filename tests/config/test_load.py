@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.load import Resolved, load_config
+from mrl.config.load import Resolved, load_config, load_sft_config
 from mrl.config.schema import Config, DeadlinesConfig, ParallelConfig
+from mrl.config.sft import SftConfig
 from mrl.errors import ConfigError
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -198,8 +199,10 @@ def test_an_advantage_of_ones_own_may_have_a_critic_or_none(valid: str, write: W
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
 def test_presets_pass_and_stay_short(preset: Path) -> None:
-    resolved = load_config(str(preset))
-    assert isinstance(resolved.config, Config)
+    if preset.stem.endswith("-sft"):
+        assert isinstance(load_sft_config(str(preset)).config, SftConfig)
+    else:
+        assert isinstance(load_config(str(preset)).config, Config)
     keys = [line for line in preset.read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")]
     assert len(keys) <= 40
     assert preset.read_text().startswith("# ")
@@ -216,3 +219,19 @@ def test_an_unknown_key_of_an_override_is_the_command_lines_mistake(valid: str, 
         ("command line", "actor.paralel"),
         ("command line", "actor.parallel.tpp"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.tp=2", "rollout: unknown key"),
+        ("actor.parallel.tp=4", 'actor.parallel: tp x cp x pp = 4 does not divide the 2 devices of pool "laptop"'),
+        ("actor.optimizer={learning_rate: 1}", "actor.optimizer.learning_rate: OptimizerConfig"),
+        ("data.train=null", "data.train"),
+    ],
+)
+def test_mistakes_in_an_sft_configuration(override: str, message: str) -> None:
+    preset = Path(__file__).parents[2] / "configs" / "laptop-sft.yaml"
+    with pytest.raises(ConfigError) as caught:
+        load_sft_config(str(preset), [override])
+    assert message in str(caught.value)

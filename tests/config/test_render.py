@@ -129,6 +129,7 @@ critic: null                                     # command line
 rollout:
   tp: 1                                          # default
   replicas: null                                 # default
+  engine: vllm                                   # default
   max_prompt_tokens: 256                         # run.yaml:30
   max_response_tokens: 256                       # run.yaml:31
   temperature: 1.0                               # default

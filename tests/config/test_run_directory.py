@@ -12,6 +12,7 @@ import pytest
 from mrl.config.load import Resolved, load_config
 from mrl.config.render import render
 from mrl.config.run_directory import open_run_directory
+from mrl.config.schema import Config
 from mrl.errors import ConfigError
 
 Write = Callable[..., str]
@@ -27,7 +28,7 @@ def test_modes_do_not_depend_on_the_umask(umask: int, valid: str, write: Write) 
     Path("runs").mkdir()
     before = os.umask(umask)
     try:
-        with open_run_directory(resolved) as directory:
+        with open_run_directory(resolved, may_go_on=True) as directory:
             pass
     finally:
         os.umask(before)
@@ -39,15 +40,15 @@ def test_modes_do_not_depend_on_the_umask(umask: int, valid: str, write: Write) 
 
 def test_the_configuration_in_it_loads_as_the_same(valid: str, write: Write) -> None:
     resolved = load_config(write(valid), ["batch.epochs_per_step=2"])
-    with open_run_directory(resolved) as directory:
+    with open_run_directory(resolved, may_go_on=True) as directory:
         pass
     assert (directory / "config.yaml").read_text() == render(resolved)
     assert load_config(str(directory / "config.yaml")).config == resolved.config
     assert sorted(path.name for path in directory.iterdir()) == [".lock", "config.yaml", "logs"]
 
 
-def refusal(resolved: Resolved) -> str:
-    with pytest.raises(ConfigError) as caught, open_run_directory(resolved):
+def refusal(resolved: Resolved[Config], may_go_on: bool = True) -> str:
+    with pytest.raises(ConfigError) as caught, open_run_directory(resolved, may_go_on=may_go_on):
         pass
     (problem,) = caught.value.problems
     assert caught.value.exit_code == 2
@@ -56,7 +57,7 @@ def refusal(resolved: Resolved) -> str:
 
 def test_a_run_is_never_written_over(valid: str, write: Write) -> None:
     resolved = load_config(write(valid))
-    with open_run_directory(resolved) as directory:
+    with open_run_directory(resolved, may_go_on=True) as directory:
         before = (directory / "config.yaml").stat()
     assert refusal(resolved) == (
         "runs/demo: run.name: this directory holds something already, and no checkpoint to go on from "
@@ -67,17 +68,17 @@ def test_a_run_is_never_written_over(valid: str, write: Write) -> None:
 
 def test_a_run_with_a_checkpoint_goes_on_unless_told_not_to(valid: str, write: Write) -> None:
     resolved = load_config(write(valid))
-    with open_run_directory(resolved) as directory:
+    with open_run_directory(resolved, may_go_on=True) as directory:
         (directory / "checkpoints" / "step-000003").mkdir(parents=True)
-    with open_run_directory(load_config("run.yaml", ["training.steps=20"])):
+    with open_run_directory(load_config("run.yaml", ["training.steps=20"]), may_go_on=True):
         assert load_config(str(directory / "config.yaml")).config.training.steps == 20
-    assert "holds something already" in refusal(load_config("run.yaml", ["training.resume=never"]))
+    assert "holds something already" in refusal(resolved, may_go_on=False)
 
 
 def test_an_empty_directory_may_be_there(valid: str, write: Write) -> None:
     path = write(valid)
     Path("runs/demo").mkdir(parents=True, mode=0o755)
-    with open_run_directory(load_config(path)) as directory:
+    with open_run_directory(load_config(path), may_go_on=True) as directory:
         assert mode(directory) == 0o700
 
 
@@ -89,7 +90,7 @@ def test_a_file_in_the_way(valid: str, write: Write) -> None:
 
 def test_two_runs_at_once(valid: str, write: Write) -> None:
     resolved = load_config(write(valid))
-    with open_run_directory(resolved):
+    with open_run_directory(resolved, may_go_on=True):
         assert refusal(resolved) == (
             "runs/demo: run.name: another process is running this run "
             "(wait for it, or choose another run.name or run.dir)"

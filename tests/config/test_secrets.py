@@ -11,14 +11,15 @@ import pytest
 from mrl.config.load import Resolved, load_config
 from mrl.config.render import render, render_difference
 from mrl.config.run_directory import open_run_directory
+from mrl.config.schema import Config
 from mrl.errors import ConfigError
 
 CANARY = "canary-5up3r-hidden"
 Write = Callable[..., str]
 
 
-def everything_written(resolved: Resolved, other: Resolved) -> str:
-    with open_run_directory(resolved) as directory:
+def everything_written(resolved: Resolved[Config], other: Resolved[Config]) -> str:
+    with open_run_directory(resolved, may_go_on=True) as directory:
         pass
     files = [path for path in directory.rglob("*") if path.is_file()]
     written = "".join(path.read_text() for path in files) + "".join(str(path) for path in directory.rglob("*"))

@@ -19,23 +19,23 @@ from mrl.engine.parallel import model_parallel
 from mrl.errors import EngineError
 from mrl.models.table import Head
 from tests.engine.tiny_training import build, step, whole_losses
-from tests.models.tiny_models import make_tiny
 
 LIMIT_S = 300.0
 EXTRA = {"step": 2, "best": 0.25, "sampler": {"epoch": 1, "order": [3, 1, 2]}}
 NUM_BEFORE, NUM_AFTER = 2, 3
 
 
+Steps = list[tuple[float, float]]
+Dtype = Literal["float32", "bfloat16"]
+
+
 @dataclass(frozen=True)
 class Model:
     path: str
     head: Head
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Dtype
     saved_by: Layout
     directory: str
-
-
-Steps = list[tuple[float, float]]
 
 
 def train_and_save(model: Model) -> Steps:
@@ -63,6 +63,12 @@ def save_and_resume(cases: list[tuple[Model, list[Layout]]]) -> list[Any]:
     return [(train_and_save(model), [resume(model, layout) for layout in layouts]) for model, layouts in cases]
 
 
+def everything(
+    cases: list[tuple[Model, list[Layout]]], path: str, other: str, directory: str
+) -> tuple[list[Any], dict[str, str]]:
+    return save_and_resume(cases), attempts(path, other, directory)
+
+
 def resume_all(cases: list[tuple[Model, Layout]]) -> list[tuple[Steps, list[str]]]:
     return [resume(model, layout) for model, layout in cases]
 
@@ -74,40 +80,50 @@ def assert_goes_on(expected: list[Steps], found: list[Steps], tolerance: float) 
     np.testing.assert_allclose(norms[1], norms[0], rtol=tolerance)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What each rank found: of each model, of the attempts that must fail."""
+
+    runs: list[tuple[Model, list[Layout], list[Any]]]
+    refusals: list[dict[str, str]]
+    directory: Path
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Model, list[Layout], list[Any]]]:
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """Each model saved by one layout of four ranks, and resumed by that and others."""
+    from tests.models.tiny_models import make_tiny  # transformers is not for the ranks, which import this module
+
     directory = tmp_path_factory.mktemp("checkpoints")
-    llama, tied = (str(make_tiny(family, directory / family)) for family in ("llama", "qwen2"))
-    moe, critic = (
-        str(make_tiny("qwen3_moe", directory / "moe")),
-        str(make_tiny("qwen3", directory / "critic", 0, "score")),
-    )
+
+    def tiny(family: str, head: Head = "lm") -> str:
+        return str(make_tiny(family, directory / f"{family}-{head}", 0, head))
+
+    def model(family: str, layout: Layout, dtype: Dtype = "float32", head: Head = "lm") -> Model:
+        return Model(tiny(family, head), head, dtype, layout, f"{directory}/{family}-2")
+
     cases = [
-        (Model(llama, "lm", "float32", Layout(tp=2, pp=2), f"{directory}/llama-2"), [Layout(tp=4), Layout(pp=4)]),
-        (Model(tied, "lm", "bfloat16", Layout(pp=2), f"{directory}/tied-2"), [Layout(tp=2, pp=2), Layout()]),
-        (
-            Model(moe, "lm", "float32", Layout(tp=2, ep=2, sequence_parallel=True), f"{directory}/moe-2"),
-            [Layout(ep=4), Layout(pp=2, vpp=2)],
-        ),
-        (Model(critic, "score", "float32", Layout(tp=2, cp=2), f"{directory}/critic-2"), [Layout(pp=2)]),
+        (model("llama", Layout(tp=2, pp=2)), [Layout(tp=4), Layout(pp=4)]),
+        (model("qwen2", Layout(pp=2), "bfloat16"), [Layout(tp=2, pp=2)]),  # tied embeddings
+        (model("qwen3_moe", Layout(tp=2, ep=2, sequence_parallel=True)), [Layout(pp=2, vpp=2)]),
+        (model("qwen3", Layout(tp=2, cp=2), head="score"), [Layout(pp=2, tp=2)]),
     ]
     with_own = [(model, [model.saved_by, *others]) for model, others in cases]
-    ranks = run_on_ranks(4, save_and_resume, with_own, timeout_s=LIMIT_S)
-    return [(model, layouts, [rank[number] for rank in ranks]) for number, (model, layouts) in enumerate(with_own)]
+    (directory / "refused").mkdir()
+    arguments = (with_own, tiny("qwen3"), tiny("mistral"), str(directory / "refused"))
+    ranks = run_on_ranks(4, everything, *arguments, timeout_s=LIMIT_S)
+    runs = [(model, layouts, [rank[0][number] for rank in ranks]) for number, (model, layouts) in enumerate(with_own)]
+    return Outcome(runs, [rank[1] for rank in ranks], directory / "refused")
 
 
-Runs = list[tuple[Model, list[Layout], list[Any]]]
-
-
-def test_the_same_layout_goes_on_to_the_bit(runs: Runs) -> None:
-    for _, _, ranks in runs:
+def test_the_same_layout_goes_on_to_the_bit(outcome: Outcome) -> None:
+    for _, _, ranks in outcome.runs:
         for expected, resumed in ranks:
             assert resumed[0] == (expected, [])  # losses, norms and the next random number
 
 
-def test_other_layouts_go_on_as_well(runs: Runs) -> None:
-    for model, layouts, ranks in runs:
+def test_other_layouts_go_on_as_well(outcome: Outcome) -> None:
+    for model, layouts, ranks in outcome.runs:
         tolerance = 1e-5 if model.dtype == "float32" else 2e-2
         for number in range(1, len(layouts)):
             found = [resumed[number][0] for _, resumed in ranks]
@@ -116,16 +132,16 @@ def test_other_layouts_go_on_as_well(runs: Runs) -> None:
             assert said == ["the checkpoint is of another layout: random states are those of a fresh start"] * 4
 
 
-def test_one_rank_goes_on_with_what_four_have_saved(runs: Runs) -> None:
-    cases = [(model, Layout()) for model, _, _ in runs]
+def test_one_rank_goes_on_with_what_four_have_saved(outcome: Outcome) -> None:
+    cases = [(model, Layout()) for model, _, _ in outcome.runs]
     (alone,) = run_on_ranks(1, resume_all, cases, timeout_s=LIMIT_S)
-    for (model, _, ranks), (found, _) in zip(runs, alone, strict=True):
+    for (model, _, ranks), (found, _) in zip(outcome.runs, alone, strict=True):
         tolerance = 1e-5 if model.dtype == "float32" else 2e-2
         assert_goes_on([expected for expected, _ in ranks], [found], tolerance)
 
 
-def test_the_manifest_says_what_is_there(runs: Runs) -> None:
-    model = runs[0][0]
+def test_the_manifest_says_what_is_there(outcome: Outcome) -> None:
+    model = outcome.runs[0][0]
     directory = Path(model.directory)
     manifest = json.loads((directory / checkpoint.MANIFEST).read_text())
     assert manifest["layout"]["tp"] == manifest["layout"]["pp"] == 2
@@ -155,7 +171,7 @@ def attempts(path: str, other: str, directory: str) -> dict[str, str]:
 
         first = groups.at.rank == 0
         if first:
-            (target.with_name(".good.saving") / "half").mkdir(parents=True)
+            (target / ".good.saving" / "half").mkdir(parents=True)
         torch.distributed.barrier()
         attempt("save before any step", checkpoint.save, target / "good", {})
         said["leftover"] = ", ".join(str(x.message) for x in caught if "was left by a save" in str(x.message))
@@ -176,7 +192,9 @@ def attempts(path: str, other: str, directory: str) -> dict[str, str]:
             torch.distributed.barrier()
             attempt(name, checkpoint.load, target / "good")
             attempt(f"{name}, no hashes", checkpoint.load, target / "good", False)
-        with engine.memory.on_host("optimizer"):
+        step(engine)
+        attempt("save after a step", checkpoint.save, target / "better", {})
+        with engine.memory.on_host("parameters", "gradients", "optimizer"):  # all that was saved can still leave
             attempt("away", checkpoint.save, target / "away", {})
     with model_parallel(layout, seed=1) as groups:
         engine = build(other, layout, groups)
@@ -184,27 +202,26 @@ def attempts(path: str, other: str, directory: str) -> dict[str, str]:
     return said
 
 
-def test_what_is_refused_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    (tmp_path / "c").mkdir()
-    path, other = (str(make_tiny(family, tmp_path / family)) for family in ("qwen3", "mistral"))
-    # The leftover lies beside the target, so the target is one level down.
-    first, second = run_on_ranks(2, attempts, path, other, str(tmp_path / "c"), timeout_s=LIMIT_S)
-    good = tmp_path / "c" / "good"
+def test_what_is_refused_is_refused_on_all_ranks(outcome: Outcome) -> None:
+    first, second, *_ = outcome.refusals
+    good = outcome.directory / "good"
     file = good / "rank-00001.safetensors"
     assert first["save before any step"] == first["load before any step"] == ""
     assert first["save again"].startswith(f"{good}: exists already")
-    assert second["save again"] == f"saving failed on 1 of 2 ranks; rank 0: {first['save again']}"
+    assert second["save again"] == f"saving failed on 1 of 4 ranks; rank 0: {first['save again']}"
     assert (
         first["extra"] == "JSON cannot hold what was given to be saved: Object of type Tensor is not JSON serializable"
     )
     assert "is no checkpoint" in first["nothing"]
     assert second["changed"] == f"{file}: is damaged: it is not what was written (sha256)"
-    assert first["changed"] == f"loading failed on 1 of 2 ranks; rank 1: {second['changed']}"
+    assert first["changed"] == f"loading failed on 1 of 4 ranks; rank 1: {second['changed']}"
     assert first["changed, no hashes"] == second["changed, no hashes"] == ""
     size = file.stat().st_size
     assert second["shortened"] == second["shortened, no hashes"] == f"{file}: has {size - 1} bytes, not {size}"
     assert first["restored"] == second["restored"] == ""
-    assert first["away"].startswith("the model's optimizer left the device")
+    assert first["save after a step"] == ""
+    assert first["away"].startswith("the model's parameters left the device")
     assert second["away"] == first["away"]
+    assert first["leftover"] == f"{outcome.directory}/.good.saving was left by a save that did not end: it is removed"
     assert first["other model"].startswith(f"{good}: is the checkpoint of another model: ")
-    assert {path.name for path in (tmp_path / "c").iterdir()} == {"good"}
+    assert {path.name for path in outcome.directory.iterdir()} == {"good", "better"}

@@ -15,7 +15,6 @@ from mrl.engine.offload import PartName
 from mrl.engine.parallel import model_parallel
 from mrl.errors import EngineError
 from tests.engine.tiny_training import build, log_probs, step
-from tests.models.tiny_models import make_tiny
 
 LIMIT_S = 300.0
 ALL: tuple[PartName, ...] = ("parameters", "gradients", "optimizer")
@@ -54,7 +53,9 @@ def untrained(case: Case) -> dict[str, Any]:
         before = dict(engine.memory.device_bytes)
         with engine.memory.on_host(*ALL):
             away = dict(engine.memory.device_bytes)
-        refused = refusal(lambda: engine.memory.need("gradients"))
+        refused = [refusal(lambda: engine.memory.need("gradients"))]
+        next(engine.models[0].parameters()).detach().numpy()
+        refused.append(refusal(lambda: engine.memory.offload("parameters")))
         return {"device": [before, away], "refused": refused, "before": log_probs(engine)}
 
 
@@ -113,6 +114,8 @@ def each_way(cases: list[Case]) -> Ways:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Ways:
     """What each of two ranks found in each case, each way."""
+    from tests.models.tiny_models import make_tiny  # transformers is not for the ranks, which import this module
+
     directory = tmp_path_factory.mktemp("offload")
     qwen, mixtral = (str(make_tiny(family, directory / family)) for family in ("qwen3", "mixtral"))
     cases = [
@@ -179,4 +182,7 @@ def test_what_cannot_work_is_refused(found: Ways) -> None:
             "another model's weights are in place: nothing can be trained before they are gone",
             "another model's weights are in place: nothing can be offloaded before they are gone",
         ]
-        assert other["refused"] == "this engine is not trained: it has no gradients"
+        assert other["refused"] == [
+            "this engine is not trained: it has no gradients",
+            "memory that numpy has seen cannot leave the device",
+        ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Small = Callable[..., Path]
-VLLM = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+VLLM = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "block_size": 32}  # blocks that fill up are cached
 MAX_TOKENS = 96
 
 
@@ -35,13 +36,17 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
 
 @pytest.fixture(scope="session")
 def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RolloutEngine]]:
-    """Starts engines, and ends them with the session."""
+    """Starts engines, and ends them with the session; of vLLM's, whose groups are global, one lives at a time."""
     engines: list[RolloutEngine] = []
+    names = count()
 
     def make(kind: str, model: Path, tp: int = 1, **vllm: object) -> RolloutEngine:
+        for other in [engine for engine in engines if kind == "vllm" and isinstance(engine, engine_class(kind))]:
+            other.close()
+            engines.remove(other)
         sockets = tmp_path_factory.mktemp("handover")
         settings = EngineSettings(
-            model, "float32", "cpu", MAX_TOKENS, VOCAB, sockets, f"replica-{len(engines)}", tp, {**VLLM, **vllm}
+            model, "float32", "cpu", MAX_TOKENS, VOCAB, sockets, f"replica-{next(names)}", tp, {**VLLM, **vllm}
         )
         engines.append(engine_class(kind)(settings))
         return engines[-1]

@@ -1,4 +1,4 @@
-"""An engine that one prompt kills."""
+"""An engine that some prompts break."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ import signal
 from mrl.rollout.requests import Generated
 from mrl.rollout.transformers_engine import TransformersEngine
 
-POISON = "poison"
+DEADLY, BREAKING = "deadly", "breaking"
 
 
 class LethalEngine(TransformersEngine):
-    """Dies in the middle of a prompt of that name."""
+    """Dies or raises in the middle of prompts of those names."""
 
     def _step(self) -> list[Generated]:
-        if any(row.request.prompt == POISON and len(row.token_ids) == 3 for row in self._rows.values()):
+        under_way = {row.request.prompt for row in self._rows.values() if len(row.token_ids) == 3}
+        if DEADLY in under_way:
             os.kill(os.getpid(), signal.SIGKILL)
+        if BREAKING in under_way:
+            raise RuntimeError("the device is lost")
         return super()._step()
-
-
-class BrokenEngine(TransformersEngine):
-    """Raises in the middle of its first prompt, and in every new process again."""
-
-    def _step(self) -> list[Generated]:
-        raise RuntimeError("the device is lost")

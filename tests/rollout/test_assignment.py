@@ -55,7 +55,7 @@ def test_a_prompt_alone_on_two_dead_replicas_is_named() -> None:
     work.take(0, 1)
     work.lose(0, "killed")
     work.take(1, 1)
-    with pytest.raises(RolloutError, match="prompt bad: .* when 2 replicas died, the last of them: killed again"):
+    with pytest.raises(RolloutError, match=r"prompt bad: .* when 2 replicas died, the last of them: killed again"):
         work.lose(1, "killed again")
 
 
@@ -68,21 +68,16 @@ def test_suspects_travel_alone_until_one_is_found() -> None:
     assert keys(work.take(0, 1)) == []
     work.finish(0, finished("a/0", "a/1"))
     assert keys(work.take(0, 1)) == ["bad/0", "bad/1"]
-    with pytest.raises(RolloutError, match="prompt bad: .*3 replicas died"):
+    with pytest.raises(RolloutError, match=r"prompt bad: .*3 replicas died"):
         work.lose(0, "third")
 
 
-def test_deaths_that_do_not_end_stop_the_run() -> None:
-    work = Assignment([request(f"{number}") for number in range(40)], 4)
-    for _ in range(MOST_DEATHS):
-        work.take(0, 8)
-        work.finish(0, finished(*work._aboard[0]))  # every time it is another's turn
-        work.take(0, 8)
-        work.lose(0, "broken")
-        work.take(1, 1)
-        work.finish(1, finished(*list(work._aboard[1])[:5]))
-        work._aboard[1].clear()
-        work._waiting.extend(request(f"more {len(work._waiting)} {number}") for number in range(40))
-    work.take(0, 8)
-    with pytest.raises(RolloutError, match=f"{MOST_DEATHS + 1} replicas died during one rollout"):
-        work.lose(0, "broken")
+def test_deaths_that_do_not_end_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mrl.rollout.assignment.MOST_ABOARD", 1)
+    work = Assignment([request(f"{number}") for number in range(9)], 1 + MOST_DEATHS)
+    taken = [keys(work.take(replica, 1)) for replica in range(1 + MOST_DEATHS)]
+    assert taken == [["0"], ["1"], ["2"], ["3"]]  # every time another prompt is aboard
+    for replica in range(MOST_DEATHS):
+        work.lose(replica, "broken")
+    with pytest.raises(RolloutError, match=f"{MOST_DEATHS + 1} replicas died during one rollout, the last of them: x"):
+        work.lose(MOST_DEATHS, "x")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import os
@@ -15,13 +14,12 @@ import numpy as np
 import pytest
 
 from mrl.config.mesh import Mesh
-from mrl.config.schema import PlacementConfig
 from mrl.errors import RolloutError
 from mrl.events import ReplicaLost, WorkersStarted, read_events
 from mrl.rollout.engine import EngineSettings, RolloutEngine
 from mrl.rollout.requests import Generated, Sampling
 from tests.rollout.conftest import MAX_TOKENS, VLLM, Small, requests, run
-from tests.rollout.lethal_engine import POISON
+from tests.rollout.lethal_engine import BREAKING, DEADLY
 from tests.rollout.small_models import VOCAB
 from tests.rollout.trainer_side import InBackground, fused, send, update, whole
 
@@ -54,17 +52,12 @@ class Fleet:
 
     def start(self, replica: int) -> RayWorkerGroup:
         """A replica on one device of the session's pool."""
-        from mrl.controller import RayClassWithInitArgs, RayWorkerGroup
+        from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, Seats
 
-        pool = copy.copy(self.context.resources.pools["all"])
-        pool.devices, pool.num_devices = [pool.devices[replica]], 1
-        resources = copy.copy(self.context.resources)
-        resources.pools = {"one": pool}
-        role = f"{self.role}-{replica}"
-        roles = dict.fromkeys((role, "actor", "critic"), "one")
-        resources._placement = PlacementConfig(pools={"one": 1}, roles=roles)
+        all_seats = self.context.resources.seats("actor")
+        seat = Seats(all_seats.devices[replica : replica + 1], all_seats.share, all_seats.of)
         worker = RayClassWithInitArgs("mrl.rollout.replica:RolloutReplica", self.engine, self.settings(replica), 60.0)
-        return RayWorkerGroup(role, worker, Mesh(1), dataclasses.replace(self.context, resources=resources))
+        return RayWorkerGroup(f"{self.role}-{replica}", worker, Mesh(1), self.context, seat)
 
     def send(self, replicas: Sequence[int], version: int) -> None:
         self.sent.append(tuple(replicas))
@@ -90,20 +83,12 @@ class Fleet:
         return [event for event in events[since:] if isinstance(event, ReplicaLost)]
 
 
-MakeFleet = Callable[..., Fleet]
-
-
-@pytest.fixture
-def make_fleet(run_context: RunContext, small: Small) -> Iterator[MakeFleet]:
-    made: list[Fleet] = []
-
-    def make(num_replicas: int, engine: str = "transformers", tp: int = 1) -> Fleet:
-        made.append(Fleet(run_context, small, num_replicas, engine, tp))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.fleet.close()
+@pytest.fixture(scope="module")
+def fleet(run_context: RunContext, small: Small) -> Iterator[Fleet]:
+    """Two replicas for all tests: what dies in one of them is replaced in the next."""
+    made = Fleet(run_context, small, 2, "tests.rollout.lethal_engine:LethalEngine")
+    yield made
+    made.fleet.close()
 
 
 @pytest.fixture(scope="module")
@@ -132,103 +117,125 @@ def generate_and(fleet: Fleet, act: Callable[[], None], after: int) -> list[Gene
     return [samples[request.key] for request in WANTED]
 
 
-def test_replicas_die_idle_while_receiving_while_generating_and_all_at_once(
-    make_fleet: MakeFleet, alone: dict[str, Generated]
-) -> None:
-    fleet = make_fleet(2)
-    assert "fuses nothing" in fleet.fleet.full_tensors_because
-
-    def kill(*replicas: int) -> None:
-        for replica in replicas:
-            os.kill(fleet.pid(replica), signal.SIGKILL)
-
-    fleet.before_sending = lambda: (setattr(fleet, "before_sending", lambda: None), kill(1))[0]
-    fleet.fleet.update(1)  # one dies while it receives: the other gets its weights all the same
-    assert fleet.sent == [(0, 1), (0,)] or fleet.sent == [(0, 1)]
-    assert_are(fleet.fleet.generate(WANTED, SAMPLING, version=1), alone)
-    kill(0)  # idle
-    assert_are(fleet.fleet.generate(WANTED, SAMPLING, version=1), alone)
-    assert_are(generate_and(fleet, lambda: kill(1), after=3), alone)
-    assert_are(generate_and(fleet, lambda: kill(0, 1), after=6), alone)
-    lost = fleet.lost()
-    assert [each.replica for each in lost][:3] == [1, 0, 1]
-    assert len(lost) == 5
-    assert lost[2].num_unfinished > 0
+def kill(fleet: Fleet, *replicas: int) -> None:
+    for replica in replicas:
+        os.kill(fleet.pid(replica), signal.SIGKILL)
 
 
-def test_a_replica_that_is_stopped_is_replaced(make_fleet: MakeFleet, alone: dict[str, Generated]) -> None:
-    fleet = make_fleet(2)
-    fleet.fleet.update(1)
-    samples = generate_and(fleet, lambda: os.kill(fleet.pid(0), signal.SIGSTOP), after=2)
-    assert_are(samples, alone)
-    assert [each.replica for each in fleet.lost()] == [0]
-    assert "stopped" in fleet.lost()[0].reason
-
-
-def test_a_late_replica_gets_its_weights_before_it_serves(make_fleet: MakeFleet) -> None:
-    fleet = make_fleet(1)
-    samples = fleet.fleet.generate(WANTED[:3], SAMPLING, version=2)
-    assert [sample.weight_version for sample in samples] == [2, 2, 2]
-    assert fleet.sent == [(0,)]
-    fleet.fleet.generate(WANTED[:3], SAMPLING, version=2)
-    assert fleet.sent == [(0,)]
+def test_late_replicas_get_their_weights_before_they_serve(fleet: Fleet) -> None:
     fleet.fleet.sleep()
     fleet.fleet.wake("weights")
-    fleet.fleet.update(3)
     fleet.fleet.wake("kv_cache")
-    assert [sample.weight_version for sample in fleet.fleet.generate(WANTED[:1], SAMPLING, 3)] == [3]
+    samples = fleet.fleet.generate(WANTED[:3], SAMPLING, version=2)
+    assert [sample.weight_version for sample in samples] == [2, 2, 2]
+    assert fleet.sent == [(0, 1)]
+    fleet.fleet.generate(WANTED[:3], SAMPLING, version=2)
+    assert fleet.sent == [(0, 1)]
 
 
-def test_whoever_asks_for_no_more_leaves_idle_replicas(make_fleet: MakeFleet, alone: dict[str, Generated]) -> None:
-    fleet = make_fleet(2)
+def test_samples_are_those_of_one_engine(fleet: Fleet, alone: dict[str, Generated]) -> None:
+    assert "fuses nothing" in fleet.fleet.full_tensors_because
     fleet.fleet.update(1)
+    assert_are(fleet.fleet.generate(WANTED, SAMPLING, version=1), alone)
+
+
+def test_whoever_asks_for_no_more_leaves_idle_replicas(fleet: Fleet, alone: dict[str, Generated]) -> None:
     stream = fleet.fleet.stream(WANTED, SAMPLING, version=1)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert_are(fleet.fleet.generate(WANTED, SAMPLING, version=1), alone)
 
 
-def test_a_prompt_that_kills_is_named(make_fleet: MakeFleet) -> None:
-    fleet = make_fleet(2, "tests.rollout.lethal_engine:LethalEngine")
-    fleet.fleet.update(1)
-    poisoned = dataclasses.replace(WANTED[5], key=f"{POISON}/0", prompt=POISON)
-    with pytest.raises(RolloutError, match=f"prompt {POISON}: .*being generated from when [23] replicas died"):
-        fleet.fleet.generate([*WANTED, poisoned], SAMPLING, version=1)
-
-
-def test_engines_that_keep_breaking_stop_the_run(make_fleet: MakeFleet) -> None:
-    fleet = make_fleet(1, "tests.rollout.lethal_engine:BrokenEngine")
-    fleet.fleet.update(1)
-    with pytest.raises(RolloutError, match="the device is lost"):
-        fleet.fleet.generate(WANTED, SAMPLING, version=1)
+def test_what_does_not_fit_is_refused_before_any_replica_sees_it(fleet: Fleet) -> None:
     with pytest.raises(RolloutError, match="do not fit into"):
         fleet.fleet.generate([dataclasses.replace(WANTED[0], max_tokens=MAX_TOKENS)], SAMPLING, version=1)
+    with pytest.raises(RolloutError, match="the same key"):
+        fleet.fleet.generate([WANTED[0], WANTED[0]], SAMPLING, version=1)
+    assert not fleet.lost()
+
+
+def test_a_replica_killed_in_the_middle_loses_no_sample(fleet: Fleet, alone: dict[str, Generated]) -> None:
+    assert_are(generate_and(fleet, lambda: kill(fleet, 1), after=3), alone)
+    (lost,) = fleet.lost()
+    assert (lost.replica, lost.num_unfinished > 0) == (1, True)
 
 
 @pytest.mark.slow
-def test_vllm_replicas_in_processes_die_and_are_replaced(make_fleet: MakeFleet, alone: dict[str, Generated]) -> None:
-    fleet = make_fleet(2, "vllm")
-    fleet.fleet.update(1)
-    assert not fleet.fleet.full_tensors_because
+def test_replicas_killed_while_they_receive_idle_and_all_at_once(fleet: Fleet, alone: dict[str, Generated]) -> None:
+    before = len(fleet.lost())
+    fleet.fleet.update(2)
+
+    def kill_once() -> None:
+        fleet.before_sending = lambda: None
+        kill(fleet, 1)
+
+    fleet.before_sending = kill_once
+    fleet.fleet.update(1)  # the other gets its weights all the same
     assert_are(fleet.fleet.generate(WANTED, SAMPLING, version=1), alone)
-    assert_are(generate_and(fleet, lambda: os.kill(fleet.pid(0), signal.SIGKILL), after=1), alone)
-    assert_are(generate_and(fleet, lambda: os.kill(fleet.pid(1), signal.SIGSTOP), after=1), alone)
-    assert [each.replica for each in fleet.lost()] == [0, 1]
+    fleet.fleet.update(1)
+    kill(fleet, 0)
+    assert_are(fleet.fleet.generate(WANTED, SAMPLING, version=1), alone)
+    fleet.fleet.update(1)
+    assert_are(generate_and(fleet, lambda: kill(fleet, 0, 1), after=6), alone)
+    assert [each.replica for each in fleet.lost()[before:]][:2] == [1, 0]
+    assert len(fleet.lost()) == before + 4
 
 
 @pytest.mark.slow
-def test_a_replica_of_several_processes_dies_as_a_whole(make_fleet: MakeFleet, alone: dict[str, Generated]) -> None:
-    fleet = make_fleet(1, "vllm", tp=2)
+def test_a_replica_that_is_stopped_is_replaced(fleet: Fleet, alone: dict[str, Generated]) -> None:
     fleet.fleet.update(1)
-    before = workers_of(fleet.pid(0))
-    assert len(before) >= 2
-    assert_are(generate_and(fleet, lambda: os.kill(before[-1], signal.SIGKILL), after=1), alone)
-    assert len(fleet.lost()) == 1
-    assert not [pid for pid in before if Path(f"/proc/{pid}").exists()]
+    assert_are(generate_and(fleet, lambda: os.kill(fleet.pid(0), signal.SIGSTOP), after=2), alone)
+    assert fleet.lost()[-1].replica == 0
+    assert "stopped" in fleet.lost()[-1].reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prompt", "how"), [(DEADLY, "died"), (BREAKING, "raised .*: the device is lost")])
+def test_a_prompt_that_two_replicas_do_not_survive_is_named(fleet: Fleet, prompt: str, how: str) -> None:
+    wrong = dataclasses.replace(WANTED[5], key=f"{prompt}/0", prompt=prompt)
+    with pytest.raises(RolloutError, match=rf"prompt {prompt}: .* when [23] replicas died, the last of them: .*{how}"):
+        fleet.fleet.generate([*WANTED, wrong], SAMPLING, version=1)
+
+
+@pytest.fixture
+def vllm_fleet(run_context: RunContext, small: Small, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    num_replicas, tp = request.param
+    made = Fleet(run_context, small, num_replicas, "vllm", tp)
+    yield made
+    made.fleet.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vllm_fleet", [(2, 1)], indirect=True)
+def test_vllm_replicas_are_killed_and_stopped_and_replaced(vllm_fleet: Fleet, alone: dict[str, Generated]) -> None:
+    vllm_fleet.fleet.update(1)
+    assert not vllm_fleet.fleet.full_tensors_because
+    assert_are(vllm_fleet.fleet.generate(WANTED, SAMPLING, version=1), alone)
+    assert_are(generate_and(vllm_fleet, lambda: kill(vllm_fleet, 0), after=1), alone)
+    vllm_fleet.fleet.update(1)
+    assert_are(generate_and(vllm_fleet, lambda: os.kill(vllm_fleet.pid(1), signal.SIGSTOP), after=1), alone)
+    assert [each.replica for each in vllm_fleet.lost()] == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vllm_fleet", [(1, 2)], indirect=True)
+def test_a_replica_of_several_processes_dies_as_a_whole(vllm_fleet: Fleet, alone: dict[str, Generated]) -> None:
+    vllm_fleet.fleet.update(1)
+    assert_are(vllm_fleet.fleet.generate(WANTED, SAMPLING, version=1), alone)
+    for victim in (lambda before: before[-1], lambda before: vllm_fleet.pid(0)):
+        before = workers_of(vllm_fleet.pid(0))
+        assert len(before) >= 2
+        assert_are(generate_and(vllm_fleet, lambda: os.kill(victim(before), signal.SIGKILL), after=1), alone)  # noqa: B023
+        assert not [pid for pid in before if is_running(pid)]
+    assert len(vllm_fleet.lost()) == 2
 
 
 def workers_of(pid: int) -> list[int]:
-    """The children of a process."""
-    return [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
+    """The children of a process, in the order of their start."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sorted(int(child) for thread in threads for child in (thread / "children").read_text().split())
+
+
+def is_running(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"

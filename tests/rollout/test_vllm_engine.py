@@ -142,11 +142,9 @@ def test_a_prefix_cache_that_outlives_its_weights_is_found(
 
 
 @pytest.mark.parametrize("argument", [{"logprobs_mode": "raw_logprobs"}, {"dtype": "bfloat16"}, {"max_model_len": 7}])
-def test_arguments_that_contradict_are_refused(
-    make_engine: Callable[..., RolloutEngine], small: Small, argument: dict[str, object]
-) -> None:
+def test_arguments_that_contradict_are_refused(vllm: RolloutEngine, argument: dict[str, object]) -> None:
     with pytest.raises(RolloutError, match=f"{next(iter(argument))}=.* which must hold"):
-        make_engine("vllm", small("qwen3"), **argument)
+        type(vllm)(dataclasses.replace(vllm.settings, vllm=argument))
 
 
 def test_the_digest_is_of_what_is_held(vllm: RolloutEngine, small: Small) -> None:

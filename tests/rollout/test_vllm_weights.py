@@ -30,7 +30,7 @@ def assert_follows(engine: RolloutEngine, oracle: RolloutEngine, models: list[Pa
 
 
 def force_whole_tensors(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_full_because", "the test wants it")
+    monkeypatch.setattr(engine, "full_tensors_because", "the test wants it")
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_new_weights_are_what_is_computed_with(
     make_engine: Make, small: Small, monkeypatch: pytest.MonkeyPatch, family: str, tied: bool
 ) -> None:
     engine = make_engine("vllm", small(family, 0, tied))
-    assert not engine.full_tensors_because()
+    assert not engine.full_tensors_because
     oracle = make_engine("transformers", small(family, 0, tied))
     models = [small(family, seed, tied) for seed in (1, 2)]
     assert_follows(engine, oracle, models)
@@ -82,8 +82,8 @@ QKV, EXPERTS = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.2.mlp.e
     [
         (lambda t: t.pop(EXPERTS), f"1 of the model's parameters were not sent: {EXPERTS}"),
         (lambda t: t.update({"model.layers.1.self_attn.qkv.weight": t.pop(QKV)}), "model has no such parameter"),
-        (lambda t: t.update({QKV: t[QKV][:-1].clone()}), rf"{QKV}: sent as float32 \[191, 64\], but held as float32"),
-        (lambda t: t.update({QKV: t[QKV].bfloat16()}), r"sent as bfloat16 \[192, 64\], but held as float32"),
+        (lambda t: t.update({QKV: t[QKV][:-1].clone()}), rf"{QKV}: sent as float32 \[255, 64\], but held as float32"),
+        (lambda t: t.update({QKV: t[QKV].bfloat16()}), r"sent as bfloat16 \[256, 64\], but held as float32"),
     ],
 )
 def test_what_does_not_fit_is_named_on_both_sides(

@@ -85,7 +85,7 @@ class InBackground:
 def update(engine: RolloutEngine, model: Path, version: int) -> list[dict[str, str]]:
     """Bring an engine to the weights of a model's files; what each of its processes replied."""
     settings = engine.settings
-    full = engine.full_tensors_because()
+    full = engine.full_tensors_because
     sending = [
         InBackground(send, settings, version, whole(model) if full else fused(model, settings.tp, rank), rank)
         for rank in range(settings.tp)

@@ -1,0 +1,38 @@
+"""metrics.jsonl: one line per step, steps that are done again stand there once."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from mrl.errors import MrlError
+from mrl.observe.metrics import MetricsFile, read_metrics
+
+
+def test_lines_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 1)
+    file.write(1, {"a": 1.5})
+    file.write(2, {"a": math.nan, "b": math.inf})
+    assert read_metrics(path) == [{"step": 1, "a": 1.5}, {"step": 2, "a": None, "b": None}]
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_resumed_run_writes_its_steps_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 1)
+    for step in (1, 2, 3):
+        file.write(step, {"a": step})
+    MetricsFile(path, 2).write(2, {"a": 20})
+    assert [(line["step"], line["a"]) for line in read_metrics(path)] == [(1, 1), (2, 20)]
+
+
+def test_a_line_cut_short_by_a_crash_is_left_out_and_a_bad_one_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "a"')
+    assert read_metrics(path) == [{"step": 1}]
+    path.write_text('{"step": 1}\nnonsense\n')
+    with pytest.raises(MrlError, match=r"metrics\.jsonl:2: not a line of metrics"):
+        read_metrics(path)

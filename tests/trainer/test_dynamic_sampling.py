@@ -1,0 +1,73 @@
+"""DAPO's refill: only prompts that teach something, a full batch of them, and an end to trying."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mrl.config.algorithm import DynamicSamplingConfig
+from mrl.errors import RewardError
+from mrl.protocol import DataProto
+from mrl.protocol.columns import from_rows
+from mrl.trainer.dynamic_sampling import full_batch
+from mrl.trainer.generation import Scored
+
+SAMPLES = 2
+
+
+class Prompts:
+    """Three prompts per batch, numbered through."""
+
+    def __init__(self) -> None:
+        self.num_drawn = 0
+
+    def next_batch(self) -> DataProto:
+        numbers = list(range(self.num_drawn, self.num_drawn + 3))
+        self.num_drawn += 3
+        return DataProto.from_dict(non_tensors={"uid": [str(number) for number in numbers]}, row_ids=numbers)
+
+
+def config(most_rounds: int | None) -> Any:
+    settings = None if most_rounds is None else DynamicSamplingConfig(most_rounds=most_rounds)
+    return SimpleNamespace(
+        algorithm=SimpleNamespace(dynamic_sampling=settings), batch=SimpleNamespace(prompts_per_step=3)
+    )
+
+
+def score_as(teaches: set[str]) -> Any:
+    """Samples that score differently for the prompts in `teaches`, and alike for all others."""
+
+    def generate(prompts: DataProto) -> Scored:
+        samples = prompts.repeat(SAMPLES)
+        uids = samples.non_tensor_batch["uid"]
+        scores = [float(uid in teaches and row % SAMPLES) for row, uid in enumerate(uids)]
+        columns = {
+            "scores": torch.tensor(scores, dtype=torch.float64),
+            "responses": from_rows([[1, 2]] * len(samples)),
+        }
+        made = DataProto.from_dict(columns, row_ids=samples.row_ids)
+        return Scored(samples.union(made), {"reward/score/mean": sum(scores) / len(scores)})
+
+    return generate
+
+
+def test_without_it_one_round_is_the_batch() -> None:
+    scored = full_batch(config(None), Prompts(), score_as(set()))  # type: ignore[arg-type]
+    assert len(scored.batch) == 3 * SAMPLES
+
+
+def test_rounds_go_on_until_the_batch_is_full_of_prompts_that_teach() -> None:
+    prompts = Prompts()
+    scored = full_batch(config(4), prompts, score_as({"1", "3", "7", "8"}))  # type: ignore[arg-type]
+    assert list(scored.batch.non_tensor_batch["uid"]) == ["1", "1", "3", "3", "7", "7"]
+    assert prompts.num_drawn == 9
+    assert scored.metrics["sampling/rounds"] == 3
+    assert scored.metrics["sampling/uniform_prompts"] == 5
+
+
+def test_it_does_not_go_on_for_ever() -> None:
+    with pytest.raises(RewardError, match="1 of 3 prompts have samples that score differently, after 2 rounds"):
+        full_batch(config(2), Prompts(), score_as({"4"}))  # type: ignore[arg-type]

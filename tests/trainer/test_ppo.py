@@ -1,0 +1,104 @@
+"""Whole runs: real Ray, real Megatron, a real vLLM engine, a model that is as small as it may be."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.config.load import load_config
+from mrl.events import Saved, read_events
+from mrl.observe.console import Console
+from mrl.observe.metrics import read_metrics
+from mrl.trainer.demo_model import make_model
+from mrl.trainer.ppo import RayPPOTrainer
+from mrl.trainer.run import open_run
+
+CONFIG = """\
+run: {{name: small, dir: {directory}}}
+cluster: {{devices_per_node: 2, device: cpu}}
+placement: {{pools: {{all: 2}}, roles: {{actor: all, critic: all}}}}
+model: {{path: {model}}}
+algorithm: {{advantage: gae, kl: {{where: both, coef: 0.01}}}}
+batch: {{prompts_per_step: 8, samples_per_prompt: 4, samples_per_update: 16}}
+actor:
+  parallel: {{tp: 2}}
+  dtype: float32
+  max_tokens_per_device: 128
+  optimizer: {{lr: 1e-3}}
+critic:
+  dtype: float32
+  max_tokens_per_device: 128
+  optimizer: {{lr: 1e-3}}
+rollout:
+  replicas: 1
+  max_prompt_tokens: 16
+  max_response_tokens: 8
+  vllm: {{enforce_eager: true, kv_cache_memory_bytes: 67108864}}
+data:
+  train: {{sums: {{dataset: "toy:addition", options: {{part: train}}}}}}
+reward:
+  functions: {{length: {{name: "tests.trainer.rewards:shortness"}}}}
+  num_workers: 1
+training: {{steps: 3, save_every: 1, keep: 3}}
+"""
+
+
+def train(config: Path, *overrides: str) -> tuple[list[dict[str, Any]], str]:
+    """The metrics of a run without what only a clock decides, and what it printed."""
+    stream = io.StringIO()
+    resolved = load_config(str(config), overrides)
+    with open_run(resolved, Console(resolved.config.training.steps, stream)) as run:
+        trainer = RayPPOTrainer(run)
+        with trainer.init_workers():
+            trainer.fit()
+    directory = Path(resolved.config.run.dir, resolved.config.run.name)
+    lines = read_metrics(directory / "metrics.jsonl")
+    timed = ("timing_s/", "perf/", "sync/seconds", "reward/seconds")
+    return [{name: line[name] for name in line if not name.startswith(timed)} for line in lines], stream.getvalue()
+
+
+def hashes(checkpoint: Path) -> dict[str, Any]:
+    """What the manifests of a checkpoint say of its files."""
+    return {
+        role: json.loads((checkpoint / role / "manifest.json").read_text())["files"] for role in ("actor", "critic")
+    }
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("ppo")
+    model = make_model(directory / "model", seed=1)
+    path = directory / "run.yaml"
+    path.write_text(CONFIG.format(directory=directory / "runs", model=model))
+    return path
+
+
+@pytest.mark.slow
+def test_a_run_and_the_same_run_resumed(config: Path) -> None:
+    """Three steps; then from the checkpoint of the first, in new processes, the other two: equal to the bit."""
+    whole, printed = train(config)
+    assert [line["step"] for line in whole] == [1, 2, 3]
+    assert "3/3" in printed
+    first = whole[0]
+    assert abs(first["reward/kl"]) < 1e-4, "before training the policy is its reference"
+    assert first["mismatch/log_prob_abs_diff_max"] < 1e-5, "the engine samples from the trainer's weights"
+    assert first["sync/bytes_between_ranks"] == first["sync/least_bytes"] > 0
+    assert whole[-1]["critic/score/mean"] != first["critic/score/mean"]
+    run = config.parent / "runs" / "small"
+    saved = [record.event for record in read_events(run / "events.jsonl") if isinstance(record.event, Saved)]
+    assert [event.step for event in saved] == [1, 2, 3]
+
+    again = config.parent / "runs" / "again"
+    shutil.copytree(run, again)
+    for step in (2, 3):
+        shutil.rmtree(again / "checkpoints" / f"step-{step:06d}")
+    resumed, printed = train(config, "run.name=again")
+    assert f"resumed from {again / 'checkpoints' / 'step-000001'}" in printed
+    assert resumed == whole
+    last = Path("checkpoints", "step-000003")
+    assert hashes(again / last) == hashes(run / last)

@@ -1,0 +1,105 @@
+"""Checkpoints of a run: whole or not there, damage is named, and what is kept is what was asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mrl.errors import CheckpointError
+from mrl.events import EventLog, Saved, Warned, read_events
+from mrl.trainer.snapshot import Snapshots
+
+
+class Role:
+    """Saves as a worker group does: a directory with a manifest in it."""
+
+    def __init__(self) -> None:
+        self.weights = "none"
+        self.group = SimpleNamespace(save_checkpoint=self.save_checkpoint)
+
+    def save_checkpoint(self, directory: str) -> None:
+        path = Path(directory)
+        path.mkdir()
+        (path / "manifest.json").write_text(json.dumps({"weights": self.weights}))
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> EventLog:
+    return EventLog(tmp_path / "events.jsonl")
+
+
+def save(snapshots: Snapshots, step: int, is_best: bool = False) -> Path:
+    role: Any = Role()
+    role.weights = f"of step {step}"
+    return snapshots.save(step, {"actor": role}, {"number": step}, is_best)
+
+
+def test_the_newest_comes_back_with_its_state(tmp_path: Path, events: EventLog) -> None:
+    snapshots = Snapshots(tmp_path / "checkpoints", 2, events)
+    assert snapshots.newest() is None
+    for step in (1, 2, 10):
+        save(snapshots, step)
+    found = snapshots.newest()
+    assert found is not None
+    assert (found.step, found.state) == (10, {"number": 10})
+    assert json.loads((found.path / "actor" / "manifest.json").read_text()) == {"weights": "of step 10"}
+    assert snapshots.steps() == [2, 10], "two are kept"
+    assert [record.event.step for record in read_events(events.path) if isinstance(record.event, Saved)] == [1, 2, 10]
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path, events: EventLog) -> None:
+    snapshots = Snapshots(tmp_path / "checkpoints", 1, events)
+    for step in (1, 2, 3, 4):
+        save(snapshots, step, is_best=step in (1, 2))
+    assert snapshots.steps() == [2, 4]
+
+
+def test_the_latest_file_decides_nothing(tmp_path: Path, events: EventLog) -> None:
+    snapshots = Snapshots(tmp_path / "checkpoints", 2, events)
+    save(snapshots, 1)
+    save(snapshots, 2)
+    (tmp_path / "checkpoints" / "latest").write_text("step-000001")
+    found = snapshots.newest()
+    assert found is not None
+    assert found.step == 2
+
+
+@pytest.mark.parametrize("victim", ["manifest.json", "actor/manifest.json"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "other"])
+def test_damage_is_named_and_nothing_older_is_taken_in_silence(
+    victim: str, damage: str, tmp_path: Path, events: EventLog
+) -> None:
+    snapshots = Snapshots(tmp_path / "checkpoints", 3, events)
+    save(snapshots, 1)
+    path = save(snapshots, 2) / victim
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_text(path.read_text()[:-5] if damage == "cut" else '{"format": "other", "step": 2}')
+    with pytest.raises(CheckpointError, match=r"the newest checkpoint is damaged: .*; the one before is step 1"):
+        snapshots.newest()
+
+
+def test_a_save_that_did_not_end_is_invisible_and_removed_later(tmp_path: Path, events: EventLog) -> None:
+    snapshots = Snapshots(tmp_path / "checkpoints", 2, events)
+    save(snapshots, 1)
+    (tmp_path / "checkpoints" / ".saving-000002" / "actor").mkdir(parents=True)
+    found = snapshots.newest()
+    assert found is not None
+    assert found.step == 1
+    save(snapshots, 3)
+    assert not (tmp_path / "checkpoints" / ".saving-000002").exists()
+    assert any(isinstance(record.event, Warned) for record in read_events(events.path))
+
+
+def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path: Path, events: EventLog) -> None:
+    snapshots = Snapshots(tmp_path / "checkpoints", 2, events)
+    save(snapshots, 1)
+    role: Any = Role()
+    role.weights = "others"
+    path = snapshots.save(1, {"actor": role}, {}, is_best=False)
+    assert json.loads((path / "actor" / "manifest.json").read_text()) == {"weights": "others"}
