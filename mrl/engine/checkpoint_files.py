@@ -38,6 +38,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write one tensor after another, on disk when this returns; the hash of the file."""
     header: dict[str, Any] = {}
     end = 0
+    tensors = dict(sorted(tensors.items()))  # equal states are equal files
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise EngineError(f"{name}: {tensor.dtype} cannot be saved", fix="leave optimizer state in float32")

@@ -15,7 +15,6 @@ from typing import Any
 
 from mrl.errors import EngineError
 
-
 _PR_SET_PDEATHSIG = 1
 """Linux's request for a signal when the parent ends, however it ends."""
 

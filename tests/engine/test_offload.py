@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine.local_world import run_on_ranks
@@ -54,7 +55,7 @@ def untrained(case: Case) -> dict[str, Any]:
         with engine.memory.on_host(*ALL):
             away = dict(engine.memory.device_bytes)
         refused = [refusal(lambda: engine.memory.need("gradients"))]
-        next(engine.models[0].parameters()).detach().numpy()
+        next(engine.models[0].parameters()).detach().view(torch.uint8).numpy()
         refused.append(refusal(lambda: engine.memory.offload("parameters")))
         return {"device": [before, away], "refused": refused, "before": log_probs(engine)}
 
