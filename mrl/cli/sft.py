@@ -6,6 +6,8 @@ import argparse
 
 from mrl.config.load import load_sft_config
 from mrl.config.run_directory import open_run_directory
+from mrl.events import EventLog
+from mrl.observe.metrics import MetricsFile
 
 EXAMPLE = "mrl sft configs/laptop-sft.yaml model.path=my-model"
 
@@ -20,8 +22,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, and say where the model is."""
     resolved = load_sft_config(arguments.config, arguments.overrides)
     # These load torch and Ray, which a wrong configuration need not wait for.
-    from mrl.events import EventLog
-    from mrl.observe.metrics import MetricsFile
     from mrl.trainer.sft import train_sft
 
     with open_run_directory(resolved, may_go_on=False) as directory:

@@ -44,9 +44,7 @@ def _entropy_collapse(lines: Lines) -> Finding | None:
     if first is None or recent is None or recent > 0.1 * first:
         return None
     what = f"actor/entropy_mean fell from {first:.3g} to {recent:.3g}"
-    return Finding(
-        "Entropy has collapsed", f"{what}: the samples of a prompt hardly differ now"
-    )
+    return Finding("Entropy has collapsed", f"{what}: the samples of a prompt hardly differ now")
 
 
 def _mismatch_rising(lines: Lines) -> Finding | None:
@@ -55,9 +53,7 @@ def _mismatch_rising(lines: Lines) -> Finding | None:
     if first is None or recent is None or recent < 1e-4 or recent < 3 * first:
         return None
     what = f"{name} rose from {first:.2e} to {recent:.2e}"
-    return Finding(
-        "Engines and trainer drift apart", f"{what}: look at dtypes, or set algorithm.correction"
-    )
+    return Finding("Engines and trainer drift apart", f"{what}: look at dtypes, or set algorithm.correction")
 
 
 def _skipped_updates(lines: Lines) -> Finding | None:
@@ -70,9 +66,7 @@ def _skipped_updates(lines: Lines) -> Finding | None:
 _RULES = (
     _above("groups/uniform_share", 0.6, "Most prompts teach nothing", "all samples of such a prompt score the same"),
     _above("response_length/clip_ratio", 0.2, "Responses are cut off", "raise rollout.max_response_tokens"),
-    _above(
-        "actor/pg_clipfrac", 0.3, "Updates are too large", "lower the learning rate"
-    ),
+    _above("actor/pg_clipfrac", 0.3, "Updates are too large", "lower the learning rate"),
     _above("reward/failed_share", 0.01, "Rewards fail", "events.jsonl names each sample and its reason"),
     _entropy_collapse,
     _mismatch_rising,

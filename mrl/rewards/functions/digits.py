@@ -1,0 +1,24 @@
+"""A whole number, with credit for each digit that is right: easier to learn from than all or nothing."""
+
+from __future__ import annotations
+
+from mrl.rewards.answer_text import accepted_answers
+from mrl.rewards.sample import Sample
+
+
+def score(sample: Sample, partial: float = 0.5) -> float:
+    """1 for the right number; else `partial` times the share of its digits that stand at their places from the right.
+
+    The response must be the number and nothing else; one that has too many digits gets nothing.
+    """
+    answer = sample.response.strip()
+    return max(_score(answer, truth.strip(), partial) for truth in accepted_answers(sample))
+
+
+def _score(answer: str, truth: str, partial: float) -> float:
+    if answer == truth:
+        return 1.0
+    if not answer.isdecimal() or len(answer) > len(truth):
+        return 0.0
+    right = sum(a == b for a, b in zip(reversed(answer), reversed(truth), strict=False))
+    return partial * right / len(truth)
