@@ -14,6 +14,7 @@ REQUIRED = object()
 """Stands where an option has no default."""
 
 BUILT_IN: Mapping[str, Mapping[str, object]] = {
+    "digits": {"partial": 0.5},
     "exact_match": {"tag": None},
     "f1": {"tag": None},
     "format": {"pattern": r"\s*<think>.+?</think>\s*<answer>.+?</answer>\s*"},

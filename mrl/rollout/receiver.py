@@ -27,6 +27,11 @@ class WorkerExtension:
         """Why this worker's model cannot be written directly; empty where it can."""
         return full_tensors_because(self.model_runner.model)  # type: ignore[attr-defined]
 
+    def weights_refused_because(self) -> str:
+        """Why this worker did not take the last version; empty where it did."""
+        receiver: Receiver = self.weight_transfer_engine  # type: ignore[attr-defined]
+        return receiver.refused_because
+
 
 @dataclass
 class ReceiverInfo(WeightTransferInitInfo):  # type: ignore[misc]
@@ -53,6 +58,7 @@ class Receiver(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type: ignore[
 
     def init_transfer_engine(self, init_info: ReceiverInfo) -> None:
         """Listen."""
+        self.refused_because = ""
         path = socket_path(Path(init_info.sockets), init_info.replica, get_tensor_model_parallel_rank())
         self._handover = HandoverReceiver(path)
 
@@ -60,7 +66,11 @@ class Receiver(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type: ignore[
         """Nothing to prepare."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Take in one version, or tell the trainer why not."""
+        """Take in one version, or tell the trainer why not.
+
+        Nothing is raised: where one of several workers raises, vLLM no longer listens to the others.
+        """
+        self.refused_because = ""
         try:
             if update_info.full:
                 digests = load_full_tensors(self.model, self.model_config, self._tensors(update_info.version))
@@ -71,8 +81,8 @@ class Receiver(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type: ignore[
                 digests = weights.finish()
             self._handover.reply(digests)
         except (RolloutError, RuntimeError, ValueError) as error:
-            self._handover.refuse(str(error))
-            raise
+            self.refused_because = str(error)
+            self._handover.refuse(self.refused_because)
 
     def finish_weight_update(self) -> None:
         """Nothing to finish: modules are packed as soon as all of theirs has arrived."""

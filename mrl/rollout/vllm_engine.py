@@ -92,6 +92,8 @@ class VllmEngine(RolloutEngine):
         self._on_workers("start_weight_update")
         self._on_workers("update_weights", update_info={"version": version, "full": bool(self.full_tensors_because)})
         self._on_workers("finish_weight_update")
+        if reasons := [reason for reason in self._on_workers("weights_refused_because") if reason]:
+            raise RolloutError(reasons[0])
         if not self._engine.reset_prefix_cache():
             raise RolloutError(f"vLLM did not drop its prefix cache after weights {version} had arrived")
         self._first = ""
@@ -103,10 +105,7 @@ class VllmEngine(RolloutEngine):
         self._engine.wake_up([part])
 
     def _on_workers(self, method: str, **arguments: Any) -> list[Any]:
-        try:
-            answers: list[Any] = self._engine.collective_rpc(method, kwargs=arguments)
-        except RuntimeError as error:  # all that is left of what a worker in another process raised
-            raise RolloutError(str(error), where=f"{method} on {self.settings.replica}") from error
+        answers: list[Any] = self._engine.collective_rpc(method, kwargs=arguments)
         return answers
 
 

@@ -43,14 +43,15 @@ placement:
 model: {{path: {model}}}
 algorithm:
 {algorithm}batch:
-  prompts_per_step: 64
-  samples_per_prompt: 8
-  samples_per_update: 256 # two optimizer steps per step
+  prompts_per_step: {prompts}
+  samples_per_prompt: {samples}
+  samples_per_update: 128 # four optimizer steps per step
 actor:
   parallel: {{tp: {tp}, pp: {pp}}}
   dtype: float32
   max_tokens_per_device: 4096
-  optimizer: {{lr: 4e-4, weight_decay: 0.0}}
+  optimizer: {{lr: 1e-3, weight_decay: 0.0}}
+  schedule: {{warmup_steps: 20}} # Adam's first steps are its largest
 {critic}rollout:
   replicas: 1
   max_prompt_tokens: 16
@@ -61,13 +62,13 @@ data:
   train: {{sums: {{dataset: "toy:addition", options: {{part: train}}}}}}
   validation: {{sums: {{dataset: "toy:addition", options: {{part: validation}}}}}}
 reward:
-  functions: {{answer: {{name: exact_match}}}}
+  functions: {{answer: {{name: digits}}}} # partial credit; what the demo reports is the share of wholly right answers
   num_workers: 1
-training: {{steps: {steps}, seed: {seed}}}
+training: {{steps: {steps}, seed: {seed}{warmup}}}
 validation: {{every: {steps}, samples_per_prompt: 4}}
 """
 ALGORITHMS = {
-    "ppo": "  advantage: gae\n  lam: 0.95\n  kl: {where: loss}\n",
+    "ppo": "  advantage: gae\n",
     "grpo": "  advantage: grpo\n  kl: {where: loss}\n",
     "rloo": "  advantage: rloo\n",
     "reinforce_plus_plus": "  advantage: reinforce_plus_plus\n  kl: {where: reward}\n",
@@ -80,7 +81,7 @@ critic:
   parallel: {} # another layout than the actor's
   dtype: float32
   max_tokens_per_device: 4096
-  optimizer: {lr: 1e-3, weight_decay: 0.0}
+  optimizer: {lr: 2e-3, weight_decay: 0.0}
 """
 
 
@@ -93,7 +94,7 @@ class DemoSettings:
     algorithm: str = "ppo"
     tp: int = 2
     pp: int = 1
-    steps: int = 60
+    steps: int = 80
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
     model = _timed(seconds, "sft", lambda: _warm_start(settings, initial, console))
     config = settings.directory / "demo.yaml"
     config.write_text(_yaml(settings, model, config), encoding="utf-8")
-    console.say(f"{settings.algorithm}: {settings.steps} steps of 64 prompts x 8 samples, as {config} says")
+    console.say(f"{settings.algorithm}: {settings.steps} steps of 512 samples, as {config} says")
     resolved = load_config(str(config))
     with open_run(resolved, console) as run:
         trainer = RayPPOTrainer(run)
@@ -184,6 +185,10 @@ def _yaml(settings: DemoSettings, model: Path, path: Path) -> str:
         tp=settings.tp,
         pp=settings.pp,
         critic=CRITIC if has_critic else "",
+        # Without a critic the samples of a prompt are each other's baseline.
+        prompts=256 if has_critic else 64,
+        samples=2 if has_critic else 8,
+        warmup=", critic_warmup_steps: 2" if has_critic else "",
         steps=settings.steps,
         seed=settings.seed,
     )

@@ -14,7 +14,7 @@ import pytest
 
 from mrl.config.reward_rules import BUILT_IN, REQUIRED
 from mrl.errors import RewardError
-from mrl.rewards.functions import exact_match, f1, format, gsm8k, length, math, overlong
+from mrl.rewards.functions import digits, exact_match, f1, format, gsm8k, length, math, overlong
 from mrl.rewards.sample import Sample
 
 
@@ -50,6 +50,23 @@ def sample(response: str = "", truth: Any = "", tokens: int = 0) -> Sample:
 def test_gsm8k(response: str, truth: Any, options: dict[str, Any], expected: tuple[int, int]) -> None:
     scored = gsm8k.score(sample(response, truth), **options)
     assert (scored["score"], scored["found"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        (" 137 ", "137", 1.0),
+        ("147", "137", 0.5 * 2 / 3),
+        ("37", "137", 0.5 * 2 / 3),
+        ("1137", "137", 0.0),
+        ("942", "137", 0.0),
+        ("-37", "137", 0.0),
+        ("", "137", 0.0),
+        ("it is 137", "137", 0.0),
+    ],
+)
+def test_digits(response: str, truth: str, expected: float) -> None:
+    assert digits.score(sample(response, truth)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

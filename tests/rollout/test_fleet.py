@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,10 +36,14 @@ NUMBERS = itertools.count()
 class Fleet:
     """A fleet with its trainer's side: every version is another random model."""
 
-    def __init__(self, context: RunContext, small: Small, num_replicas: int, engine: str, tp: int = 1) -> None:
+    def __init__(
+        self, context: RunContext, small: Callable[[int], Path], num_replicas: int, engine: str, tp: int = 1
+    ) -> None:
         from mrl.rollout.fleet import RolloutFleet  # loads Ray
 
         self.context, self.small, self.engine, self.tp = context, small, engine, tp
+        self.unsent = ""
+        """A tensor that the trainer forgets."""
         self.role = f"rollout{next(NUMBERS)}"
         self.sent: list[tuple[int, ...]] = []
         self.before_sending: Callable[[], None] = lambda: None
@@ -48,7 +53,7 @@ class Fleet:
         sockets = self.context.run_directory / "handover"
         sockets.mkdir(mode=0o700, exist_ok=True)
         name = f"{self.role}-{replica}"
-        return EngineSettings(self.small("qwen3"), "float32", "cpu", MAX_TOKENS, VOCAB, sockets, name, self.tp, VLLM)
+        return EngineSettings(self.small(0), "float32", "cpu", MAX_TOKENS, VOCAB, sockets, name, self.tp, VLLM)
 
     def start(self, replica: int) -> RayWorkerGroup:
         """A replica on one device of the session's pool."""
@@ -62,13 +67,12 @@ class Fleet:
     def send(self, replicas: Sequence[int], version: int) -> None:
         self.sent.append(tuple(replicas))
         self.before_sending()
-        model = self.small("qwen3", version)
-        sending = [
-            InBackground(send, self.settings(replica), version, tensors, rank)
-            for replica in replicas
-            for rank in range(self.tp)
-            for tensors in [fused(model, self.tp, rank) if self.engine == "vllm" else whole(model)]
-        ]
+        model = self.small(version)
+        sending = []
+        for replica, rank in itertools.product(replicas, range(self.tp)):
+            tensors = fused(model, self.tp, rank) if self.engine == "vllm" else whole(model)
+            sent = [entry for entry in tensors if entry[0] != self.unsent]
+            sending.append(InBackground(send, self.settings(replica), version, sent, rank))
         for each in sending:
             each.result()
 
@@ -86,7 +90,7 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(run_context: RunContext, small: Small) -> Iterator[Fleet]:
     """Two replicas for all tests: what dies in one of them is replaced in the next."""
-    made = Fleet(run_context, small, 2, "tests.rollout.lethal_engine:LethalEngine")
+    made = Fleet(run_context, partial(small, "qwen3"), 2, "tests.rollout.lethal_engine:LethalEngine")
     yield made
     made.fleet.close()
 
@@ -94,8 +98,11 @@ def fleet(run_context: RunContext, small: Small) -> Iterator[Fleet]:
 @pytest.fixture(scope="module")
 def alone(make_engine: Callable[..., RolloutEngine], small: Small) -> dict[str, Generated]:
     """What one engine in this process makes of the requests, at version 1."""
-    engine = make_engine("transformers", small("qwen3"))
-    update(engine, small("qwen3", 1), version=1)
+    return samples_of(make_engine("transformers", small("qwen3")), small("qwen3", 1))
+
+
+def samples_of(engine: RolloutEngine, model: Path) -> dict[str, Generated]:
+    update(engine, model, version=1)
     return run(engine, WANTED, SAMPLING)
 
 
@@ -199,14 +206,14 @@ def test_a_prompt_that_two_replicas_do_not_survive_is_named(fleet: Fleet, prompt
 
 @pytest.fixture
 def vllm_fleet(run_context: RunContext, small: Small, request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    num_replicas, tp = request.param
-    made = Fleet(run_context, small, num_replicas, "vllm", tp)
+    family, num_replicas, tp = request.param
+    made = Fleet(run_context, partial(small, family), num_replicas, "vllm", tp)
     yield made
     made.fleet.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vllm_fleet", [(2, 1)], indirect=True)
+@pytest.mark.parametrize("vllm_fleet", [("qwen3", 2, 1)], indirect=True)
 def test_vllm_replicas_are_killed_and_stopped_and_replaced(vllm_fleet: Fleet, alone: dict[str, Generated]) -> None:
     vllm_fleet.fleet.update(1)
     assert not vllm_fleet.fleet.full_tensors_because
@@ -218,16 +225,36 @@ def test_vllm_replicas_are_killed_and_stopped_and_replaced(vllm_fleet: Fleet, al
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vllm_fleet", [(1, 2)], indirect=True)
+@pytest.mark.parametrize("vllm_fleet", [("qwen3", 1, 2)], indirect=True)
 def test_a_replica_of_several_processes_dies_as_a_whole(vllm_fleet: Fleet, alone: dict[str, Generated]) -> None:
     vllm_fleet.fleet.update(1)
-    assert_are(vllm_fleet.fleet.generate(WANTED, SAMPLING, version=1), alone)
-    for victim in (lambda before: before[-1], lambda before: vllm_fleet.pid(0)):
-        before = workers_of(vllm_fleet.pid(0))
-        assert len(before) >= 2
-        assert_are(generate_and(vllm_fleet, lambda: os.kill(victim(before), signal.SIGKILL), after=1), alone)  # noqa: B023
-        assert not [pid for pid in before if is_running(pid)]
-    assert len(vllm_fleet.lost()) == 2
+
+    def kill_one_of(pids: list[int]) -> list[Generated]:
+        return generate_and(vllm_fleet, lambda: os.kill(pids[-1], signal.SIGKILL), after=1)
+
+    for num_lost in (1, 2):
+        workers = workers_of(vllm_fleet.pid(0))
+        assert len(workers) >= 2
+        assert_are(kill_one_of(workers if num_lost == 1 else [vllm_fleet.pid(0)]), alone)
+        assert not [pid for pid in workers if is_running(pid)]
+        assert len(vllm_fleet.lost()) == num_lost, "\n".join(each.reason for each in vllm_fleet.lost())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vllm_fleet", [("qwen3_moe", 1, 2)], indirect=True)
+def test_every_rank_of_an_engine_takes_its_own_shard(
+    vllm_fleet: Fleet, make_engine: Callable[..., RolloutEngine], small: Small
+) -> None:
+    expected = samples_of(make_engine("transformers", small("qwen3_moe")), small("qwen3_moe", 1))
+    vllm_fleet.fleet.update(2)
+    vllm_fleet.fleet.update(1)
+    assert_are(vllm_fleet.fleet.generate(WANTED, SAMPLING, version=1), expected)
+    vllm_fleet.unsent = "model.norm.weight"
+    with pytest.raises(RolloutError, match=r"1 of the model's parameters were not sent: model\.norm\.weight"):
+        vllm_fleet.fleet.update(2)
+    vllm_fleet.unsent = ""
+    assert_are(vllm_fleet.fleet.generate(WANTED, SAMPLING, version=1), expected)
+    assert not vllm_fleet.lost()
 
 
 def workers_of(pid: int) -> list[int]:

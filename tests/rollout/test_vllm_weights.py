@@ -48,27 +48,6 @@ def test_new_weights_are_what_is_computed_with(
     assert_follows(engine, oracle, models)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_every_rank_of_an_engine_takes_its_own_shard(make_engine: Make, small: Small, family: str) -> None:
-    engine = make_engine("vllm", small(family), tp=2)
-    oracle = make_engine("transformers", small(family))
-    assert_follows(engine, oracle, [small(family, seed) for seed in (1, 2)])
-    sending = [
-        InBackground(send, engine.settings, 3, without(fused(small(family), 2, rank), "model.norm.weight"), rank)
-        for rank in range(2)
-    ]
-    with pytest.raises(RolloutError, match=r"1 of the model's parameters were not sent: model\.norm\.weight"):
-        engine.receive_weights(3)
-    for each in sending:
-        with pytest.raises(RolloutError, match="refused the weights"):
-            each.result()
-
-
-def without(tensors: Iterator[tuple[str, Tensor]], name: str) -> Iterator[tuple[str, Tensor]]:
-    return (entry for entry in tensors if entry[0] != name)
-
-
 @pytest.fixture(scope="module")
 def engine(make_engine: Make, small: Small) -> RolloutEngine:
     return make_engine("vllm", small("qwen3_moe"))
@@ -140,7 +119,9 @@ def test_a_whole_tensor_that_is_not_sent_is_noticed(
     engine: RolloutEngine, small: Small, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     force_whole_tensors(engine, monkeypatch)
-    sending = InBackground(send, engine.settings, 1, without(whole(small("qwen3_moe")), missing))
+    sending = InBackground(
+        send, engine.settings, 1, ((name, tensor) for name, tensor in whole(small("qwen3_moe")) if name != missing)
+    )
     with pytest.raises(RolloutError, match=r"1 of the model's modules were not sent whole: model\.layers\.[23]"):
         engine.receive_weights(1)
     with pytest.raises(RolloutError, match="not sent whole"):
