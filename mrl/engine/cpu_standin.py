@@ -185,6 +185,8 @@ def install() -> None:
         if name.startswith(f"{_MEGATRON}.") and getattr(module, "torch", None) is torch:
             module.torch = replacement  # type: ignore[attr-defined]
     _replace_single_names()
+    # Compiled helpers take long to build and gain nothing here. An environment variable would come after torch.
+    torch._dynamo.config.disable = True
 
 
 def _replace_single_names() -> None:

@@ -68,8 +68,7 @@ def _rank_main(
 ) -> None:
     rank, num_ranks, port, listener = place
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # or a rank that waits in gloo would wait for ever
-    # Compiled helpers are slow to build and gain nothing on tiny models.
-    os.environ.update(TORCHDYNAMO_DISABLE="1", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

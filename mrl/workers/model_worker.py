@@ -148,7 +148,3 @@ def optional_values(batch: DataProto, *names: str) -> dict[str, Tensor]:
     present = batch.columns()
     return {name: batch.values(name) for name in names if name in present}
 
-
-# Compiled helpers are slow to build and gain nothing on small models; on GPUs Megatron's own setting stands.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

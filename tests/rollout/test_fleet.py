@@ -41,7 +41,10 @@ class Fleet:
     ) -> None:
         from mrl.rollout.fleet import RolloutFleet  # loads Ray
 
-        self.context, self.small, self.engine, self.tp = context, small, engine, tp
+        # vLLM's start and first step take long where others compute as well.
+        patient = dataclasses.replace(context.deadlines, start_s=300, call_s=120)
+        self.context = dataclasses.replace(context, deadlines=patient)
+        self.small, self.engine, self.tp = small, engine, tp
         self.unsent = ""
         """A tensor that the trainer forgets."""
         self.role = f"rollout{next(NUMBERS)}"
