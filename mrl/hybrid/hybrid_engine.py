@@ -135,6 +135,8 @@ class HybridEngine:
         reports = self._actor.send_weights(version, workers)
         if self._parameters_are_away:
             self._actor.offload("parameters")
+        if failures := [report.failure for report in reports if report.failure]:
+            raise RolloutError(f"weights {version} did not arrive: {failures[0]}")
         self._metrics = {
             "sync/seconds": time.perf_counter() - began,
             "sync/bytes_between_ranks": sum(report.bytes_received for report in reports),
