@@ -46,18 +46,20 @@ def received(end: Any, path: Path, behaviour: str) -> None:
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Run]:
     context = multiprocessing.get_context("spawn")
-    started: list[Any] = []
+    started: dict[Path, Any] = {}
 
     def start(behaviour: str = "take", path: Path = tmp_path / "0-0.sock") -> tuple[Path, Any]:
+        if path in started:
+            started[path].join(LIMIT_S)  # while it ends, its socket still takes connections
         ours, theirs = context.Pipe()
         process = context.Process(target=received, args=(theirs, path, behaviour), daemon=True)
         process.start()
         theirs.close()
-        started.append(process)
+        started[path] = process
         return path, ours
 
     yield start
-    for process in started:
+    for process in started.values():
         process.kill()
         process.join()
 
