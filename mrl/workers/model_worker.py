@@ -147,4 +147,3 @@ def optional_values(batch: DataProto, *names: str) -> dict[str, Tensor]:
     """The jagged columns of these names that are there."""
     present = batch.columns()
     return {name: batch.values(name) for name in names if name in present}
-

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mrl.config.load import load_config
 from mrl.events import Saved, read_events
-from mrl.observe.console import Console
 from mrl.observe.metrics import read_metrics
 from mrl.trainer.demo_model import make_model
-from mrl.trainer.ppo import RayPPOTrainer
-from mrl.trainer.run import open_run
 
 CONFIG = """\
 run: {{name: small, dir: {directory}}}
@@ -48,18 +46,28 @@ training: {{steps: 3, save_every: 1, keep: 3}}
 """
 
 
-def train(config: Path, *overrides: str) -> tuple[list[dict[str, Any]], str]:
-    """The metrics of a run without what only a clock decides, and what it printed."""
-    stream = io.StringIO()
-    resolved = load_config(str(config), overrides)
-    with open_run(resolved, Console(resolved.config.training.steps, stream)) as run:
-        trainer = RayPPOTrainer(run)
-        with trainer.init_workers():
-            trainer.fit()
-    directory = Path(resolved.config.run.dir, resolved.config.run.name)
-    lines = read_metrics(directory / "metrics.jsonl")
+ROOT = Path(__file__).resolve().parents[2]
+MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
+
+
+def train(config: Path, name: str) -> tuple[list[dict[str, Any]], str]:
+    """The metrics of a run without what only a clock decides, and what it printed.
+
+    A process of its own, as for a user: the one that runs the tests may hold a Ray already.
+    """
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    ran = subprocess.run(
+        [sys.executable, "-c", MAIN, "train", str(config), f"run.name={name}"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    lines = read_metrics(config.parent / "runs" / name / "metrics.jsonl")
     timed = ("timing_s/", "perf/", "sync/seconds", "reward/seconds")
-    return [{name: line[name] for name in line if not name.startswith(timed)} for line in lines], stream.getvalue()
+    return [{key: line[key] for key in line if not key.startswith(timed)} for line in lines], ran.stdout
 
 
 def hashes(checkpoint: Path) -> dict[str, Any]:
@@ -81,7 +89,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_run_and_the_same_run_resumed(config: Path) -> None:
     """Three steps; then from the checkpoint of the first, in new processes, the other two: equal to the bit."""
-    whole, printed = train(config)
+    whole, printed = train(config, "small")
     assert [line["step"] for line in whole] == [1, 2, 3]
     assert "3/3" in printed
     first = whole[0]
@@ -97,7 +105,7 @@ def test_a_run_and_the_same_run_resumed(config: Path) -> None:
     shutil.copytree(run, again)
     for step in (2, 3):
         shutil.rmtree(again / "checkpoints" / f"step-{step:06d}")
-    resumed, printed = train(config, "run.name=again")
+    resumed, printed = train(config, "again")
     assert f"resumed from {again / 'checkpoints' / 'step-000001'}" in printed
     assert resumed == whole
     last = Path("checkpoints", "step-000003")
