@@ -41,14 +41,17 @@ class ToyRows:
         }
 
 
-def addition(part: str = "all") -> ToyRows:
-    """Every sum of two two-digit numbers."""
+def addition(part: str = "all", largest: int = 99) -> ToyRows:
+    """Every sum of two two-digit numbers that are at most `largest`."""
+    if not 10 <= largest <= 99:
+        raise DataError(f"toy:addition adds two-digit numbers; the largest cannot be {largest}")
+    count = largest - 9
 
     def make(number: int) -> tuple[str, str]:
-        first, second = 10 + number // 90, 10 + number % 90
+        first, second = 10 + number // count, 10 + number % count
         return f"{first}+{second}=", str(first + second)
 
-    return ToyRows("addition", make, _part("addition", 90 * 90, part))
+    return ToyRows("addition", make, _part("addition", count * count, part))
 
 
 def reversing(size: int = 10_000, longest: int = 8, seed: int = 0, part: str = "all") -> ToyRows:

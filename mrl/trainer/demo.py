@@ -1,4 +1,4 @@
-"""The demo: a tiny model learns two-digit addition, first a little from examples, then from rewards alone."""
+"""The demo: a tiny model learns to add numbers from 10 to 49, first a little from examples, then from rewards alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from mrl.trainer.sft import train_sft
 
 Result = TypeVar("Result")
 
-SFT_STEPS, SFT_LOSS = 600, 0.38
+LARGEST = 49
+SFT_STEPS, SFT_LOSS = 600, 0.42
 WARM_START_AT_MOST, GOAL = 0.40, 0.80
 SOLVED = "val/solved/mean@4"
 
@@ -50,7 +51,7 @@ actor:
   parallel: {{tp: {tp}, pp: {pp}}}
   dtype: float32
   max_tokens_per_device: 4096
-  optimizer: {{lr: 1e-3, weight_decay: 0.0}}
+  optimizer: {{lr: 6e-4, weight_decay: 0.0}}
   schedule: {{warmup_steps: 20}} # Adam's first steps are its largest
 {critic}rollout:
   replicas: 1
@@ -59,8 +60,8 @@ actor:
   vllm: {{enforce_eager: true, kv_cache_memory_bytes: 67108864}}
 sync: {{offload: false}} # trainer and engine fit into memory together
 data:
-  train: {{sums: {{dataset: "toy:addition", options: {{part: train}}}}}}
-  validation: {{sums: {{dataset: "toy:addition", options: {{part: validation}}}}}}
+  train: {{sums: {{dataset: "toy:addition", options: {{part: train, largest: {largest}}}}}}}
+  validation: {{sums: {{dataset: "toy:addition", options: {{part: validation, largest: {largest}}}}}}}
 reward:
   functions: {{answer: {{name: digits}}}} # partial credit; what the demo reports is the share of wholly right answers
   num_workers: 1
@@ -146,12 +147,13 @@ def _warm_start(settings: DemoSettings, initial: Path, console: Console) -> Path
     directory = settings.directory / "sft"
     (directory / "logs").mkdir(parents=True, mode=0o700)
     devices = settings.tp * settings.pp
+    options = {"part": "train", "largest": LARGEST}
     config = SftConfig(
         run=RunConfig(name="sft", dir=str(settings.directory)),
         cluster=ClusterConfig(devices_per_node=devices, device="cpu"),
         placement=PlacementConfig(pools={"laptop": devices}, roles={"actor": "laptop"}),
         model=ModelConfig(path=str(initial)),
-        data=DataConfig(train={"sums": SourceConfig(dataset="toy:addition", options={"part": "train"})}),
+        data=DataConfig(train={"sums": SourceConfig(dataset="toy:addition", options=options)}),
         batch=SftBatchConfig(rows_per_update=256, max_prompt_tokens=16, max_response_tokens=8),
         actor=TrainedModelConfig(
             dtype="float32",
@@ -189,6 +191,7 @@ def _yaml(settings: DemoSettings, model: Path, path: Path) -> str:
         prompts=256 if has_critic else 64,
         samples=2 if has_critic else 8,
         warmup=", critic_warmup_steps: 2" if has_critic else "",
+        largest=LARGEST,
         steps=settings.steps,
         seed=settings.seed,
     )

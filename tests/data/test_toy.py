@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from mrl.config.schema import SourceConfig
 from mrl.data.chat import ChatTokenizer, load_tokenizer
-from mrl.data.toy import TOY_TASKS
+from mrl.data.toy import TOY_TASKS, addition
 from mrl.data.toy_tokenizer import save_toy_tokenizer
+from mrl.errors import DataError
 from tests.data.conftest import OpenDataset
 
 
@@ -102,3 +103,16 @@ def _share(tokenizer: ChatTokenizer) -> None:
 
 def shared_tokenizer() -> ChatTokenizer:
     return _MADE[0]
+
+
+def test_addition_of_smaller_numbers() -> None:
+    rows = addition(largest=12)
+    assert [row["prompt"][0]["content"] for row in rows] == [
+        f"{first}+{second}=" for first in (10, 11, 12) for second in (10, 11, 12)
+    ]
+    assert [row["reward_model"]["ground_truth"] for row in rows][-1] == "24"
+    parts = [{row["extra_info"]["index"] for row in addition(part, 49)} for part in ("train", "validation")]
+    assert not parts[0] & parts[1]
+    assert len(parts[0] | parts[1]) == 1600
+    with pytest.raises(DataError, match="the largest cannot be 100"):
+        addition(largest=100)
