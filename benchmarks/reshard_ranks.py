@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from benchmarks.reshard_gather import GatherEverything
 from mrl.config.mesh import Mesh
@@ -25,6 +25,7 @@ from mrl.config.schema import ParallelConfig
 from mrl.errors import RolloutError
 from mrl.hybrid.layout import Planner, RolloutLayout
 from mrl.hybrid.reshard import Resharder, ReshardReport, ReshardSettings
+from mrl.hybrid.wires import JoinedWires, Wires, WorldWires
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader, load_shard, slices
 from mrl.models.layout import Layout, RankPlace
@@ -54,6 +55,8 @@ class ReshardCase:
     repeats: int = 1
     gather: bool = False
     """Whether the way that gathers everything is timed too."""
+    num_porters: int = 0
+    """The last ranks, which hold no weights: the workers are with them, as in a pool of their own."""
 
 
 @dataclass(frozen=True)
@@ -77,19 +80,14 @@ def measure(cases: list[ReshardCase]) -> list[RankOutcome]:
 
 def measure_one(case: ReshardCase) -> RankOutcome:
     """One case on this rank."""
-    rank, spec = dist.get_rank(), read_spec(case.model)
-    mesh = mesh_of(case.parallel, dist.get_world_size())
+    spec = read_spec(case.model)
+    mesh = mesh_of(case.parallel, dist.get_world_size() - case.num_porters)
     rollout = rollout_of(case, mesh)
     channels = {worker: Path(case.sockets, f"{worker}.sock") for worker in range(len(rollout.hosts))}
-    settings = ReshardSettings(case.dtype, case.bucket_bytes, LIMIT_S)
-    with holding(case, mesh) as (held, groups_and_chunks):
-        planner = Planner(spec, layout_of(case.parallel), mesh, rollout)
-        if groups_and_chunks:
-            from mrl.hybrid.reshard import engine_resharder
-
-            resharder = engine_resharder(*groups_and_chunks, spec, rollout, channels, settings)
-        else:
-            resharder = Resharder(planner, rank, held, channels, settings)
+    settings = ReshardSettings(case.dtype, case.train_dtype, case.bucket_bytes, LIMIT_S)
+    with holding(case, mesh) as held:
+        planner = Planner(spec, Layout.of(case.parallel), mesh, rollout)
+        resharder = Resharder(planner, wires_of(case), held, channels, settings)
         return carry_out(case, resharder, held)
 
 
@@ -139,25 +137,34 @@ def mesh_of(parallel: ParallelConfig, num_ranks: int) -> Mesh:
     return Mesh(num_ranks, parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp)
 
 
-def layout_of(parallel: ParallelConfig) -> Layout:
-    """What splits the model."""
-    return Layout(parallel.tp, parallel.pp, parallel.vpp, parallel.ep, parallel.etp)
-
-
 def rollout_of(case: ReshardCase, mesh: Mesh) -> RolloutLayout:
     """As many engines as fit, one worker a rank."""
-    hosts = tuple(range(mesh.world_size // case.sizes.tp * case.sizes.tp))
-    return RolloutLayout(case.sizes, hosts, tuple(rank // case.ranks_per_node for rank in range(mesh.world_size)))
+    num_hosts, num_ranks = case.num_porters or mesh.world_size, mesh.world_size + case.num_porters
+    first = mesh.world_size if case.num_porters else 0
+    hosts = tuple(range(first, first + num_hosts // case.sizes.tp * case.sizes.tp))
+    return RolloutLayout(case.sizes, hosts, tuple(rank // case.ranks_per_node for rank in range(num_ranks)))
+
+
+def wires_of(case: ReshardCase) -> Wires:
+    """The world of the trainer, or the one that it forms with the porters."""
+    device, rank, size = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
+    if not case.num_porters:
+        return WorldWires(device)
+    meeting = Path(case.sockets, f"meeting-{case.model.replace('/', '-')}-{case.parallel.tp}-{case.parallel.pp}")
+    return JoinedWires(FileStore(str(meeting), size), rank, size, device, LIMIT_S)
 
 
 @contextmanager
-def holding(case: ReshardCase, mesh: Mesh) -> Iterator[tuple[dict[tuple[int, str], Tensor], tuple[Any, Any] | None]]:
+def holding(case: ReshardCase, mesh: Mesh) -> Iterator[dict[tuple[int, str], Tensor]]:
     """This rank's parameters, filled from the model's file."""
     reader, spec = HfReader(case.model), read_spec(case.model)
+    if dist.get_rank() >= mesh.world_size:
+        yield {}
+        return
     if not case.megatron:
         at = mesh.coordinates(dist.get_rank())
-        shards = shards_of(spec, layout_of(case.parallel), RankPlace(at.tp, at.pp, at.ep, at.etp), "lm")
-        yield {(shard.chunk, shard.name): load_shard(reader, shard, case.train_dtype) for shard in shards}, None
+        shards = shards_of(spec, Layout.of(case.parallel), RankPlace(at.tp, at.pp, at.ep, at.etp), "lm")
+        yield {(shard.chunk, shard.name): load_shard(reader, shard, case.train_dtype) for shard in shards}
         return
     from mrl.engine import weights
     from mrl.engine.model import ModelRequest, build_chunks, transformer_config
@@ -168,7 +175,7 @@ def holding(case: ReshardCase, mesh: Mesh) -> Iterator[tuple[dict[tuple[int, str
         chunks = build_chunks(request, transformer_config(request, groups), groups)
         weights.load(chunks, reader, spec, "lm", groups)
         pairs = weights.held_tensors(chunks, spec, "lm", groups)
-        yield {(shard.chunk, shard.name): tensor.detach() for shard, tensor in pairs}, (groups, chunks)
+        yield {(shard.chunk, shard.name): tensor.detach() for shard, tensor in pairs}
 
 
 def fused_of(case: ReshardCase, tp_rank: int, factor: float) -> dict[str, Tensor]:

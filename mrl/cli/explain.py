@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mrl.cli.show import split_arguments
 from mrl.config.arithmetic import (
+    has_own_rollout_pool,
     longest_sample_tokens,
     num_engines,
     role_batch,
-    role_devices,
     role_mesh,
+    rollout_devices,
     samples_per_step,
     updates_per_step,
 )
@@ -106,9 +107,8 @@ def _who(config: Config, roles: list[str]) -> str:
     for role in roles:
         names.append(role)
         if role == "actor":
-            names += ["rollout"] + (
-                [f"reference (kl.where: {config.algorithm.kl.where})"] if _has_reference(config) else []
-            )
+            names += [] if "rollout" in config.placement.roles else ["rollout"]
+            names += [f"reference (kl.where: {config.algorithm.kl.where})"] if _has_reference(config) else []
     return ", ".join(names) + (" take turns" if len(names) > 1 else "")
 
 
@@ -168,8 +168,9 @@ def _rank_table(mesh: Mesh, devices_per_node: int, *, all_ranks: bool) -> Iterat
 
 
 def _rollout(config: Config, *, all_ranks: bool) -> Iterator[str]:
-    devices, tp = role_devices(config, "actor"), config.rollout.tp
-    yield f"rollout: {num_engines(config)} engines of tp {tp} on the {devices} devices of the actor"
+    devices, tp = rollout_devices(config), config.rollout.tp
+    whose = "their own" if has_own_rollout_pool(config) else "the actor's"
+    yield f"rollout: {num_engines(config)} engines of tp {tp} on {whose} {devices} devices"
     here = config.cluster.devices_per_node
     ranks = [
         {"rank": rank, "node": rank // here, "device": rank % here, "engine": rank // tp, "tp": rank % tp}

@@ -75,6 +75,17 @@ def role_batch(config: Config, role: str) -> RoleBatch:
     )
 
 
+def has_own_rollout_pool(config: Config) -> bool:
+    """Whether the engines have devices of their own, and so never take turns with the trainer."""
+    roles = config.placement.roles
+    return roles.get("rollout", roles["actor"]) != roles["actor"]
+
+
+def rollout_devices(config: Config) -> int:
+    """Devices that the rollout engines may use."""
+    return role_devices(config, "rollout" if has_own_rollout_pool(config) else "actor")
+
+
 def num_engines(config: Config) -> int:
-    """Rollout engines on the actor's devices."""
-    return config.rollout.replicas or role_devices(config, "actor") // config.rollout.tp
+    """Rollout engines on their devices."""
+    return config.rollout.replicas or rollout_devices(config) // config.rollout.tp

@@ -18,7 +18,7 @@ from mrl.errors import Problem, did_you_mean
 
 AnyTyped = TypeVar("AnyTyped", bound=Config | SftConfig)
 Rule = Callable[[AnyTyped], Iterator[Problem]]
-_ROLES = ("actor", "critic")
+_ROLES = ("actor", "critic", "rollout")
 
 
 def check_rules(rules: Sequence[Rule[AnyTyped]], config: AnyTyped) -> Iterator[Problem]:
@@ -53,7 +53,7 @@ def roles_have_pools(config: AnyConfig) -> Iterator[Problem]:
         key = f"placement.roles.{role}"
         if role not in _ROLES:
             yield Problem("", key, "unknown role", did_you_mean(role, _ROLES))
-        elif role not in trained:
+        elif role not in trained and (role != "rollout" or isinstance(config, SftConfig)):
             yield Problem("", key, f"there is no {role} section", f"add one, or set {key}=null")
         if pool not in placement.pools:
             yield Problem("", key, f'there is no pool "{pool}"', did_you_mean(pool, placement.pools))
@@ -88,15 +88,17 @@ def tensor_parallel_stays_in_a_node(config: Config) -> Iterator[Problem]:
     """Tensor parallelism needs the links inside a machine."""
     here = config.cluster.devices_per_node
     for role, devices in _placed(config):
-        sizes = {f"{role}.parallel.tp": config.trained_roles()[role].parallel.tp}
-        if role == "actor":
-            sizes["rollout.tp"] = config.rollout.tp
-        for key, tp in sizes.items():
-            if tp > here:
-                yield Problem("", key, f"{tp} is more than the {here} devices of a node", nearest(key, [here]))
-            elif devices > here and here % tp:
-                what = f"{tp} does not divide the {here} devices of a node: some groups would span two nodes"
-                yield Problem("", key, what, nearest(key, near_divisors(tp, here)))
+        yield from _stays_in_a_node(f"{role}.parallel.tp", config.trained_roles()[role].parallel.tp, devices, here)
+    for _, devices in _engines_placed(config):
+        yield from _stays_in_a_node("rollout.tp", config.rollout.tp, devices, here)
+
+
+def _stays_in_a_node(key: str, tp: int, devices: int, here: int) -> Iterator[Problem]:
+    if tp > here:
+        yield Problem("", key, f"{tp} is more than the {here} devices of a node", nearest(key, [here]))
+    elif devices > here and here % tp:
+        what = f"{tp} does not divide the {here} devices of a node: some groups would span two nodes"
+        yield Problem("", key, what, nearest(key, near_divisors(tp, here)))
 
 
 def options_need_their_axis(config: AnyConfig) -> Iterator[Problem]:
@@ -113,17 +115,28 @@ def options_need_their_axis(config: AnyConfig) -> Iterator[Problem]:
             )
 
 
-def engines_fit_the_actors_pool(config: Config) -> Iterator[Problem]:
-    """The rollout engines share the actor's devices among them: all of them, unless a number is given."""
+def engines_fit_their_pool(config: Config) -> Iterator[Problem]:
+    """The rollout engines share their devices among them: all of them, unless a number is given."""
     tp, replicas = config.rollout.tp, config.rollout.replicas
-    for role, devices in _placed(config):
-        if role == "actor" and replicas is None and devices % tp:
-            what = f"{tp} does not divide the {devices} devices of the actor's pool"
-            yield Problem("", "rollout.tp", what, nearest("rollout.tp", near_divisors(tp, devices)))
-        elif role == "actor" and replicas is not None and replicas * tp > devices:
-            what = f"{replicas} engines of {tp} devices do not fit on the {devices} devices of the actor's pool"
+    for role, devices in _engines_placed(config):
+        pool = f"the {devices} devices of the pool of the {role}"
+        if replicas is None and devices % tp:
+            fix = nearest("rollout.tp", near_divisors(tp, devices))
+            yield Problem("", "rollout.tp", f"{tp} does not divide {pool}", fix)
+        elif replicas is not None and replicas * tp > devices:
             fix = f"rollout.replicas={devices // tp}" if devices >= tp else f"rollout.tp={devices}"
-            yield Problem("", "rollout.replicas", what, fix)
+            yield Problem("", "rollout.replicas", f"{replicas} engines of {tp} devices do not fit on {pool}", fix)
+
+
+def engines_share_with_the_actor_alone(config: Config) -> Iterator[Problem]:
+    """Memory changes hands between the engines and the trainer; nothing does that for another role."""
+    roles = config.placement.roles
+    if "rollout" not in roles or roles["rollout"] == roles.get("actor"):
+        return
+    if beside := [role for role, pool in roles.items() if pool == roles["rollout"] and role != "rollout"]:
+        what = f'the engines would share pool "{roles["rollout"]}" with the {", ".join(beside)}, but not the actor'
+        fix = "a pool of their own, or placement.roles.rollout=null to have them with the actor"
+        yield Problem("", "placement.roles.rollout", what, fix)
 
 
 def steps_split_over_ranks(config: Config) -> Iterator[Problem]:
@@ -215,6 +228,14 @@ def _placed(config: AnyConfig) -> Iterator[tuple[str, int]]:
             yield role, role_devices(config, role)
 
 
+def _engines_placed(config: Config) -> Iterator[tuple[str, int]]:
+    """The role on whose devices the engines are, with their number, if it has a pool."""
+    roles, pools = config.placement.roles, config.placement.pools
+    role = "rollout" if "rollout" in roles else "actor"
+    if roles.get(role) in pools:
+        yield role, pools[roles[role]]
+
+
 def _data_parallel_sizes(config: Config) -> Iterator[tuple[str, int]]:
     """The data-parallel sizes that occur, each with the names of its roles."""
     roles_of: dict[int, list[str]] = {}
@@ -240,7 +261,8 @@ LAYOUT_RULES: tuple[Rule[AnyConfig], ...] = (
 RULES: tuple[Rule[Config], ...] = (
     *LAYOUT_RULES,
     tensor_parallel_stays_in_a_node,
-    engines_fit_the_actors_pool,
+    engines_fit_their_pool,
+    engines_share_with_the_actor_alone,
     steps_split_over_ranks,
     updates_split_the_step,
     samples_fit_a_micro_batch,

@@ -63,7 +63,8 @@ class PlacementConfig:
     pools: dict[PlainName, Count]
     """Name of each pool -> its number of devices."""
     roles: dict[str, Text]
-    """Role -> its pool. Rollout and the reference model live with the actor."""
+    """Role -> its pool. The reference model lives with the actor, and so do the rollout engines, unless `rollout` is
+    given a pool of its own: then weights go over the network, and the two memories need not take turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +145,12 @@ class TrainedModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """How samples are generated: vLLM engines on the actor's devices."""
+    """How samples are generated: vLLM engines on the actor's devices, or on those of the role `rollout`."""
 
     tp: Count = 1
     """Tensor parallel size of one engine."""
     replicas: Count | None = None
-    """Number of engines; null takes as many as fit on the actor's devices."""
+    """Number of engines; null takes as many as fit on their devices."""
     engine: Text = "vllm"
     """`vllm`, or `transformers`, which is slow and simple, for comparison; or your own as `package.module:class`."""
     max_prompt_tokens: Count

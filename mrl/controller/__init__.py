@@ -16,7 +16,7 @@ if "ray" not in sys.modules:
 from mrl.controller.cluster import ray_cluster
 from mrl.controller.dispatch import Dispatch, register
 from mrl.controller.resource_pool import RayResourcePool, ResourcePoolManager, Seats
-from mrl.controller.worker import Place, Worker
+from mrl.controller.worker import Place, Rendezvous, Worker
 from mrl.controller.worker_group import DataProtoFuture, RayClassWithInitArgs, RayWorkerGroup, RunContext
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",
+    "Rendezvous",
     "ResourcePoolManager",
     "RunContext",
     "Seats",

@@ -133,10 +133,13 @@ class ResourcePoolManager:
         return self.pools[roles[role]]
 
     def seats(self, role: str) -> Seats:
-        """Every device of a role's pool, shared with the other roles and, where the actor is, with the engines."""
+        """Every device of a role's pool, shared by its roles.
+
+        The engines need a second share, beside the actor or, on a pool of their own, beside the weights' porters.
+        """
         pool = self.get_resource_pool(role)
-        at_home = [other for other, name in self._placement.roles.items() if name == pool.name]
-        num_sharing = len(at_home) + ("actor" in at_home)
+        at_home = {other for other, name in self._placement.roles.items() if name == pool.name}
+        num_sharing = len(at_home - {"rollout"}) + 1 if "actor" in at_home else len(at_home) + ("rollout" in at_home)
         share = int(1000 / num_sharing) / 1000  # rounded down: three thirds must not come out above one device
         return Seats(pool.devices, share, pool.describe())
 

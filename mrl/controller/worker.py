@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import os
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mrl.config.mesh import Coordinates, Mesh
+from mrl.controller.dispatch import Dispatch, register
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -69,6 +71,16 @@ class Worker:
     def world_size(self) -> int:
         """Number of ranks in the group."""
         return self.place.mesh.world_size
+
+    @register(Dispatch.ONE_TO_ALL)
+    def visible_gpus(self) -> str:
+        """The GPU of this rank, as CUDA_VISIBLE_DEVICES names it."""
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def where(self) -> tuple[str, int]:
+        """The node of this rank, and its number there."""
+        return socket.gethostname(), self.place.local_rank
 
     def init_process_group(self, backend: str, timeout_s: float) -> None:
         """Join torch.distributed with the other ranks of this group."""

@@ -19,11 +19,11 @@ from torch import Tensor
 from mrl.engine.agreement import all_or_none
 from mrl.engine.model import DTYPES
 from mrl.engine.parallel import Groups
-from mrl.engine.weights import held_tensors, layout_of
+from mrl.engine.weights import held_tensors
 from mrl.models.complete import check_complete
 from mrl.models.hf_reader import slices
 from mrl.models.hf_writer import HfWriter
-from mrl.models.layout import RankPlace
+from mrl.models.layout import Layout, RankPlace
 from mrl.models.parameters import Box
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, Shard, dense_shards, expert_shards
@@ -45,7 +45,7 @@ def export(
     spec, head, groups = engine.request.spec, engine.request.head, engine.groups
     writer: HfWriter | None = None
     with all_or_none("the export"):
-        check_complete(spec, layout_of(groups), head)
+        check_complete(spec, Layout.of(groups.parallel), head)
         mine = {(shard.chunk, shard.name): held for shard, held in held_tensors(engine.models, spec, head, groups)}
         if groups.at.rank == 0:
             writer = HfWriter(directory, spec, source, head, DTYPES[engine.request.settings.dtype], max_file_bytes)
@@ -81,7 +81,7 @@ def _on_rank_0(mine: dict[tuple[int, str], Tensor], engine: MegatronEngine) -> I
 
 def _first_holders(spec: ModelSpec, head: Head, groups: Groups) -> Iterator[tuple[int, Shard]]:
     """Every shard of the layout beside the first rank that holds it; known to all ranks from the table alone."""
-    layout, seen = layout_of(groups), set()
+    layout, seen = Layout.of(groups.parallel), set()
     for rank in range(groups.mesh.world_size):
         at = groups.mesh.coordinates(rank)
         place = RankPlace(tp=at.tp, pp=at.pp, ep=at.ep, etp=at.etp)

@@ -16,16 +16,10 @@ from mrl.models.spec import ModelSpec
 from mrl.models.table import SCORE, Head, Shard, local_name, shards_of
 
 
-def layout_of(groups: Groups) -> Layout:
-    """The table's view of this layout."""
-    sizes = groups.parallel
-    return Layout(tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, ep=sizes.ep, etp=sizes.etp)
-
-
 def rank_shards(spec: ModelSpec, head: Head, groups: Groups) -> list[Shard]:
     """What this rank holds, according to the table."""
     place = RankPlace(tp=groups.at.tp, pp=groups.at.pp, ep=groups.at.ep, etp=groups.at.etp)
-    return shards_of(spec, layout_of(groups), place, head)
+    return shards_of(spec, Layout.of(groups.parallel), place, head)
 
 
 def held_tensors(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mrl.hybrid.layout import Move, PlannedBucket, RankPlan
 from mrl.hybrid.overlaps import Part, Slice, num_elements
+from mrl.hybrid.wires import Addressed, Wires
 from mrl.models.hf_reader import slices
 
 Held = Mapping[tuple[int, str], Tensor]
@@ -83,30 +84,30 @@ def _rows(move: Move, left: int, fitting: int, width: int) -> Move:
 class Exchange:
     """Moves what steps say, and counts it as it passes. While one message is under way the next is packed."""
 
-    def __init__(self, held: Held, wire: torch.dtype, limit: int) -> None:
-        self._held = held
-        device = next(iter(held.values())).device
-        self._buffers = torch.empty(_NUM_BUFFERS, limit, dtype=wire, device=device)
+    def __init__(self, held: Held, wires: Wires, dtype: torch.dtype, limit: int) -> None:
+        self._held, self._wires = held, wires
+        self._buffers = torch.empty(_NUM_BUFFERS, limit, dtype=dtype, device=wires.device)
         self.extra_bytes = self._buffers.nbytes
         self.bytes_sent = self.bytes_received = self.num_transfers = 0
 
     def run(self, planned: Sequence[Step], takers: Collection[int], matrices: Sequence[Tensor] | None) -> None:
         """Send to the takers among the steps' ranks; what comes in goes into the matrices, or nowhere without them."""
-        takes = dist.get_rank() in takers
-        waiting: tuple[list[dist.Work], list[Move], Tensor] = [], [], self._buffers[0]
+        takes = self._wires.rank in takers
+        waiting: tuple[Sequence[dist.Work], list[Move], Tensor] = [], [], self._buffers[0]
         for number, step in enumerate(planned):
             outgoing, incoming = self._buffers[:2] if number % 2 else self._buffers[2:]
-            works: list[dist.P2POp] = []
+            out: list[Addressed] = []
+            into: list[Addressed] = []
             if step.sent and step.destination in takers:
                 message = self._pack(step.sent, outgoing)
-                works.append(dist.P2POp(dist.isend, message, step.destination))
+                out.append((message, step.destination))
                 self.bytes_sent += message.nbytes
                 self.num_transfers += 1
             if step.received and takes:
                 message = incoming[: sum(move.part.num_elements for move in step.received)]
-                works.append(dist.P2POp(dist.irecv, message, step.source))
+                into.append((message, step.source))
                 self.bytes_received += message.nbytes
-            started = dist.batch_isend_irecv(works) if works else []
+            started = self._wires.start(out, into)
             _finish(*waiting, matrices)
             waiting = started, step.received if takes else [], incoming
         _finish(*waiting, matrices)

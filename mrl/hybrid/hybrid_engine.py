@@ -2,6 +2,8 @@
 
 training -> the trainer gives up gradients and optimizer -> the engines wake their weights -> weights go over
          -> the trainer gives up its parameters -> the engines wake their cache -> generating -> the way back
+
+Engines with a pool of their own stay awake; porters on their devices take the weights from the network.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from mrl.config.arithmetic import longest_sample_tokens, num_engines
+from mrl.config.arithmetic import has_own_rollout_pool, longest_sample_tokens, num_engines, rollout_devices
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext, Seats
 from mrl.errors import RolloutError
 from mrl.hybrid.layout import RolloutLayout
+from mrl.hybrid.route import WeightRoute
 from mrl.models.families import read_spec
 from mrl.models.rollout_table import EngineSizes
 from mrl.rollout.engine import EngineSettings
@@ -34,11 +37,14 @@ class HybridEngine:
     def __init__(self, config: Config, actor: RayWorkerGroup, context: RunContext) -> None:
         self._actor, self._context = actor, context
         self._config = config
-        self._sync = config.sync
+        self._porters: RayWorkerGroup | None = None
+        if has_own_rollout_pool(config):
+            self._porters = start_porters(config, context)
+        self._take_turns = config.sync.offload and self._porters is None
         self._sockets = context.run_directory / SOCKETS
         shutil.rmtree(self._sockets, ignore_errors=True)  # of a run that crashed
         self._sockets.mkdir(mode=0o700)
-        self._gpus = actor.visible_gpus() if config.cluster.device == "gpu" else []
+        self._gpus = (self._porters or actor).visible_gpus() if config.cluster.device == "gpu" else []
         self._version = 1
         self._held = 0
         self._is_generating = self._parameters_are_away = False
@@ -46,17 +52,33 @@ class HybridEngine:
         self._fleet = RolloutFleet(
             num_engines(config), self._start_replica, self._send_weights, self._settings(0), context.events
         )
-        if self._sync.offload:
+        if self._take_turns:
             self._fleet.sleep()
 
     def connect(self) -> None:
         """Tell the trainer's ranks, whose models are there by now, which engine is on whose device."""
-        tp = self._config.rollout.tp
-        hosts = tuple(range(num_engines(self._config) * tp))
+        config, tp = self._config, self._config.rollout.tp
+        num_workers = num_engines(config) * tp
         nodes = [node for node, _ in self._actor.where()]
-        layout = RolloutLayout(EngineSizes(tp), hosts, tuple(nodes.index(node) for node in nodes))
-        names = [REPLICA.format(worker // tp) for worker in hosts]
-        self._actor.prepare_sending(layout, self._sockets, names, self._settings(0).dtype, self._sync.bucket_bytes)
+        first = len(nodes) if self._porters else 0
+        nodes += [node for node, _ in self._porters.where()] if self._porters else []
+        hosts = tuple(range(first, first + num_workers))
+        route = WeightRoute(
+            layout=RolloutLayout(EngineSizes(tp), hosts, tuple(nodes.index(node) for node in nodes)),
+            sockets=self._sockets,
+            engines=tuple(REPLICA.format(worker // tp) for worker in range(num_workers)),
+            dtype=self._settings(0).dtype,
+            trained_dtype=config.actor.dtype,
+            bucket_bytes=config.sync.bucket_bytes,
+            timeout_s=self._context.deadlines.call_s,
+            meeting=self._porters.meeting() if self._porters else None,
+        )
+        if self._porters is None:
+            self._actor.prepare_sending(route)
+            return
+        waiting = self._porters.prepare_receiving.future(config.model.path, config.actor.parallel, first, route)
+        self._actor.prepare_sending(route)
+        waiting.get()
 
     def weights_changed(self) -> None:
         """The actor has been updated: what the engines hold is of yesterday."""
@@ -72,19 +94,19 @@ class HybridEngine:
         if self._is_generating:
             raise RolloutError("the engines generate already: rollout_mode was entered twice")
         self._is_generating = True
-        if self._sync.offload:
+        if self._take_turns:
             self._actor.offload("gradients", "optimizer")
             self._fleet.wake("weights")
         if self._held != self._version:
             self._fleet.update(self._version)
             self._held = self._version
-        if self._sync.offload:
+        if self._take_turns:
             self._actor.offload("parameters")
             self._parameters_are_away = True
             self._fleet.wake("kv_cache")
         yield
         # A failure in the block ends the run, and with it every process: there is no way back to training then.
-        if self._sync.offload:
+        if self._take_turns:
             self._fleet.sleep()
             self._held = 0
             self._actor.onload("parameters", "gradients", "optimizer")
@@ -100,10 +122,12 @@ class HybridEngine:
     def close(self) -> None:
         """End the engines; no socket stays behind."""
         self._fleet.close()
+        if self._porters is not None:
+            self._porters.shutdown()
         shutil.rmtree(self._sockets, ignore_errors=True)
 
     def _start_replica(self, index: int) -> RayWorkerGroup:
-        tp, seats = self._config.rollout.tp, self._context.resources.seats("actor")
+        tp, seats = self._config.rollout.tp, self._context.resources.seats("rollout" if self._porters else "actor")
         gpus = ",".join(self._gpus[index * tp : (index + 1) * tp])
         seat = Seats(seats.devices[index * tp : index * tp + 1], seats.share, seats.of, gpus)
         settings, limit_s = self._settings(index), self._context.deadlines.call_s
@@ -132,7 +156,8 @@ class HybridEngine:
         if self._parameters_are_away:
             self._actor.onload("parameters")
         workers = [replica * tp + rank for replica in replicas for rank in range(tp)]
-        reports = self._actor.send_weights(version, workers)
+        taking = self._porters.send_weights.future(version, workers) if self._porters else None
+        reports = self._actor.send_weights(version, workers) + (taking.get() if taking else [])
         if self._parameters_are_away:
             self._actor.offload("parameters")
         if failures := [report.failure for report in reports if report.failure]:
@@ -142,3 +167,15 @@ class HybridEngine:
             "sync/bytes_between_ranks": sum(report.bytes_received for report in reports),
             "sync/least_bytes": sum(report.least_bytes for report in reports),
         }
+
+
+def start_porters(config: Config, context: RunContext) -> RayWorkerGroup:
+    """One process on each device of the engines' own pool."""
+    mesh = Mesh(rollout_devices(config))
+    return RayWorkerGroup(
+        "porter",
+        RayClassWithInitArgs("mrl.workers.porter:WeightPorter"),
+        mesh,
+        context,
+        context.resources.seats("rollout"),
+    )

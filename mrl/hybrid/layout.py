@@ -21,29 +21,30 @@ from mrl.models.layout import Layout, RankPlace
 from mrl.models.parameters import Box
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.spec import ModelSpec
-from mrl.models.table import shards_of
+from mrl.models.table import Shard, shards_of
 
 
 @dataclass(frozen=True)
 class RolloutLayout:
-    """The engines and the trainer ranks that they share devices with."""
+    """The engines, and the ranks on their devices: trainer ranks, or porters, whose numbers come after theirs."""
 
     sizes: EngineSizes
     hosts: tuple[int, ...]
-    """The trainer rank on the device of each worker; worker `replica * tp + rank` is that rank of that engine."""
+    """The rank on the device of each worker; worker `replica * tp + rank` is that rank of that engine."""
     nodes: tuple[int, ...]
-    """The node of each trainer rank."""
+    """The node of each rank, porters included."""
 
-    def check(self, spec: ModelSpec, num_ranks: int) -> None:
+    def check(self, spec: ModelSpec, num_trainers: int) -> None:
         """Refuse engines that the model or the devices do not fit."""
         self.sizes.check(spec)
-        if len(self.nodes) != num_ranks:
-            raise PlacementError(f"{len(self.nodes)} trainer ranks have a node, but there are {num_ranks}")
+        num_ranks = len(self.nodes)
+        if num_ranks < num_trainers:
+            raise PlacementError(f"{num_ranks} ranks have a node, but there are {num_trainers} trainer ranks")
         if len(self.hosts) % self.sizes.tp:
             raise PlacementError(f"{len(self.hosts)} workers are no whole number of engines of tp {self.sizes.tp}")
         if len({*self.hosts}) < len(self.hosts) or not {*self.hosts} <= {*range(num_ranks)}:
             raise PlacementError(
-                f"workers on the devices of trainer ranks {list(self.hosts)}: each needs one of {num_ranks} for itself"
+                f"workers on the devices of ranks {list(self.hosts)}: each needs one of {num_ranks} for itself"
             )
 
 
@@ -160,7 +161,7 @@ class Planner:
         if worker is not None:
             for bucket, source, move in self._moves(worker, None, places[own]):
                 incoming[bucket][source].append(move)
-        for other, host in enumerate(self.rollout.hosts):
+        for other, host in enumerate(self.rollout.hosts if rank < self.mesh.world_size else ()):
             for bucket, _, move in self._moves(other, rank, places[self._stage(host)]) if host != rank else ():
                 outgoing[bucket][host].append(move)
         tensors = [] if worker is None else [self._planned(cut, worker) for cut in buckets[own]]
@@ -168,7 +169,7 @@ class Planner:
             PlannedBucket(placed, dict(into), dict(out))
             for placed, into, out in zip_longest(tensors, incoming, outgoing, fillvalue=())
         )
-        return RankPlan(rank, self.mesh.world_size, worker, self._worker_of, planned)
+        return RankPlan(rank, len(self.rollout.nodes), worker, self._worker_of, planned)
 
     def largest_tensor(self) -> int:
         """Elements of the largest fused tensor: no bucket can be smaller."""
@@ -182,9 +183,8 @@ class Planner:
         """
         if (worker := self._worker_of.get(rank)) is None:
             return 0
-        at = self.mesh.coordinates(rank)
         held: dict[str, list[Box]] = defaultdict(list)
-        for shard in shards_of(self.spec, self.layout, RankPlace(at.tp, at.pp, at.ep, at.etp), "lm"):
+        for shard in self._held(rank):
             for piece in shard.pieces:
                 held[piece.hf].append(piece.source)
         count = 0
@@ -194,6 +194,12 @@ class Planner:
                 overlaps = {overlap(piece.source, box) for box in held[piece.hf]}
                 count -= sum(num_elements(box) for box in overlaps if box)
         return count
+
+    def _held(self, rank: int) -> list[Shard]:
+        if rank >= self.mesh.world_size:
+            return []
+        at = self.mesh.coordinates(rank)
+        return shards_of(self.spec, self.layout, RankPlace(at.tp, at.pp, at.ep, at.etp), "lm")
 
     # --- units and buckets ------------------------------------------------------------------------------------
 
@@ -242,7 +248,8 @@ class Planner:
         return tuple(tensors)
 
     def _stage(self, rank: int) -> int:
-        return rank // self._ranks_per_stage
+        """The stage that a rank holds, or, for a porter, the one that it begins with."""
+        return rank // self._ranks_per_stage % self.mesh.pp
 
     # --- moves ------------------------------------------------------------------------------------------------
 

@@ -10,23 +10,18 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mrl.errors import EngineError, RolloutError
 from mrl.hybrid.exchange import Exchange, Held, steps
-from mrl.hybrid.layout import BucketSizes, PlannedBucket, Planner, RolloutLayout
+from mrl.hybrid.layout import BucketSizes, PlannedBucket, Planner
+from mrl.hybrid.wires import Wires
 from mrl.models.hf_reader import slices
-from mrl.models.spec import ModelSpec
 from mrl.rollout.digest import digest
 from mrl.rollout.handover import ALIGNMENT_BYTES, NUM_SLOTS, HandoverSender, Placed, Slot
-
-if TYPE_CHECKING:
-    from mrl.engine.model import TokenModel
-    from mrl.engine.parallel import Groups
 
 T = TypeVar("T")
 
@@ -42,6 +37,8 @@ class ReshardSettings:
 
     dtype: torch.dtype
     """Of the rollout workers' parameters."""
+    trained_dtype: torch.dtype
+    """Of the trainer's."""
     bucket_bytes: int = 256 << 20
     """Twice this is the extra memory on a device, or what two of the largest tensor need."""
     deadline_s: float = 120.0
@@ -73,26 +70,26 @@ class Resharder:
     """Plans once, then sends each version; it is made on all ranks at once, and `send` is called so."""
 
     def __init__(
-        self, planner: Planner, rank: int, held: Held, channels: Mapping[int, Path], settings: ReshardSettings
+        self, planner: Planner, wires: Wires, held: Held, channels: Mapping[int, Path], settings: ReshardSettings
     ) -> None:
-        self.planner, self._held, self._settings = planner, held, settings
-        dtypes = {tensor.dtype for tensor in held.values()}
-        if len(dtypes) != 1:
-            raise EngineError(f"parameters of one model have the dtypes {', '.join(sorted(map(str, dtypes)))}")
+        self.planner, self._held, self._settings, self._wires = planner, held, settings, wires
+        if strange := {tensor.dtype for tensor in held.values()} - {settings.trained_dtype}:
+            names = ", ".join(sorted(map(str, strange)))
+            raise EngineError(f"the trainer's parameters are to be {settings.trained_dtype}, and some are {names}")
         # Rounding commutes with moving, so the narrower of the two dtypes travels.
-        self._wire = min(settings.dtype, *dtypes, key=lambda dtype: dtype.itemsize)
+        self._travels_as = min(settings.dtype, settings.trained_dtype, key=lambda dtype: dtype.itemsize)
         largest = planner.largest_tensor() * settings.dtype.itemsize
         self._slot_bytes = max(int(settings.bucket_bytes * _SLOT_SHARE), largest)
         sizes = BucketSizes(self._slot_bytes, settings.dtype.itemsize, ALIGNMENT_BYTES)
-        self.plan = planner.plan(rank, sizes)
-        least = planner.least_received(rank)
+        self.plan = planner.plan(wires.rank, sizes)
+        least = planner.least_received(wires.rank)
         assert self.plan.num_received() == least, f"the plan moves {self.plan.num_received()} elements for {least}"
-        self._least_bytes = least * self._wire.itemsize
-        self._limit = int(self._slot_bytes * _MESSAGE_SHARE / _SLOT_SHARE) // self._wire.itemsize
+        self._least_bytes = least * self._travels_as.itemsize
+        self._limit = int(self._slot_bytes * _MESSAGE_SHARE / _SLOT_SHARE) // self._travels_as.itemsize
         self._steps = [steps(self.plan, bucket, self._limit) for bucket in self.plan.buckets]
         self._channel = None if self.plan.worker is None else channels[self.plan.worker]
         # NCCL connects a group in its first call, for which it needs every rank; a step concerns a few.
-        dist.barrier()
+        wires.barrier()
 
     @torch.no_grad()
     def send(self, version: int, workers: Collection[int] | None = None) -> ReshardReport:
@@ -104,7 +101,7 @@ class Resharder:
         began = time.perf_counter()
         plan = self.plan
         takers = {host for host, worker in plan.worker_of.items() if workers is None or worker in workers}
-        exchange = Exchange(self._held, self._wire, self._limit)
+        exchange = Exchange(self._held, self._wires, self._travels_as, self._limit)
         delivery = self._delivery(version) if plan.rank in takers else None
         for bucket, planned in zip(plan.buckets, self._steps, strict=True):
             matrices = delivery.open(bucket) if delivery else None
@@ -130,8 +127,7 @@ class Resharder:
 
     def _delivery(self, version: int) -> Delivery:
         assert self._channel is not None, "a rank without a worker takes nothing"
-        device = next(iter(self._held.values())).device
-        sender = HandoverSender(self._channel, self._slot_bytes, device, self._settings.deadline_s)
+        sender = HandoverSender(self._channel, self._slot_bytes, self._wires.device, self._settings.deadline_s)
         return Delivery(sender, version, self._settings.dtype)
 
 
@@ -193,23 +189,6 @@ class Delivery:
             self.failure = str(error)
             self._sender.close()
             return None
-
-
-def engine_resharder(
-    groups: Groups,
-    chunks: Sequence[TokenModel],
-    spec: ModelSpec,
-    rollout: RolloutLayout,
-    channels: Mapping[int, Path],
-    settings: ReshardSettings,
-) -> Resharder:
-    """The resharder of a Megatron engine's rank; `channels` says where each worker listens."""
-    # Megatron is loaded where this is called, and only there.
-    from mrl.engine.weights import held_tensors, layout_of
-
-    held = {(shard.chunk, shard.name): tensor for shard, tensor in held_tensors(chunks, spec, "lm", groups)}
-    planner = Planner(spec, layout_of(groups), groups.mesh, rollout)
-    return Resharder(planner, groups.at.rank, held, channels, settings)
 
 
 def _views(opened: tuple[Slot, list[Placed]]) -> list[Tensor]:

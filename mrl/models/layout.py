@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mrl.config.schema import ParallelConfig
 from mrl.errors import ModelError
 from mrl.models.spec import ModelSpec
 
@@ -30,6 +31,11 @@ class Layout:
     etp: int = 1
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+
+    @classmethod
+    def of(cls, sizes: ParallelConfig) -> Layout:
+        """The layout of a role."""
+        return cls(tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, ep=sizes.ep, etp=sizes.etp)
 
     def layers_of_chunk(self, num_layers: int, pp: int, chunk: int) -> range:
         """The layers of one chunk: with two stages of two chunks, stage 0 holds the first and third quarter."""

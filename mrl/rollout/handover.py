@@ -44,7 +44,7 @@ _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _LONGEST_PATH_BYTES = 107
 _RETRY_S = 0.02
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 @dataclass(frozen=True)
@@ -353,9 +353,9 @@ def _uuid(device: torch.device) -> str:
 def _placed(row: list[Any], buffer: Tensor) -> Placed:
     """A row of a bucket frame, if it lies in the buffer."""
     name, dtype, shape, offset = row
-    if dtype not in _DTYPES:
-        raise RolloutError(f"{name} has dtype {dtype}; known: {', '.join(_DTYPES)}")
-    placed = Placed(name, _DTYPES[dtype], tuple(shape), offset)
+    if dtype not in DTYPES:
+        raise RolloutError(f"{name} has dtype {dtype}; known: {', '.join(DTYPES)}")
+    placed = Placed(name, DTYPES[dtype], tuple(shape), offset)
     if offset < 0 or offset % ALIGNMENT_BYTES or min(shape) < 0 or offset + placed.num_bytes > buffer.numel():
         raise RolloutError(f"{name} {shape} at byte {offset} does not lie in a buffer of {buffer.numel()} bytes")
     return placed

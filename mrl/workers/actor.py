@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,13 +24,14 @@ from mrl.algos.core_algos import (
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.controller import Dispatch, Place, register
 from mrl.engine.loss import LossInput, LossOutput
-from mrl.engine.model import DTYPES
 from mrl.engine.scores import ScoreRequest
-from mrl.hybrid.layout import RolloutLayout
-from mrl.hybrid.reshard import Resharder, ReshardReport, ReshardSettings, engine_resharder
+from mrl.engine.weights import held_tensors
+from mrl.hybrid.layout import Planner
+from mrl.hybrid.reshard import Resharder, ReshardReport
+from mrl.hybrid.route import WeightRoute
+from mrl.models.layout import Layout
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
-from mrl.rollout.engine import socket_path
 from mrl.workers import advantages
 from mrl.workers.advantages import shard_advantages
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch
@@ -95,17 +95,14 @@ class ActorRolloutRefWorker(ModelWorker):
         return self.update(rows, sizes, partial(policy_loss, self._algorithm, norm), request)
 
     @register(Dispatch.ONE_TO_ALL)
-    def prepare_sending(
-        self, layout: RolloutLayout, sockets: Path, names: list[str], dtype: str, bucket_bytes: int
-    ) -> None:
-        """Plan how this rank's weights get into the engines; `names` has the engine of each of their workers."""
-        tp = layout.sizes.tp
-        channels = {worker: socket_path(sockets, name, worker % tp) for worker, name in enumerate(names)}
-        settings = ReshardSettings(DTYPES[dtype], bucket_bytes)
-        engine = self.engine
-        self._resharder = engine_resharder(
-            engine.groups, engine.models, engine.request.spec, layout, channels, settings
-        )
+    def prepare_sending(self, route: WeightRoute) -> None:
+        """Plan how this rank's weights get into the engines."""
+        groups, spec = self.engine.groups, self.engine.request.spec
+        shards = held_tensors(self.engine.models, spec, "lm", groups)
+        held = {(shard.chunk, shard.name): tensor for shard, tensor in shards}
+        planner = Planner(spec, Layout.of(groups.parallel), groups.mesh, route.layout)
+        wires = route.wires(self.rank, groups.device)
+        self._resharder = Resharder(planner, wires, held, route.channels(), route.settings())
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int, workers: list[int]) -> ReshardReport:

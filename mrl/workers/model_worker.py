@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
 
@@ -54,16 +52,6 @@ class ModelWorker(Worker):
         if setup.keeps_reference:
             self.reference = self.engine.memory.copy_weights()
         return ModelFacts(self.engine.packing, spec.num_parameters, spec.flops_per_token)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def visible_gpus(self) -> str:
-        """The GPU of this rank, as CUDA_VISIBLE_DEVICES names it."""
-        return os.environ["CUDA_VISIBLE_DEVICES"]
-
-    @register(Dispatch.ONE_TO_ALL)
-    def where(self) -> tuple[str, int]:
-        """The node of this rank, and its number there."""
-        return socket.gethostname(), self.place.local_rank
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: str) -> None:

@@ -50,7 +50,7 @@ actor: 4 ranks = tp 2 x cp 1 x dp 2 x pp 1
   2     0     2       0   0   1   0
   3     0     3       1   0   1   0
 
-rollout: 4 engines of tp 1 on the 4 devices of the actor
+rollout: 4 engines of tp 1 on the actor's 4 devices
   rank  node  device  engine  tp
   0     0     0       0       0
   1     0     1       1       0

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from benchmarks.reshard_ranks import LIMIT_S, ReshardCase, StandIn, holding, layout_of, mesh_of, rollout_of
+from benchmarks.reshard_ranks import LIMIT_S, ReshardCase, StandIn, holding, mesh_of, rollout_of
 from mrl.hybrid.layout import Planner
 from mrl.hybrid.reshard import Resharder, ReshardReport, ReshardSettings
+from mrl.hybrid.wires import WorldWires
 from mrl.models.families import read_spec
+from mrl.models.layout import Layout
 from mrl.rollout.handover import HandoverReceiver
 
 
@@ -29,10 +32,10 @@ def send_while_one_dies(case: ReshardCase) -> tuple[list[ReshardReport], list[st
     mesh = mesh_of(case.parallel, dist.get_world_size())
     rollout = rollout_of(case, mesh)
     channels = {worker: Path(case.sockets, f"{worker}.sock") for worker in range(len(rollout.hosts))}
-    with holding(case, mesh) as (held, _):
-        planner = Planner(spec, layout_of(case.parallel), mesh, rollout)
-        settings = ReshardSettings(case.dtype, case.bucket_bytes, LIMIT_S)
-        resharder = Resharder(planner, rank, held, channels, settings)
+    with holding(case, mesh) as held:
+        planner = Planner(spec, Layout.of(case.parallel), mesh, rollout)
+        settings = ReshardSettings(case.dtype, case.train_dtype, case.bucket_bytes, LIMIT_S)
+        resharder = Resharder(planner, WorldWires(torch.device("cpu")), held, channels, settings)
         if rank != 1:
             stand_in = StandIn(channels[rank], 1, "")
             reports = [resharder.send(7)]

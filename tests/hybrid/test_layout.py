@@ -72,14 +72,19 @@ def rollout_of(mesh: Mesh, sizes: EngineSizes, ranks_per_node: int = 8) -> Rollo
     return RolloutLayout(sizes, hosts, tuple(rank // ranks_per_node for rank in range(mesh.world_size)))
 
 
+@pytest.mark.parametrize("has_own_pool", [False, True], ids=["beside the trainer", "in a pool of their own"])
 @pytest.mark.parametrize(("family", "mesh", "layout", "sizes"), CASES, ids=str)
 def test_what_is_planned_assembles_every_worker(
-    tiny: Tiny, family: str, mesh: Mesh, layout: Layout, sizes: EngineSizes
+    tiny: Tiny, family: str, mesh: Mesh, layout: Layout, sizes: EngineSizes, has_own_pool: bool
 ) -> None:
     spec = read_spec(tiny(family))
-    planner = Planner(spec, layout, mesh, rollout_of(mesh, sizes, 2))
+    rollout = rollout_of(mesh, sizes, 2)
+    if has_own_pool:
+        nodes = tuple(rank // 2 for rank in range(2 * mesh.world_size))
+        rollout = RolloutLayout(sizes, tuple(mesh.world_size + host for host in rollout.hosts), nodes)
+    planner = Planner(spec, layout, mesh, rollout)
     local = [local_parameters(spec, layout, mesh, rank) for rank in range(mesh.world_size)]
-    plans = [planner.plan(rank, SIZES) for rank in range(mesh.world_size)]
+    plans = [planner.plan(rank, SIZES) for rank in range(len(rollout.nodes))]
     for plan in plans:
         if plan.worker is None:
             continue
@@ -189,7 +194,7 @@ def test_a_rank_of_the_largest_world_plans_within_a_second() -> None:
         ((0, 1, 2), (0,) * 4, "3 workers are no whole number of engines of tp 2"),
         ((0, 0), (0,) * 4, "each needs one of 4 for itself"),
         ((3, 4), (0,) * 4, "each needs one of 4 for itself"),
-        ((0, 1), (0,) * 3, "3 trainer ranks have a node, but there are 4"),
+        ((0, 1), (0,) * 3, "3 ranks have a node, but there are 4 trainer ranks"),
     ],
 )
 def test_engines_that_the_devices_do_not_fit(

@@ -60,6 +60,19 @@ def test_every_worker_holds_its_shard_to_the_bit(tiny: Tiny, tmp_path: Path) -> 
         assert_arrived(ranks, BUCKET_BYTES)
 
 
+def test_engines_with_devices_of_their_own_get_all_from_the_network(tiny: Tiny, tmp_path: Path) -> None:
+    dense, moe = str(tiny("qwen3")), str(tiny("qwen3_moe"))
+    common: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "sockets": str(tmp_path), "num_porters": 2}
+    cases = [
+        ReshardCase(dense, ParallelConfig(tp=2), EngineSizes(1), **common),
+        ReshardCase(moe, ParallelConfig(pp=2), EngineSizes(2), ranks_per_node=2, **common),
+    ]
+    for ranks in world(4, cases):
+        assert_arrived(ranks, BUCKET_BYTES)
+        reports = [outcome.report for outcome in ranks if outcome.report]
+        assert [report.bytes_received > 0 for report in reports] == [False, False, True, True]
+
+
 def test_every_fault_of_a_worker_is_seen_and_named(tiny: Tiny, tmp_path: Path) -> None:
     cases = [
         ReshardCase(

@@ -50,14 +50,14 @@ ROOT = Path(__file__).resolve().parents[2]
 MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
 
 
-def train(config: Path, name: str) -> tuple[list[dict[str, Any]], str]:
+def train(config: Path, name: str, *overrides: str) -> tuple[list[dict[str, Any]], str]:
     """The metrics of a run without what only a clock decides, and what it printed.
 
     A process of its own, as for a user: the one that runs the tests may hold a Ray already.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     ran = subprocess.run(
-        [sys.executable, "-c", MAIN, "train", str(config), f"run.name={name}"],
+        [sys.executable, "-c", MAIN, "train", str(config), f"run.name={name}", *overrides],
         capture_output=True,
         text=True,
         timeout=600,
@@ -75,6 +75,13 @@ def hashes(checkpoint: Path) -> dict[str, Any]:
     return {
         role: json.loads((checkpoint / role / "manifest.json").read_text())["files"] for role in ("actor", "critic")
     }
+
+
+PLACEMENTS = {
+    "hybrid": ("policy: 2, value: 2", "actor: policy, critic: value"),
+    "split": ("training: 2, engines: 1", "actor: training, critic: training, rollout: engines"),
+    "standalone": ("policy: 2, value: 2, engines: 1", "actor: policy, critic: value, rollout: engines"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +117,19 @@ def test_a_run_and_the_same_run_resumed(config: Path) -> None:
     assert resumed == whole
     last = Path("checkpoints", "step-000003")
     assert hashes(again / last) == hashes(run / last)
+
+
+@pytest.mark.slow
+def test_the_placements_give_the_same_numbers(config: Path) -> None:
+    """All roles on the same devices, the critic elsewhere, the engines elsewhere, everyone elsewhere."""
+    colocated, _ = train(config, "colocated", "training.steps=2")
+    for name, (pools, roles) in PLACEMENTS.items():
+        placement = f"placement={{pools: {{all: null, {pools}}}, roles: {{{roles}}}}}"
+        other, _ = train(config, name, "training.steps=2", placement, "cluster.devices_per_node=5")
+        assert [without_sync(line) for line in other] == [without_sync(line) for line in colocated], name
+        assert all(line["sync/bytes_between_ranks"] == line["sync/least_bytes"] > 0 for line in other), name
+
+
+def without_sync(metrics: dict[str, Any]) -> dict[str, Any]:
+    """More crosses between ranks where the engines are not on the trainer's devices."""
+    return {name: value for name, value in metrics.items() if not name.startswith("sync/")}

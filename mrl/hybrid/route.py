@@ -1,0 +1,49 @@
+"""The way of the weights from the trainer into the engines, as every rank that takes part is told it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mrl.controller import Rendezvous
+from mrl.hybrid.layout import RolloutLayout
+from mrl.hybrid.reshard import ReshardSettings
+from mrl.hybrid.wires import JoinedWires, Wires, WorldWires
+from mrl.rollout.engine import socket_path
+from mrl.rollout.handover import DTYPES
+
+
+@dataclass(frozen=True)
+class WeightRoute:
+    """Which engines there are, where they listen, and where the ranks meet."""
+
+    layout: RolloutLayout
+    sockets: Path
+    engines: tuple[str, ...]
+    """The engine of each worker."""
+    dtype: str
+    """Of the engines' parameters."""
+    trained_dtype: str
+    """Of the trainer's."""
+    bucket_bytes: int
+    timeout_s: float
+    meeting: Rendezvous | None
+    """Where trainer ranks and porters meet; None where the engines are on the trainer's devices."""
+
+    def channels(self) -> dict[int, Path]:
+        """Where each worker of the engines listens."""
+        tp = self.layout.sizes.tp
+        return {worker: socket_path(self.sockets, name, worker % tp) for worker, name in enumerate(self.engines)}
+
+    def settings(self) -> ReshardSettings:
+        """How the weights travel."""
+        return ReshardSettings(DTYPES[self.dtype], DTYPES[self.trained_dtype], self.bucket_bytes)
+
+    def wires(self, rank: int, device: torch.device) -> Wires:
+        """Join the others."""
+        if self.meeting is None:
+            return WorldWires(device)
+        size = len(self.layout.nodes)
+        return JoinedWires(self.meeting.store(self.timeout_s), rank, size, device, self.timeout_s)
