@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from mrl.config.schema import ParallelConfig as Layout
-from mrl.engine import engine, scores, weights
+from mrl.engine import engine, optimizer, scores, weights
 from mrl.engine.parity import ParityCase, RankResult, measure_one
 from mrl.models.table import Head
 
@@ -87,6 +87,13 @@ def _position_shifted(original: Any) -> Any:
     return pack
 
 
+def _not_reduced(original: Any) -> Any:
+    def finalize(*arguments: Any, **options: Any) -> None:
+        """Every rank keeps its own gradients."""
+
+    return finalize
+
+
 FAULTS = {
     "the loss divided by the number of micro-batches": Fault(
         "llama", "lm", 2, Layout(), engine.MegatronEngine, "forward_backward", _divided_again
@@ -95,4 +102,7 @@ FAULTS = {
     "one expert skipped": Fault("mixtral", "lm", 2, Layout(ep=2), weights, "load_shard", _expert_skipped),
     "the vocabulary padding unmasked": Fault("llama", "lm", 2, Layout(tp=2), scores, "HeadOptions", _padding_unmasked),
     "positions shifted by one at a row's end": Fault("llama", "lm", 2, Layout(), engine, "pack", _position_shifted),
+    "a critic's gradient not reduced": Fault(
+        "llama", "score", 2, Layout(), optimizer, "finalize_model_grads", _not_reduced
+    ),
 }

@@ -6,6 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
+from mrl.cli.report import write_report
 from mrl.errors import SetupError
 
 EXAMPLE = "mrl demo --algorithm grpo --tp 2 --pp 2"
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="ppo")
     parser.add_argument("--tp", type=int, default=2, help="tensor parallel size of the actor (default 2)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size of the actor (default 1)")
-    parser.add_argument("--steps", type=int, default=80, help="of reinforcement learning (default 80)")
+    parser.add_argument("--steps", type=int, default=50, help="of reinforcement learning (default 50)")
     parser.add_argument("--dir", help="a new directory for its files (default runs/demo-DATE)")
 
 
@@ -36,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"\n{100 * result.before:.1f} % before, {100 * result.after:.1f} % after, in {total / 60:.1f} minutes:")
     for name, seconds in result.seconds.items():
         print(f"  {name:<18} {seconds:6.1f} s")
+    print(f"report: {write_report(directory / 'ppo')}")
     print(f"next: mrl train {result.config} run.name=mine training.steps=100")
     if not result.is_success:
         print(f"goal missed: at most {100 * WARM_START_AT_MOST:.0f} % before and at least {100 * GOAL:.0f} % after")

@@ -19,7 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the file, and say where it is."""
-    directory = Path(arguments.run)
+    print(write_report(Path(arguments.run), Path(arguments.out) if arguments.out else None))
+    return 0
+
+
+def write_report(directory: Path, out: Path | None = None) -> Path:
+    """Write the report of a run; where it is."""
     metrics, config = directory / "metrics.jsonl", directory / "config.yaml"
     if not metrics.is_file() or not config.is_file():
         raise SetupError(f"{directory} is not the directory of a run: it lacks metrics.jsonl or config.yaml")
@@ -29,7 +34,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     samples = read_newest_samples(directory / "samples", _NUM_SAMPLES)
     page = render_report(directory.name, read_metrics(metrics), samples, config.read_text(encoding="utf-8"))
-    out = Path(arguments.out or directory / "report.html")
+    out = out or directory / "report.html"
     out.write_text(page, encoding="utf-8")
-    print(out)
-    return 0
+    return out

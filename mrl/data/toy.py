@@ -16,6 +16,7 @@ from mrl.errors import DataError, did_you_mean
 
 PARTS = ("all", "train", "validation")
 VALIDATION_SHARE = 10  # one row in so many
+TEACHERS_TAKES = 16
 Task = Callable[[int], tuple[str, str]]
 
 
@@ -41,17 +42,35 @@ class ToyRows:
         }
 
 
-def addition(part: str = "all", largest: int = 99) -> ToyRows:
-    """Every sum of two two-digit numbers that are at most `largest`."""
+def addition(part: str = "all", largest: int = 99, mistakes: float = 0.0) -> ToyRows:
+    """Every sum of two two-digit numbers that are at most `largest`.
+
+    With `mistakes`, it is a careless teacher's exercise book: every problem is there 16 times, and that share of the
+    answers has a wrong digit.
+    """
     if not 10 <= largest <= 99:
         raise DataError(f"toy:addition adds two-digit numbers; the largest cannot be {largest}")
+    if not 0 <= mistakes <= 1:
+        raise DataError(f"toy:addition: mistakes is a share of the answers, from 0 to 1, and was {mistakes}")
     count = largest - 9
+    takes = TEACHERS_TAKES if mistakes else 1
 
     def make(number: int) -> tuple[str, str]:
-        first, second = 10 + number // count, 10 + number % count
-        return f"{first}+{second}=", str(first + second)
+        problem = number // takes
+        first, second = 10 + problem // count, 10 + problem % count
+        chance = random.Random(f"addition {number}")
+        is_wrong = chance.random() < mistakes
+        return f"{first}+{second}=", _with_a_wrong_digit(first + second, chance) if is_wrong else str(first + second)
 
-    return ToyRows("addition", make, _part("addition", count * count, part))
+    problems = _part("addition", count * count, part)
+    return ToyRows("addition", make, [problem * takes + take for problem in problems for take in range(takes)])
+
+
+def _with_a_wrong_digit(answer: int, chance: random.Random) -> str:
+    digits = list(str(answer))
+    place = chance.randrange(len(digits))
+    digits[place] = chance.choice([digit for digit in string.digits if digit != digits[place]])
+    return "".join(digits)
 
 
 def reversing(size: int = 10_000, longest: int = 8, seed: int = 0, part: str = "all") -> ToyRows:

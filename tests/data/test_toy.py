@@ -116,3 +116,26 @@ def test_addition_of_smaller_numbers() -> None:
     assert len(parts[0] | parts[1]) == 1600
     with pytest.raises(DataError, match="the largest cannot be 100"):
         addition(largest=100)
+
+
+def test_a_careless_teacher() -> None:
+    """Every problem with its answers, right and wrong, on one side of the split; nothing depends on the hour."""
+    rows = addition("train", 49, mistakes=0.6)
+    problems = {row["prompt"][0]["content"] for row in addition("train", 49)}
+    seen: dict[str, list[str]] = {}
+    for row in rows:
+        seen.setdefault(row["prompt"][0]["content"], []).append(row["reward_model"]["ground_truth"])
+    assert seen.keys() == problems
+    assert {len(answers) for answers in seen.values()} == {16}
+    right = {problem: str(sum(map(int, problem.rstrip("=").split("+")))) for problem in seen}
+    shares = [answer == right[problem] for problem, answers in seen.items() for answer in answers]
+    assert abs(sum(shares) / len(shares) - 0.4) < 0.01
+    differences = [
+        sum(a != b for a, b in zip(answer, right[problem], strict=True))
+        for problem, answers in seen.items()
+        for answer in answers
+    ]
+    assert set(differences) == {0, 1}
+    assert [rows[n] for n in (0, 999)] == [addition("train", 49, mistakes=0.6)[n] for n in (0, 999)]
+    with pytest.raises(DataError, match=r"from 0 to 1, and was 1\.5"):
+        addition(mistakes=1.5)
