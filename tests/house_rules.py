@@ -30,6 +30,7 @@ LAYERS = (  # lowest first; what shares a line never imports each other
     {"workers"},
     {"trainer"},
     {"plan"},
+    {"launch"},
     {"cli"},
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}

@@ -20,9 +20,13 @@ from mrl.redaction import redact_text
 VERBS = {
     "show": ("mrl.cli.show", "print the resolved configuration, the difference of two, or the schema"),
     "explain": ("mrl.cli.explain", "say what a configuration means: batch arithmetic, which rank is where"),
+    "check": ("mrl.cli.check", "look at everything that a run needs before it starts"),
+    "plan": ("mrl.cli.plan", "say whether a configuration fits, what it takes, and how long a step is"),
+    "verify": ("mrl.cli.verify", "compare the layouts of a configuration with one rank and with transformers"),
     "env": ("mrl.cli.env", "list versions and devices, and what of the stack works on this machine"),
     "train": ("mrl.cli.train", "train a model as a configuration says"),
     "sft": ("mrl.cli.sft", "train a model on prompts and their answers"),
+    "launch": ("mrl.cli.launch", "start a run on a cluster, through Slurm or as a Ray job"),
     "report": ("mrl.cli.report", "write what a run did as one HTML file"),
     "demo": ("mrl.cli.demo", "train a small model on this machine, to see it work"),
 }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 
 from mrl.config.load import load_config
+from mrl.plan.preflight import refuse
 
 EXAMPLE = "mrl train configs/laptop-ppo.yaml model.path=my-model training.steps=20"
+EXIT_STOPPED = 75  # sysexits.h calls it a temporary failure: the same command goes on
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,17 +19,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train; 0 when all steps are done or the run was asked to stop and has saved."""
+    """Train; 0 when all steps are done, EXIT_STOPPED when the run was asked to stop before and has saved."""
     resolved = load_config(arguments.config, arguments.overrides)
     # These load torch and Ray, which a wrong configuration need not wait for.
     from mrl.observe.console import Console
+    from mrl.plan.preflight_machine import check_start
     from mrl.trainer.ppo import RayPPOTrainer
     from mrl.trainer.run import open_run
 
-    console = Console(resolved.config.training.steps, quiet=arguments.quiet)
+    config = resolved.config
+    warnings = refuse(resolved.path, check_start(config))
+    console = Console(config.training.steps, quiet=arguments.quiet)
     with open_run(resolved, console) as opened:
+        for warning in warnings:
+            opened.warn(warning.about, f"{warning.what} ({warning.fix})")
         trainer = RayPPOTrainer(opened)
         with trainer.init_workers():
             trainer.fit()
         console.say(f"{trainer.num_steps_done} steps done; everything is in {opened.directory}")
-    return 0
+    return 0 if trainer.num_steps_done == config.training.steps else EXIT_STOPPED

@@ -1,0 +1,67 @@
+"""`mrl check CONFIG`: what would go wrong, before a run waits in a queue for it."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+
+from mrl.cli.show import split_arguments
+from mrl.config.load import Resolved, load_config
+from mrl.config.schema import Config
+from mrl.plan.hardware import DEFAULT, HARDWARE
+from mrl.plan.preflight import Finding, check_batch, check_columns, check_configuration, guarded
+from mrl.plan.preflight_memory import check_memory
+
+EXAMPLE = "mrl check configs/laptop-ppo.yaml --offline"
+EXIT_FAILED = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """CONFIG, its overrides, and how much to look at."""
+    parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="a file, and overrides")
+    parser.add_argument("--hardware", default=DEFAULT, help=f"{', '.join(HARDWARE)} (default {DEFAULT})")
+    depth = parser.add_mutually_exclusive_group()
+    depth.add_argument("--offline", action="store_true", help="the configuration alone: no data, no cluster, no torch")
+    depth.add_argument("--all-rows", action="store_true", help="every row of the data, not some of each source")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a line per check; 2 if any fails."""
+    (path,), overrides = split_arguments(arguments.config, most_files=1)
+    resolved = load_config(path, overrides)
+    counts: Counter[str] = Counter()
+    for finding in findings(resolved, arguments):
+        counts[finding.verdict] += 1
+        for line in lines_of(finding):
+            print(resolved.secrets.hide(line), flush=True)
+    print("\n" + ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("ok", "warn", "fail", "skip")))
+    return EXIT_FAILED if counts["fail"] else 0
+
+
+def findings(resolved: Resolved[Config], arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Every check, from the cheap to the dear."""
+    config = resolved.config
+    yield from check_configuration(resolved)
+    yield from check_batch(config)
+    yield from check_columns(config)
+    yield from guarded("memory", check_memory(resolved, arguments.hardware))
+    if arguments.offline:
+        yield Finding("skip", "data, machines", "--offline looks at the configuration alone")
+        return
+    # These load torch, Ray and what else a run needs.
+    from mrl.plan.preflight_cluster import check_machines, check_slurm
+    from mrl.plan.preflight_data import check_data
+    from mrl.plan.preflight_machine import check_disk
+
+    yield from guarded("data", check_data(config, all_rows=arguments.all_rows))
+    yield from guarded("disk", check_disk(config))
+    yield from guarded("machines", check_machines(config))
+    yield from check_slurm(config)
+
+
+def lines_of(finding: Finding) -> Iterator[str]:
+    """A finding as a reader wants it."""
+    yield f"{finding.verdict:<4}  {finding.about}: {finding.what}"
+    if finding.fix:
+        yield f"      fix: {finding.fix}"

@@ -1,0 +1,117 @@
+"""`mrl launch slurm|ray CONFIG`: start a run on a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from mrl.cli.explain import explain
+from mrl.cli.show import split_arguments
+from mrl.config.load import Resolved, load_config
+from mrl.config.schema import Config
+from mrl.errors import SetupError
+from mrl.launch.parcel import Parcel, pack
+from mrl.launch.ray_job import RayJob, make_job, stage, submit_command
+from mrl.launch.site import load_site
+from mrl.launch.slurm import CONFIG, SCRIPT, SlurmJob, job_files, render_script
+
+EXAMPLE = "mrl launch slurm configs/ppo-llama3.1-70b-8n8g.yaml --cluster launch/cluster-example.yaml --dry-run"
+_SBATCH_LIMIT_S = 60
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where to, CONFIG, and what of it to do."""
+    where = parser.add_subparsers(dest="where", required=True, metavar="slurm | ray")
+    slurm = where.add_parser("slurm", help="write a batch script, and submit it")
+    slurm.add_argument("--cluster", default="cluster.yaml", metavar="FILE", help="the site (default cluster.yaml)")
+    slurm.add_argument("--submit", action="store_true", help="hand it to sbatch")
+    ray = where.add_parser("ray", help="submit a job to a Ray cluster that is up")
+    ray.add_argument("--address", required=True, help="of its dashboard (http://127.0.0.1:8265)")
+    ray.add_argument("--ship", action="append", default=[], metavar="PATH", help="more of your own code")
+    ray.add_argument("--no-wait", action="store_true", help="leave once it is submitted")
+    for each in (slurm, ray):
+        each.add_argument("--verb", choices=("train", "check"), default="train", help="check: look at all nodes only")
+        each.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="a file, and overrides")
+        each.add_argument("--dry-run", action="store_true", help="print everything, write and start nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start it, or say how."""
+    (path,), overrides = split_arguments(arguments.config, most_files=1)
+    resolved = load_config(path, overrides)
+    parcel = pack(resolved, overrides)
+    for warning in resolved.warnings:
+        print(f"not checked: {warning}")
+    return (_slurm if arguments.where == "slurm" else _ray)(arguments, resolved, parcel)
+
+
+def _slurm(arguments: argparse.Namespace, resolved: Resolved[Config], parcel: Parcel) -> int:
+    config, site = resolved.config, load_site(arguments.cluster)
+    job = SlurmJob(config, site, job_files(config), Path.cwd(), arguments.verb, parcel.variables)
+    script = render_script(job)
+    if arguments.dry_run:
+        _show(resolved, [f"# {job.files / SCRIPT}", script, f"# {job.files / CONFIG}", parcel.text])
+        return 0
+    job.files.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name, text in ((SCRIPT, script), (CONFIG, parcel.text)):
+        _write_private(job.files / name, text)
+    command = ["sbatch", "--parsable", str(job.files / SCRIPT)]
+    if not arguments.submit:
+        print(f"submit it with: {shlex.join(command)}")
+        return 0
+    for name, wanted in site.pass_on.items():
+        if wanted and name not in os.environ:
+            raise SetupError(f"{name} is not set here", where=f"{arguments.cluster}: pass_on", fix="export it")
+    number = _sbatch(command)
+    print(f"job {number}; its logs are in {job.files}/latest once it runs")
+    return 0
+
+
+def _sbatch(command: list[str]) -> str:
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_SBATCH_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SetupError(f"sbatch: {error}", fix="submit it where Slurm is") from error
+    if answer.returncode:
+        raise SetupError(f"sbatch refuses: {answer.stderr.strip()}", fix="mend the cluster file")
+    return answer.stdout.strip().partition(";")[0]
+
+
+def _ray(arguments: argparse.Namespace, resolved: Resolved[Config], parcel: Parcel) -> int:
+    job = make_job(resolved.config, parcel, arguments.ship)
+    lines = list(_travels(job))
+    with tempfile.TemporaryDirectory() as directory:
+        command = submit_command(arguments.address, Path(directory), arguments.verb, wait=not arguments.no_wait)
+        if arguments.dry_run:
+            _show(resolved, [*lines, f"# {CONFIG}", parcel.text, shlex.join(command), ""])
+            return 0
+        print("\n".join(lines), flush=True)
+        stage(job, Path(directory))
+        return subprocess.run(command).returncode
+
+
+def _travels(job: RayJob) -> Iterator[str]:
+    yield f"shipped: {', '.join([CONFIG, *map(str, job.code)])}"
+    if job.environment:
+        yield f"variables: {', '.join(job.environment)}"
+    for name in job.missing:
+        yield f"not shipped, as it is secret: {name}; it must be set where Ray runs"
+
+
+def _show(resolved: Resolved[Config], parts: list[str]) -> None:
+    for part in parts:
+        print(resolved.secrets.hide(part))
+    for line in explain(resolved, all_ranks=False):
+        print(line)
+
+
+def _write_private(path: Path, text: str) -> None:
+    """A file for the owner alone, even where one with wider rights stands."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)

@@ -1,0 +1,137 @@
+"""`mrl plan`: whether a configuration fits, what it takes, and how long a step is, before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+from mrl.cli.show import split_arguments
+from mrl.config.arithmetic import num_engines, samples_per_step
+from mrl.config.load import load_config
+from mrl.errors import ConfigError, Problem
+from mrl.plan.advice import Changes, advise
+from mrl.plan.hardware import DEFAULT, HARDWARE
+from mrl.plan.memory import MemoryPlan, gib, plan_memory
+from mrl.plan.search import search
+from mrl.plan.subject import Subject, make_subject
+from mrl.plan.timing import Lengths, assumed_lengths, plan_time
+
+EXAMPLE = "mrl plan configs/ppo-llama3.1-70b-8n8g.yaml actor.parallel.pp=2"
+_DOES_NOT_FIT = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `mrl plan`."""
+    parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="a file, and overrides")
+    parser.add_argument("--hardware", default=DEFAULT, help=f"the devices: {', '.join(HARDWARE)} (default: {DEFAULT})")
+    parser.add_argument("--model", help="whose sizes to take: a directory, or a published model; default: model.path")
+    parser.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="mean length; default: half of the longest")
+    parser.add_argument("--mean-response", type=float, metavar="TOKENS", help="the same of responses")
+    parser.add_argument("--verbose", action="store_true", help="where every number comes from")
+    parser.add_argument("--search", action="store_true", help="look for the fastest placements and layouts that fit")
+    parser.add_argument("--nodes", type=int, help="with --search: on so many machines")
+    parser.add_argument("--devices-per-node", type=int, metavar="N", help="with --search: of so many devices")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan; 2 where it does not fit."""
+    (path,), overrides = split_arguments(arguments.config, most_files=1)
+    resolved = load_config(path, overrides)
+    subject = make_subject(resolved, arguments.hardware, arguments.model)
+    means = assumed_lengths(resolved.config)
+    lengths = Lengths(arguments.mean_prompt or means.prompt, arguments.mean_response or means.response)
+    device, plan = subject.hardware, plan_memory(subject)
+    lines = [f"{path} on {device.name}, {gib(device.memory_bytes)} a device (--hardware for others)"]
+    if arguments.search:
+        lines += ["", *_search(subject, lengths, arguments.nodes, arguments.devices_per_node)]
+    elif arguments.nodes or arguments.devices_per_node:
+        flags = "--nodes and --devices-per-node are for --search"
+        raise ConfigError([Problem("command line", "", flags, "cluster.nodes=... and placement.pools for a plan")])
+    else:
+        lines += ["", *_memory(subject, plan, verbose=arguments.verbose)]
+        lines += [] if plan.shortages else ["", *_time(subject, lengths, verbose=arguments.verbose)]
+        lines += ["", *_verdict(subject, plan)]
+    if notes := list(subject.not_modelled()):
+        lines += ["", f"Not counted: {', '.join(notes)}"]
+    for line in lines:
+        print(resolved.secrets.hide(line).rstrip())
+    return _DOES_NOT_FIT if plan.shortages and not arguments.search else 0
+
+
+def _memory(subject: Subject, plan: MemoryPlan, *, verbose: bool) -> Iterator[str]:
+    yield "Memory of the fullest device of each pool, GiB:"
+    names = list(dict.fromkeys(item.role for phase in plan.phases for item in phase.items))
+    rows: list[Sequence[str]] = [("pool", "phase", *names, "together", "left")]
+    for phase in plan.phases:
+        of_role = [sum(item.num_bytes for item in phase.items if item.role == name) for name in names]
+        numbers = [*of_role, phase.num_bytes, subject.hardware.memory_bytes - phase.num_bytes]
+        rows.append((phase.pool, phase.name, *(f"{number / 2**30:.1f}" for number in numbers)))
+    yield from _aligned(rows)
+    for phase in plan.phases if verbose else ():
+        yield f"{phase.name} ({phase.pool}):"
+        yield from _aligned([(item.role, item.what, f"{item.num_bytes:,}", item.origin) for item in phase.items])
+    config, engine = subject.config, plan.engine
+    engines = num_engines(config)
+    share = -(-samples_per_step(config.batch) // engines)
+    held = f"the cache of each holds {engine.cache_tokens:,} tokens"
+    yield f"Rollout: {engines} engine{'s' if engines > 1 else ''} of tp {config.rollout.tp}; {held},"
+    yield f"  {engine.full_samples:,} samples of full length at a time of the {share:,} that it gets in a step."
+    yield f"Host: {gib(plan.host_bytes_per_node)} of pinned memory on each machine."
+
+
+def _time(subject: Subject, lengths: Lengths, *, verbose: bool) -> Iterator[str]:
+    plan = plan_time(subject, lengths)
+    yield f"Seconds of a step, simulated for {_means(lengths)}:"
+    rows: list[Sequence[str]] = []
+    for phase in plan.phases:
+        parts = [f"{name} {seconds:.1f}" for name, seconds in phase.parts.items() if seconds >= 0.05]
+        rows.append((phase.name, f"{phase.seconds:.1f}", ", ".join(parts) if verbose else ""))
+    rows.append(("together", f"{plan.seconds:.1f}", f"{plan.tokens_per_device_and_s:,.0f} tokens/s a device"))
+    yield from _aligned(rows)
+
+
+def _verdict(subject: Subject, plan: MemoryPlan) -> Iterator[str]:
+    if not plan.shortages:
+        fullest = max(plan.phases, key=lambda phase: phase.num_bytes)
+        yield f"It fits: at the fullest, in `{fullest.name}`, {gib(fullest.num_bytes)} of a device are taken."
+        return
+    for shortage in plan.shortages:
+        where = f"`{shortage.phase.name}` on pool `{shortage.phase.pool}`"
+        yield f"{where} {shortage.what}: {gib(shortage.num_bytes)} too much."
+    found = advise(subject)
+    yield "It fits with:" if found else "No change that was tried makes it fit: take larger devices (--hardware)."
+    for advice in found:
+        most = max(phase.num_bytes for phase in advice.plan.phases)
+        yield f"  {subject.overrides(advice.changes)}"
+        yield f"    then {gib(most)} at the fullest, and {advice.plan.engine.full_samples} full samples in a cache"
+
+
+def _search(subject: Subject, lengths: Lengths, nodes: int | None, devices_per_node: int | None) -> Iterator[str]:
+    cluster = subject.config.cluster
+    wanted: Changes = {"cluster.nodes": nodes or cluster.nodes}
+    wanted["cluster.devices_per_node"] = devices_per_node or cluster.devices_per_node
+    if wanted["cluster.nodes"] > 1:
+        wanted["cluster.ray_address"] = cluster.ray_address or "auto"
+    result = search(subject.unchecked(wanted), lengths)
+    yield f"The fastest of each placement, simulated for {_means(lengths)}."
+    yield f"Phases follow each other in every placement. {result.num_tried:,} combinations were looked at."
+    if not result.is_complete:
+        yield "That is the limit: there may be faster ones."
+    if not result.found:
+        yield "None fits."
+    for one in result.found:
+        most = max(phase.num_bytes for phase in one.memory.phases)
+        rate = f"{one.time.tokens_per_device_and_s:,.0f} tokens/s a device"
+        yield f"{one.placement}: {one.time.seconds:.1f} s a step, {rate}, {gib(most)} at the fullest"
+        yield f"  {subject.overrides(wanted | one.changes)}"
+
+
+def _means(lengths: Lengths) -> str:
+    means = f"means of {lengths.prompt:,.0f} prompt and {lengths.response:,.0f} response tokens"
+    return f"{means} (--mean-prompt, --mean-response)"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))

@@ -1,0 +1,55 @@
+"""`mrl verify layout CONFIG`: whether the layouts of a configuration compute what one rank and transformers compute."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from mrl.cli.show import split_arguments
+from mrl.config.arithmetic import role_mesh
+from mrl.config.load import load_config
+from mrl.plan.known_models import model_values
+
+EXAMPLE = "mrl verify layout configs/laptop-ppo.yaml actor.parallel.pp=2"
+_WRONG, _TOO_LARGE = 1, 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `mrl verify`."""
+    parser.add_argument("what", choices=["layout"], help="what to verify")
+    parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="a file, and overrides")
+    parser.add_argument("--model", help="whose shape to take: a directory, or a published model; default: model.path")
+    parser.add_argument("--role", choices=["actor", "critic"], help="this one alone")
+    parser.add_argument("--most-ranks", type=int, default=16, help="processes to start at most (default 16)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure each role's layout on a small model of the same shape; 1 where one is not the same model."""
+    (path,), overrides = split_arguments(arguments.config, most_files=1)
+    config = load_config(path, overrides).config
+    values = model_values(arguments.model or config.model.path)
+    # Here, so that a mistake in the configuration need not wait for torch and Megatron.
+    from mrl.engine.verify import RELATIVE_GOAL, SCORES_GOAL, fewest_ranks, verify_layout
+
+    print(f"a small {values['model_type']} in float32; goals: transformers {SCORES_GOAL:g}, others {RELATIVE_GOAL:g}")
+    worst = 0
+    for role, settings in config.trained_roles().items():
+        if arguments.role not in (None, role):
+            continue
+        num_ranks = fewest_ranks(settings.parallel, role_mesh(config, role).dp)
+        if num_ranks > arguments.most_ranks:
+            limit = f"--most-ranks={arguments.most_ranks}; a smaller pp shows the same, or --most-ranks={num_ranks}"
+            print(f"{role}: not measured: this layout takes {num_ranks} processes, and {limit}")
+            worst = max(worst, _TOO_LARGE)
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            model = Path(directory, "model")
+            found = verify_layout(values, "lm" if role == "actor" else "score", settings, num_ranks, model)
+        print(
+            f"{role}: {'right' if found.is_right else 'WRONG'} on {found.num_ranks} ranks: "
+            f"from transformers {found.transformers:.1e}; from one rank: loss {found.loss:.1e}, "
+            f"gradient norm {found.grad_norm:.1e}, parameters after two updates {found.parameters:.1e}"
+        )
+        worst = max(worst, 0 if found.is_right else _WRONG)
+    return worst

@@ -1,0 +1,50 @@
+"""A small model with the shape of a large one: the same family and the same divisions, in a few thousand numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mrl.config.schema import ParallelConfig
+from mrl.models.hf_config import HfConfig
+
+_VOCAB = 131  # no multiple of anything: the padding of the vocabulary is tried too
+_HEAD = 16
+_POSITIONS = 512
+
+
+def small_config(values: Mapping[str, Any], parallel: ParallelConfig) -> dict[str, Any]:
+    """The `config.json` of a model that a layout divides as it divides the one with these values.
+
+    Query groups stay groups, and key-value heads that are fewer than the tensor-parallel ranks stay fewer.
+    """
+    large = HfConfig(values, "config.json").defaulting(num_key_value_heads=values.get("num_attention_heads"))
+    num_heads, num_groups = large.integer("num_attention_heads"), large.integer("num_key_value_heads")
+    groups = min(num_groups, parallel.tp)
+    heads = math.lcm(groups * min(2, num_heads // num_groups), parallel.tp)
+    stages = parallel.pp * parallel.vpp
+    small = {
+        **values,
+        "vocab_size": _VOCAB,
+        "hidden_size": heads * _HEAD,
+        "intermediate_size": 24 * parallel.tp,
+        "num_hidden_layers": stages * max(1, 2 // stages),
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "max_position_embeddings": _POSITIONS,
+        "initializer_range": 0.1,  # or everything is so alike that a mix-up hardly shows
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    if "head_dim" in values:
+        small["head_dim"] = 2 * _HEAD  # not hidden/heads
+    for name in ("num_experts", "num_local_experts"):
+        if name in values:
+            small |= {name: 2 * parallel.ep, "num_experts_per_tok": 2}
+    if "moe_intermediate_size" in values:
+        small |= {"moe_intermediate_size": 16 * parallel.etp, "mlp_only_layers": []}
+    if "num_local_experts" in values:
+        small["intermediate_size"] = 24 * math.lcm(parallel.tp, parallel.etp)
+    return small

@@ -1,0 +1,157 @@
+"""Bytes that a training step keeps for backward, from the shapes of a layer's tensors.
+
+Rows are packed and attention is a flash kernel, so no tensor has tokens x tokens. Per token and layer, in elements of
+the model's dtype unless said otherwise:
+
+    T    tokens of a micro-batch on one device (`max_tokens_per_device`)
+    h    hidden size            q, k   columns of all query heads, of all key heads; d of one head
+    f    columns of the MLP     g      those of an expert
+    e    experts per token      E      experts
+    t    tensor parallel size   s      t with sequence parallelism, else 1
+
+    attention   2h/s        the norm's input (the residual) and output, from which queries, keys and values come
+                (q + 2k)/t  queries, keys and values as attention takes them
+                (q + k)/t   and before their norms, where there are any
+                4d          cosines and sines of queries and of keys, unless Megatron fuses them (`apply_rope_fusion`)
+                q/t         what attention gives, which is the projection's input; 4 bytes a head for its logsumexp
+    MLP         2h/s        the norm's input and output
+                5f/t        gate and up, silu(gate), up once more, their product; 3f/t with `bias_activation_fusion`
+    experts     2h/s        the norm's input and output;  24e + 5E bytes (/s) for the router
+                e(h etp + 6g)/s  tokens dispatched; gate and up, silu(gate), up once more, their product before and
+                            after its weight, 3g with the fusion. The busiest rank's tokens count
+
+Norms are Transformer Engine's; those without it keep 4 bytes more per element, their input in float32. A test counts
+what autograd saves in a running engine, and finds these numbers.
+
+Full recomputation keeps h/s per layer (per `recompute_num_layers` with `uniform`), and while it makes a group of layers
+again all tensors of that group. `block` recomputes the first layers of each chunk alone. Selective recomputation leaves
+out what the modules named make again: `mlp` and `moe` all but their norm's input and output, `layernorm` the outputs of
+norms, `moe_act` silu and products; `core_attn` recomputes what a flash kernel does not keep anyway.
+
+A stage of a pipeline keeps the micro-batches that are between their forward and their backward: `pp - stage` of them,
+or with `vpp` chunks `2 (pp - stage - 1) + (vpp - 1) pp + 1` chunks of `layers / (pp vpp)` layers.
+
+The head walks the vocabulary in tiles; it keeps the hidden states of the scored tokens (h), their gradient in float32
+and in the model's dtype, the gradient of its weight, and three tiles at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mrl.config.schema import TrainedModelConfig
+from mrl.models.parameters import padded_vocab
+from mrl.models.spec import ModelSpec
+from mrl.models.table import Head
+from mrl.plan.assumptions import ASSUMPTIONS
+from mrl.plan.weights import ITEM_BYTES, layout_of
+
+TILE_BYTES, FEWEST_COLUMNS = 1 << 28, 512  # of the vocabulary head on a GPU; a test compares them with the head's own
+_TILES_AT_ONCE = 3
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Bytes per token that one layer keeps for backward, by what would bring them back."""
+
+    residual: float
+    """Its input: all that full recomputation keeps."""
+    norms: float
+    attention: float
+    mlp_input: float
+    """The norm's input before the MLP: what recomputing the MLP alone keeps, beside the norm's output."""
+    mlp: float
+    expert_activation: float
+
+    @property
+    def total(self) -> float:
+        """Without recomputation."""
+        return self.residual + self.norms + self.attention + self.mlp_input + self.mlp + self.expert_activation
+
+
+def layer_bytes(spec: ModelSpec, model: TrainedModelConfig, has_experts: bool) -> Layer:
+    """What one layer keeps per token of a device."""
+    at, item = model.parallel, ITEM_BYTES[model.dtype]
+    t, s = at.tp, at.tp if at.sequence_parallel else 1
+    q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    fused = bool(model.megatron.get("bias_activation_fusion"))
+    hidden = item * spec.hidden / s
+    k = max(k, t * spec.head_dim)  # with fewer heads than ranks each has one
+    heads = 2 * q + 2 * k + (q + k if spec.qk_norm else 0)
+    attention = (item * heads + 4 * spec.num_heads) / t
+    attention += 0 if model.megatron.get("apply_rope_fusion") else 4 * spec.head_dim * item
+    if not (has_experts and spec.moe):
+        mlp, activation = item * (3 if fused else 5) * spec.ffn / t, 0.0
+    else:
+        moe = spec.moe
+        # A rank sees the tokens of all ranks that share its experts, and has as many fewer of their experts.
+        taken = item * moe.experts_per_token * (ASSUMPTIONS.expert_imbalance if at.ep > 1 else 1) / s
+        mlp = (
+            taken * (spec.hidden * at.etp + 2 * moe.expert_ffn) + (24 * moe.experts_per_token + 5 * moe.num_experts) / s
+        )
+        activation = taken * (1 if fused else 4) * moe.expert_ffn
+    return Layer(hidden, 2 * hidden, attention, hidden, mlp, activation)
+
+
+def stage_activations(spec: ModelSpec, model: TrainedModelConfig, stage: int, num_micro_batches: int) -> int:
+    """What the layers of a pipeline stage keep at their worst moment, and make again."""
+    layout, tokens = layout_of(model), model.max_tokens_per_device
+    pp, vpp = layout.pp, layout.vpp
+    chunks = [layout.layers_of_chunk(spec.num_layers, stage, chunk) for chunk in range(vpp)]
+    kept, working = 0.0, 0.0
+    for layers in chunks:
+        bytes_of = {kind: layer_bytes(spec, model, kind) for kind in {spec.has_experts(layer) for layer in layers}}
+        per_layer = [bytes_of[spec.has_experts(layer)] for layer in layers]
+        chunk_kept, chunk_working = _with_recomputation(per_layer, model.megatron)
+        kept, working = kept + chunk_kept / vpp, max(working, chunk_working)
+    in_flight = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
+    in_flight = min(in_flight, num_micro_batches * vpp)
+    return math.ceil((kept * in_flight + working) * tokens * (1 + ASSUMPTIONS.allocator_share))
+
+
+def forward_activations(spec: ModelSpec, model: TrainedModelConfig) -> int:
+    """Of a forward pass without backward: the tensors of one layer."""
+    kinds = {spec.has_experts(layer) for layer in range(spec.num_layers)}
+    widest = max(layer_bytes(spec, model, kind).total for kind in kinds)
+    return math.ceil(widest * model.max_tokens_per_device * (1 + ASSUMPTIONS.allocator_share))
+
+
+def head_bytes(spec: ModelSpec, model: TrainedModelConfig, head: Head, *, backward: bool) -> int:
+    """Of the last stage's head, if every token of a micro-batch is scored."""
+    tokens, item = model.max_tokens_per_device, ITEM_BYTES[model.dtype]
+    hidden = tokens * spec.hidden * (item + (4 + item if backward else 0))
+    if head == "score":
+        return hidden
+    weight = padded_vocab(spec.vocab, model.parallel.tp) // model.parallel.tp * spec.hidden * item if backward else 0
+    return hidden + weight + _TILES_AT_ONCE * max(TILE_BYTES, FEWEST_COLUMNS * 4 * tokens)
+
+
+def _with_recomputation(layers: list[Layer], megatron: dict[str, Any]) -> tuple[float, float]:
+    """Bytes per token that the layers of a chunk keep, and those that are made again at a time."""
+    granularity = megatron.get("recompute_granularity")
+    if granularity == "selective":
+        modules = set(megatron.get("recompute_modules") or ())
+        lighter = [_selective(layer, modules) for layer in layers]
+        return sum(each.total for each in lighter), max(a.total - b.total for a, b in zip(layers, lighter, strict=True))
+    if granularity != "full":
+        return sum(layer.total for layer in layers), 0.0
+    number = int(megatron.get("recompute_num_layers") or 1)
+    if megatron.get("recompute_method") == "block":
+        again, rest = layers[:number], layers[number:]
+        return sum(each.residual for each in again) + sum(each.total for each in rest), max(
+            (each.total for each in again), default=0.0
+        )
+    groups = [layers[start : start + number] for start in range(0, len(layers), number)]
+    return sum(group[0].residual for group in groups), max(sum(each.total for each in group) for group in groups)
+
+
+def _selective(layer: Layer, modules: set[str]) -> Layer:
+    if modules & {"mlp", "moe"}:
+        layer = replace(layer, mlp=0.0, expert_activation=0.0)
+    if "moe_act" in modules:
+        layer = replace(layer, expert_activation=0.0)
+    if "layernorm" in modules:
+        layer = replace(layer, norms=0.0)
+    return layer

@@ -1,0 +1,48 @@
+"""What no configuration says and a plan needs: every number that is not derived stands here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Memory that libraries take for themselves, and how much of a device's speed each kind of work reaches."""
+
+    trainer_reserve_bytes: int = 3 * GIB
+    """Of each trainer process: CUDA context, NCCL's buffers of all its groups, workspaces of libraries."""
+    engine_reserve_bytes: int = 2 * GIB
+    """Of each engine process, also while it sleeps: CUDA context, NCCL, captured graphs."""
+    allocator_share: float = 0.05
+    """Of activations: what torch's allocator cannot use because blocks have other sizes."""
+    expert_imbalance: float = 1.25
+    """Tokens of the busiest expert rank over the mean."""
+    train_efficiency: float = 0.42
+    """Of the peak, in matrix products forward and backward; links, bubbles and launches come on top."""
+    prefill_efficiency: float = 0.42
+    """The same in an engine's prefill, and in decoding where that is bound by arithmetic."""
+    decode_bandwidth: float = 0.6
+    """Of the memory's bandwidth, in decoding."""
+    link_efficiency: float = 0.7
+    """Of NVLink and network, in collectives and in the reshard."""
+    decode_step_s: float = 0.004
+    """Scheduling, sampling and launches of one decoding step, whatever is computed."""
+    decode_layer_s: float = 0.00005
+    """The same for each layer, twice this where tensor ranks add up, four times where they are on several machines."""
+    train_layer_s: float = 0.001
+    """Launches of one layer forward for one micro-batch, for backward twice this."""
+    expert_layer_s: float = 0.004
+    """The same for a layer with experts."""
+    lone_expert_s: float = 0.0001
+    """Of each expert of a rank in such a layer, where they are not multiplied together (`moe_grouped_gemm`)."""
+    tail_share: float = 0.1
+    """Of the samples that an engine works on at a time: those that are left when most have ended."""
+    mean_response_share: float = 0.5
+    """Mean length of responses over the longest that is allowed."""
+    mean_prompt_share: float = 0.5
+    """The same of prompts."""
+
+
+ASSUMPTIONS = Assumptions()

@@ -1,0 +1,58 @@
+"""Devices by name: memory, speed and links, as their makers state them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mrl.errors import NameUnknown, did_you_mean
+
+DEFAULT = "h100-80gb"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device of a machine of eight; bandwidths are per device and direction."""
+
+    name: str
+    memory_bytes: int
+    """What CUDA reports as the total, a little less than is on the label."""
+    flops_per_s: float
+    """Dense bfloat16."""
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    """To another device of the machine (NVLink)."""
+    network_bytes_per_s: float
+    """To a device of another machine: one network card each."""
+    host_bytes_per_s: float
+    """To pinned memory of the host, all devices of the machine at once."""
+
+
+def _device(
+    name: str, memory_gib: float, tflops: float, hbm_tb: float, nvlink_gb: float, network_gb: float
+) -> Hardware:
+    host = {"a100": 20e9}.get(name.partition("-")[0], 40e9)  # PCIe 4 and 5, less than one device alone would get
+    memory, flops, hbm = int(memory_gib * 2**30), tflops * 1e12, hbm_tb * 1e12
+    return Hardware(name, memory, flops, hbm, nvlink_gb * 1e9, network_gb * 1e9, host)
+
+
+HARDWARE = {
+    each.name: each
+    for each in (
+        _device("a100-40gb", 39.4, 312, 1.56, 300, 25),
+        _device("a100-80gb", 79.2, 312, 2.04, 300, 25),
+        _device("h20-96gb", 95.2, 148, 4.0, 450, 50),
+        _device("h100-80gb", 79.1, 989, 3.35, 450, 50),
+        _device("h200-141gb", 139.8, 989, 4.8, 450, 50),
+        _device("b200-180gb", 178.3, 2250, 8.0, 900, 50),
+        _device("gb200-186gb", 184.0, 2450, 8.0, 900, 50),
+    )
+}
+
+
+def hardware(name: str) -> Hardware:
+    """The device of that name; `h100` stands for its largest kind."""
+    wanted = name.lower()
+    found = [each for known, each in HARDWARE.items() if wanted in (known, known.partition("-")[0])]
+    if not found:
+        raise NameUnknown(f'--hardware: "{name}" is not known', fix=did_you_mean(wanted, HARDWARE))
+    return max(found, key=lambda each: each.memory_bytes)

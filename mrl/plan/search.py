@@ -1,0 +1,215 @@
+"""The fastest placements and layouts that fit, by the plan's own memory and time.
+
+The time of a step is a sum over the actor, the critic and the engines, and a role's part depends on its own layout and
+pool alone. So combinations are looked at in the order of these sums, and only until no later one can be faster:
+what is found is what trying out all of them would find. What binds the parts, memory and rules, is checked as
+combinations come up.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from mrl.config.arithmetic import longest_sample_tokens, samples_per_step
+from mrl.config.schema import ParallelConfig, RolloutConfig, TrainedModelConfig
+from mrl.errors import ModelError
+from mrl.models.layout import Layout
+from mrl.models.rollout_table import EngineSizes
+from mrl.models.spec import ModelSpec
+from mrl.plan.advice import FULL_RECOMPUTATION, Changes
+from mrl.plan.memory import MemoryPlan, Role, plan_memory, role_stages
+from mrl.plan.subject import Subject
+from mrl.plan.timing import Lengths, TimePlan, plan_time, role_phases, rollout_phase
+
+_SIZES, _CHUNKS, _MOST_STAGES = (1, 2, 4, 8), (1, 2), 32
+_UTILIZATIONS, _OWN_UTILIZATIONS = (0.5, 0.6, 0.7, 0.8, 0.85), (0.9,)
+_MOST_TRIED = 5_000
+
+
+@dataclass(frozen=True)
+class Found:
+    """One way to place and lay out everything."""
+
+    placement: str
+    changes: Changes
+    memory: MemoryPlan
+    time: TimePlan
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a search came to."""
+
+    found: tuple[Found, ...]
+    """The fastest first."""
+    num_tried: int
+    is_complete: bool
+    """Whether no combination that was not looked at can be faster."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A choice for one part: its section of the configuration, how to write that, and the seconds of that part."""
+
+    seconds: float
+    section: TrainedModelConfig | RolloutConfig
+    changes: Changes
+    stages: tuple[Role, ...] = ()
+    """Of a trained role: what it holds."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which pools there are, who is in which, and the choices of each part, the fastest first."""
+
+    name: str
+    placed: Subject
+    changes: Changes
+    parts: dict[str, list[Option]]
+
+
+def search(subject: Subject, lengths: Lengths, most: int = 2) -> Result:
+    """The fastest few of each kind of placement that fit."""
+    choices = list(placements(subject, lengths))
+    results = [
+        _search([choice for choice in choices if choice.name == name], lengths, most)
+        for name in dict.fromkeys(choice.name for choice in choices)
+    ]
+    found = sorted((one for result in results for one in result.found), key=lambda one: one.time.seconds)
+    is_complete = all(result.is_complete for result in results)
+    return Result(tuple(found), sum(result.num_tried for result in results), is_complete)
+
+
+def _search(choices: list[Placement], lengths: Lengths, most: int) -> Result:
+    found: list[Found] = []
+    num_tried = 0
+    for bound, placement, chosen in _in_order(choices):
+        is_complete = len(found) == most and bound >= found[-1].time.seconds
+        if is_complete or num_tried == _MOST_TRIED:
+            return Result(tuple(found), num_tried, is_complete)
+        num_tried += 1
+        if (one := try_out(placement, chosen, lengths)) is not None:
+            found = sorted([*found, one], key=lambda each: each.time.seconds)[:most]
+    return Result(tuple(found), num_tried, is_complete=True)
+
+
+def try_out(placement: Placement, chosen: dict[str, Option], lengths: Lengths) -> Found | None:
+    """A combination with all that it takes, if it fits and is allowed."""
+    sections: dict[str, Any] = {part: option.section for part, option in chosen.items()}
+    subject = replace(placement.placed, config=replace(placement.placed.config, **sections))
+    memory = plan_memory(subject, {part: option.stages for part, option in chosen.items() if option.stages})
+    if memory.shortages or subject.varied({}) is None:
+        return None
+    changes = placement.changes | {key: value for option in chosen.values() for key, value in option.changes.items()}
+    return Found(placement.name, changes, memory, plan_time(subject, lengths))
+
+
+def _in_order(choices: list[Placement]) -> Iterator[tuple[float, Placement, dict[str, Option]]]:
+    """All combinations of all placements, by the sum of their parts' seconds, which a step cannot undercut."""
+
+    def entry(number: int, picks: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
+        parts = choices[number].parts.values()
+        return sum(options[pick].seconds for options, pick in zip(parts, picks, strict=True)), number, picks
+
+    possible = [number for number, placement in enumerate(choices) if all(placement.parts.values())]
+    heap = [entry(number, (0,) * len(choices[number].parts)) for number in possible]
+    heapq.heapify(heap)
+    seen = {(number, picks) for _, number, picks in heap}
+    while heap:
+        seconds, number, picks = heapq.heappop(heap)
+        parts = choices[number].parts
+        yield seconds, choices[number], {name: parts[name][pick] for name, pick in zip(parts, picks, strict=True)}
+        for place, (options, pick) in enumerate(zip(parts.values(), picks, strict=True)):
+            following = (*picks[:place], pick + 1, *picks[place + 1 :])
+            if pick + 1 < len(options) and (number, following) not in seen:
+                seen.add((number, following))
+                heapq.heappush(heap, entry(number, following))
+
+
+def placements(subject: Subject, lengths: Lengths) -> Iterator[Placement]:
+    """The four kinds: everything together; the critic apart; the engines apart; everybody apart."""
+    config = subject.config
+    total = config.cluster.nodes * config.cluster.devices_per_node
+    kinds: list[tuple[str, dict[str, int], dict[str, str]]] = [
+        ("colocated", {"all": total}, dict.fromkeys(subject.specs, "all"))
+    ]
+    for quarters in (1, 2, 3):
+        part, rest = total * quarters // 4, total - total * quarters // 4
+        if not part or not rest:
+            continue
+        together = dict.fromkeys(subject.specs, "train")
+        kinds.append(("split", {"train": part, "rollout": rest}, {**together, "rollout": "rollout"}))
+        if "critic" not in subject.specs:
+            continue
+        kinds.append(("hybrid", {"actor": part, "critic": rest}, {"actor": "actor", "critic": "critic"}))
+        if rest >= 2:
+            own = {"actor": part, "critic": rest // 2, "rollout": rest - rest // 2}
+            kinds.append(("standalone", own, {name: name for name in own}))
+    for name, pools, roles in kinds:
+        changes = {"placement.pools": pools, "placement.roles": roles, "rollout.replicas": None}
+        placed = subject.unchecked(changes)
+        parts = {role: list(_role_options(placed, role, lengths)) for role in subject.specs}
+        parts["rollout"] = list(_engine_options(placed, lengths))
+        for options in parts.values():
+            options.sort(key=lambda each: each.seconds)
+        yield Placement(name, placed, changes, parts)
+
+
+def _role_options(placed: Subject, role: str, lengths: Lengths) -> Iterator[Option]:
+    """The layouts of a role on its pool, with its activations kept and with them computed again."""
+    config, memory_bytes = placed.config, placed.hardware.memory_bytes
+    devices = config.placement.pools[config.placement.roles[role]]
+    for layout in _layouts(placed, placed.specs[role], role, devices):
+        for recomputation in (dict.fromkeys(FULL_RECOMPUTATION), FULL_RECOMPUTATION):
+            changes = {f"{role}.parallel.{name}": size for name, size in layout.items()}
+            changes |= {f"{role}.megatron.{name}": value for name, value in recomputation.items()}
+            subject = placed.unchecked(changes)
+            stages = role_stages(subject, role)
+            if all(stage.alone_bytes <= memory_bytes for stage in stages):
+                seconds = sum(phase.seconds for phase in role_phases(subject, role, lengths))
+                yield Option(seconds, subject.config.trained_roles()[role], changes, stages)
+
+
+def _layouts(placed: Subject, spec: ModelSpec, role: str, devices: int) -> Iterator[dict[str, Any]]:
+    config, model = placed.config, placed.config.trained_roles()[role]
+    here, longest = config.cluster.devices_per_node, longest_sample_tokens(config.rollout)
+    experts = [n for n in range(1, spec.moe.num_experts + 1) if spec.moe.num_experts % n == 0] if spec.moe else [1]
+    stages = [n for n in range(1, _MOST_STAGES + 1) if spec.num_layers % n == 0]
+    # Context parallelism costs more than it brings where a sample fits without.
+    cp = next((size for size in _SIZES if longest <= model.max_tokens_per_device * size), _SIZES[-1])
+    for tp, pp, vpp, ep in product(_SIZES, stages, _CHUNKS, experts):
+        if tp > here or devices % (tp * cp * pp) or devices % (ep * pp) or (vpp > 1 and pp == 1):
+            continue
+        dp = devices // (tp * cp * pp)
+        if samples_per_step(config.batch) % dp or config.batch.samples_per_update % dp:
+            continue
+        try:
+            Layout.of(ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep)).check(spec)
+        except ModelError:
+            continue
+        yield {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "ep": ep, "etp": 1, "sequence_parallel": tp > 1}
+
+
+def _engine_options(placed: Subject, lengths: Lengths) -> Iterator[Option]:
+    """Sizes of engines, and the share of a device that they may take."""
+    roles = placed.config.placement.roles
+    devices = placed.config.placement.pools[roles.get("rollout", roles["actor"])]
+    shares = _OWN_UTILIZATIONS if "rollout" in roles else _UTILIZATIONS
+    for tp in _SIZES:
+        try:
+            EngineSizes(tp).check(placed.specs["actor"])
+        except ModelError:
+            continue
+        if devices % tp:
+            continue
+        fastest = float("inf")
+        for share in shares:  # a larger one that is no faster only takes memory
+            changes = {"rollout.tp": tp, "rollout.vllm.gpu_memory_utilization": share}
+            subject = placed.unchecked(changes)
+            if (seconds := rollout_phase(subject, lengths).seconds) < fastest:
+                fastest = seconds
+                yield Option(seconds, subject.config.rollout, changes)

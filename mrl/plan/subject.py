@@ -1,0 +1,132 @@
+"""What is planned: a configuration, the models of its roles, and the devices; and variations of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from mrl.config.load import Resolved
+from mrl.config.model_rules import check_model_rules
+from mrl.config.model_shape import ModelShape
+from mrl.config.rules import RULES, check_rules
+from mrl.config.schema import Config
+from mrl.errors import ConfigError, ModelError, Problem
+from mrl.models.rollout_table import EngineSizes
+from mrl.models.spec import ModelSpec
+from mrl.plan.hardware import Hardware, hardware
+from mrl.plan.known_models import model_spec
+from mrl.plan.weights import layout_of
+
+AnyNode = TypeVar("AnyNode")
+_NOT_MODELLED = {
+    "megatron": ("cpu_offloading", "fp8", "moe_expert_capacity_factor", "distribute_saved_activations"),
+    "ddp": ("use_megatron_fsdp", "use_custom_fsdp", "num_distributed_optimizer_instances"),
+    "optimizer": ("optimizer_cpu_offload", "use_precision_aware_optimizer"),
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A configuration with all that a plan needs to know beside it."""
+
+    config: Config
+    specs: dict[str, ModelSpec]
+    """The model of each trained role."""
+    hardware: Hardware
+
+    def problems(self) -> Iterator[Problem]:
+        """What rules and models say against the configuration."""
+        yield from check_rules(RULES, self.config)
+        for role, spec in self.specs.items():
+            shape = ModelShape(
+                spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.moe.num_experts if spec.moe else None
+            )
+            found = check_model_rules(self.config, shape)
+            yield from (problem for problem in found if problem.key.startswith((role, "rollout")))
+
+    def check_layouts(self) -> None:
+        """Refuse layouts that the tables cannot tell."""
+        for role, spec in self.specs.items():
+            layout_of(self.config.trained_roles()[role]).check(spec)
+        EngineSizes(self.config.rollout.tp).check(self.specs["actor"])
+
+    def varied(self, changes: Mapping[str, Any]) -> Subject | None:
+        """The same with other values under these dotted keys; None where a rule or the model is against it."""
+        subject = self.unchecked(changes)
+        if next(subject.problems(), None) is not None:
+            return None
+        try:
+            subject.check_layouts()
+        except ModelError:
+            return None
+        return subject
+
+    def unchecked(self, changes: Mapping[str, Any]) -> Subject:
+        """The same, whatever rules and models say."""
+        config = self.config
+        for key, value in changes.items():
+            config = _replaced(config, key.split("."), value)
+        return dataclasses.replace(self, config=config)
+
+    def overrides(self, changes: Mapping[str, Any]) -> str:
+        """Changes as the command line takes them, without those that change nothing."""
+        words = []
+        for key, value in changes.items():
+            present = _value(self.config, key.split("."))
+            if isinstance(value, dict):
+                removed = dict.fromkeys(present or {})
+                pairs = ", ".join(f"{name}: {_yaml(each)}" for name, each in {**removed, **value}.items())
+                words += [f'"{key}={{{pairs}}}"'] if value != present else []
+            elif value != present:
+                words.append(f"{key}={_yaml(value)}")
+        return " ".join(words)
+
+    def not_modelled(self) -> Iterator[str]:
+        """Settings that change memory or time in ways that are not counted."""
+        for role, model in self.config.trained_roles().items():
+            for section, names in _NOT_MODELLED.items():
+                values = getattr(model, section)
+                yield from (f"{role}.{section}.{name}" for name in names if values.get(name))
+        names = ("quantization", "enable_expert_parallel", "kv_cache_dtype", "cpu_offload_gb", "speculative_config")
+        yield from (f"rollout.vllm.{name}" for name in names if self.config.rollout.vllm.get(name))
+
+
+def make_subject(resolved: Resolved[Config], hardware_name: str, model: str | None = None) -> Subject:
+    """The subject of a configuration; `model` says whose sizes to take where `model.path` does not tell."""
+    config = resolved.config
+    if config.cluster.device != "gpu":
+        wrong = Problem("", "cluster.device", "a plan is about GPUs, not CPU slots", "cluster.device=gpu")
+        raise ConfigError([_at_origin(wrong, resolved)])
+    specs = {"actor": model_spec(model or config.model.path)}
+    if config.critic is not None:
+        specs["critic"] = model_spec(model or config.model.critic or config.model.path)
+    subject = Subject(config, specs, hardware(hardware_name))
+    if problems := list(subject.problems()):
+        raise ConfigError([_at_origin(problem, resolved) for problem in problems])
+    subject.check_layouts()
+    return subject
+
+
+def _at_origin(problem: Problem, resolved: Resolved[Config]) -> Problem:
+    return dataclasses.replace(problem, where=resolved.origin(tuple(problem.key.split("."))))
+
+
+def _replaced(node: AnyNode, path: Sequence[str], value: Any) -> AnyNode:
+    """A copy of a dataclass or dictionary with another value at the end of the path."""
+    name, *rest = path
+    if isinstance(node, dict):
+        return cast(AnyNode, {**node, name: _replaced(node[name], rest, value) if rest else value})
+    inner = _replaced(getattr(node, name), rest, value) if rest else value
+    return cast(AnyNode, dataclasses.replace(cast(Any, node), **{name: inner}))
+
+
+def _value(node: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        node = node.get(name) if isinstance(node, dict) else getattr(node, name)
+    return node
+
+
+def _yaml(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,237 @@
+"""How long each phase of a step takes: work over what the devices do, with stated efficiencies.
+
+The phases of one step follow each other, so their sum is the step. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from mrl.config.arithmetic import (
+    has_own_rollout_pool,
+    needs_old_log_probs,
+    num_engines,
+    role_mesh,
+    samples_per_step,
+    updates_per_step,
+)
+from mrl.config.mesh import Mesh
+from mrl.config.schema import Config
+from mrl.plan.assumptions import ASSUMPTIONS
+from mrl.plan.engine_memory import EngineMemory, engine_memory
+from mrl.plan.memory import HEADS, has_reference
+from mrl.plan.reshard_traffic import ReshardTraffic
+from mrl.plan.subject import Subject
+from mrl.plan.weights import ITEM_BYTES, buffers, engine_elements, layout_of, stage_weights
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Mean tokens of prompts and responses."""
+
+    prompt: float
+    response: float
+
+    @property
+    def whole(self) -> float:
+        """Of a sample."""
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class TimedPhase:
+    """One phase of a step, and what it consists of."""
+
+    name: str
+    parts: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class TimePlan:
+    """A step."""
+
+    phases: tuple[TimedPhase, ...]
+    num_tokens: float
+    num_devices: int
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def tokens_per_device_and_s(self) -> float:
+        """Tokens of prompts and responses."""
+        return self.num_tokens / self.seconds / self.num_devices
+
+
+def assumed_lengths(config: Config) -> Lengths:
+    """The means that are assumed where nobody says better."""
+    prompt = ASSUMPTIONS.mean_prompt_share * config.rollout.max_prompt_tokens
+    return Lengths(prompt, ASSUMPTIONS.mean_response_share * config.rollout.max_response_tokens)
+
+
+def plan_time(subject: Subject, lengths: Lengths) -> TimePlan:
+    """The phases of one step."""
+    config = subject.config
+    phases = [TimedPhase("weights", _weights(subject)), rollout_phase(subject, lengths)]
+    phases += [phase for role in subject.specs for phase in role_phases(subject, role, lengths)]
+    num_tokens = samples_per_step(config.batch) * lengths.whole
+    return TimePlan(tuple(phases), num_tokens, sum(config.placement.pools.values()))
+
+
+def role_phases(subject: Subject, role: str, lengths: Lengths) -> Iterator[TimedPhase]:
+    """The phases in which a trained role works."""
+    config = subject.config
+    forward = partial(_work, subject, role, lengths, trains=False)
+    if role == "critic":
+        yield TimedPhase("values", forward())
+    elif needs_old_log_probs(config):
+        yield TimedPhase("old log-probs", forward())
+    if role == "actor" and has_reference(config):
+        yield TimedPhase("reference", forward())
+    yield TimedPhase(f"train {role}", _work(subject, role, lengths, trains=True))
+
+
+# --- generation -----------------------------------------------------------------------------------------------------
+
+
+def rollout_phase(subject: Subject, lengths: Lengths) -> TimedPhase:
+    """The engines at work, until the longest sample has ended."""
+    config, spec, device = subject.config, subject.specs["actor"], subject.hardware
+    engine = engine_memory(config, spec, device)
+    engines, tp = num_engines(config), config.rollout.tp
+    samples = samples_per_step(config.batch) / engines
+    # Where not all fit at once, those that run are of all ages, and half grown on average.
+    by_cache = engine.cache_tokens / (lengths.prompt + lengths.response / 2)
+    fits_whole = samples * lengths.whole <= engine.cache_tokens
+    batch = max(1.0, min(samples, math.inf if fits_whole else by_cache, engine.most_sequences))
+    step_s = _decode_step_s(subject, engine, batch, lengths)
+    # Those that are left at the end run on few at a time, until the longest has ended.
+    tail_tokens = max(0.0, config.rollout.max_response_tokens - lengths.response)
+    tail_s = _decode_step_s(subject, engine, max(1.0, ASSUMPTIONS.tail_share * batch), lengths)
+    flops = spec.sequence_flops(math.ceil(lengths.prompt)) * samples
+    if config.rollout.vllm.get("enable_prefix_caching", True):
+        flops /= config.batch.samples_per_prompt
+    parts = {
+        "prefill": flops / (tp * device.flops_per_s * ASSUMPTIONS.prefill_efficiency),
+        "decoding": samples * lengths.response / batch * step_s,
+        "the longest": tail_tokens * tail_s,
+    }
+    return TimedPhase("rollout", parts)
+
+
+def _decode_step_s(subject: Subject, engine: EngineMemory, batch: float, lengths: Lengths) -> float:
+    """One token of each sample: weights and cache are read, everything is multiplied, and some time goes anyway."""
+    spec, device, tp = subject.specs["actor"], subject.hardware, subject.config.rollout.tp
+    context = lengths.prompt + lengths.response / 2
+    weights = next(size for what, size, _ in engine.parts if what == "weights")
+    if spec.moe:
+        num_routed = sum(map(spec.has_experts, range(spec.num_layers)))
+        experts = num_routed * spec.moe.num_experts * 3 * spec.hidden * spec.moe.expert_ffn
+        untouched = (1 - spec.moe.experts_per_token / spec.moe.num_experts) ** batch
+        weights -= int(untouched * experts / spec.num_parameters * weights)
+    read_s = (weights + batch * context * engine.token_bytes) / (
+        device.memory_bytes_per_s * ASSUMPTIONS.decode_bandwidth
+    )
+    flops = batch * (spec.flops_per_token + spec.attention_flops_per_token_pair * context)
+    compute_s = flops / (tp * device.flops_per_s * ASSUMPTIONS.prefill_efficiency)
+    waits = 1 if tp == 1 else 2 if tp <= subject.config.cluster.devices_per_node else 4
+    layers_s = spec.num_layers * ASSUMPTIONS.decode_layer_s * waits
+    return max(read_s, compute_s) + layers_s + ASSUMPTIONS.decode_step_s
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def _work(subject: Subject, role: str, lengths: Lengths, *, trains: bool) -> dict[str, float]:
+    """Forward, or forward and backward with optimizer steps, of all samples of a step."""
+    config, spec, device = subject.config, subject.specs[role], subject.hardware
+    model, mesh = config.trained_roles()[role], role_mesh(config, role)
+    num_updates = updates_per_step(config.batch) if trains else 1
+    samples = samples_per_step(config.batch) * (config.batch.epochs_per_step if trains else 1)
+    # Backward takes twice the work of forward, and recomputation is a forward pass more.
+    passes = 1 if not trains else 4 if model.megatron.get("recompute_granularity") == "full" else 3
+    tokens, room = samples * lengths.whole, model.max_tokens_per_device * mesh.cp
+    per_update = max(1, math.ceil(tokens / num_updates / mesh.dp / room))
+    flops = passes * samples * spec.sequence_flops(math.ceil(lengths.whole))
+    parts = {
+        "matrix products": flops / (mesh.world_size * device.flops_per_s * ASSUMPTIONS.train_efficiency),
+        "launches": passes * per_update * num_updates * _layer_launches_s(subject, role) / mesh.pp,
+        "links": passes * tokens / (mesh.dp * mesh.cp) * _link_s_per_token(subject, role, mesh) / mesh.pp,
+    }
+    parts["pipeline bubble"] = (mesh.pp - 1) / (per_update * model.parallel.vpp) * sum(parts.values())
+    if trains:
+        parts["gradients and weights over the ranks"] = num_updates * _reduction_s(subject, role, mesh)
+    return parts
+
+
+def _layer_launches_s(subject: Subject, role: str) -> float:
+    spec, model = subject.specs[role], subject.config.trained_roles()[role]
+    num_routed, expert_s = sum(map(spec.has_experts, range(spec.num_layers))), ASSUMPTIONS.expert_layer_s
+    if spec.moe and not model.megatron.get("moe_grouped_gemm"):
+        expert_s += spec.moe.num_experts / model.parallel.ep * ASSUMPTIONS.lone_expert_s
+    return (spec.num_layers - num_routed) * ASSUMPTIONS.train_layer_s + num_routed * expert_s
+
+
+def _link_s_per_token(subject: Subject, role: str, mesh: Mesh) -> float:
+    """Of one token forward through all layers: what tensor ranks gather and add up, the keys and values that context
+    ranks pass around, what goes from stage to stage, what experts are sent and give back."""
+    spec, model = subject.specs[role], subject.config.trained_roles()[role]
+    hidden, keys = (ITEM_BYTES[model.dtype] * size for size in (spec.hidden, spec.num_kv_heads * spec.head_dim))
+    tensor = 4 * hidden * (mesh.tp - 1) / mesh.tp * _s_per_byte(subject, mesh.tp)
+    context = 2 * keys / mesh.tp * (mesh.cp - 1) * _s_per_byte(subject, mesh.tp * mesh.cp)
+    stages = 0.0
+    if mesh.pp > 1:
+        sent = model.parallel.vpp * hidden / (mesh.tp if model.parallel.sequence_parallel else 1)
+        stages = mesh.pp * sent * _s_per_byte(subject, mesh.world_size)
+    total = spec.num_layers * (tensor + context) + stages
+    if not spec.moe:
+        return total
+    num_routed = sum(map(spec.has_experts, range(spec.num_layers)))
+    sent = 2 * spec.moe.experts_per_token * hidden * (mesh.ep - 1) / mesh.ep / mesh.tp
+    return total + num_routed * sent * _s_per_byte(subject, mesh.ep * mesh.etp)
+
+
+def _s_per_byte(subject: Subject, span: int) -> float:
+    """Among so many neighbouring devices, of which those of one machine need no network."""
+    device, outside = subject.hardware, max(0, span - subject.config.cluster.devices_per_node) / span
+    through = outside / device.network_bytes_per_s + (1 - outside) / device.link_bytes_per_s
+    return through / ASSUMPTIONS.link_efficiency
+
+
+def _reduction_s(subject: Subject, role: str, mesh: Mesh) -> float:
+    """Of one update: gradients to their owners in float32, and weights back."""
+    model = subject.config.trained_roles()[role]
+    found = buffers(subject.specs[role], model, mesh, HEADS[role], 0)
+    moved = sum(buffer.num_padded * (1 - 1 / buffer.num_owners) for buffer in found) * (4 + ITEM_BYTES[model.dtype])
+    return moved * _s_per_byte(subject, mesh.world_size // mesh.pp)
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+def _weights(subject: Subject) -> dict[str, float]:
+    """The way into the engines, and of the trainer's memory to the host and back."""
+    config, device, spec = subject.config, subject.hardware, subject.specs["actor"]
+    model, mesh, tp = config.actor, role_mesh(config, "actor"), config.rollout.tp
+    item = ITEM_BYTES[config.rollout.vllm.get("dtype", model.dtype)] / ASSUMPTIONS.link_efficiency
+    if has_own_rollout_pool(config):
+        elements, _ = engine_elements(spec, tp)
+        senders = min(1.0, mesh.world_size / (num_engines(config) * tp))
+        return {"reshard": elements * item / device.network_bytes_per_s / senders}
+    traffic = ReshardTraffic(spec, layout_of(model), mesh, tp, config.cluster.devices_per_node).busiest()
+    inside, outside = traffic.link / device.link_bytes_per_s, traffic.network / device.network_bytes_per_s
+    parts = {"reshard": max(inside, outside) * item}
+    if config.sync.offload:
+        held = stage_weights(spec, model, mesh, "lm", 0)
+        parts["to the host and back"] = 2 * (held.parameters + held.optimizer) / device.host_bytes_per_s
+    return parts

@@ -1,0 +1,156 @@
+"""Bytes that parameters, gradients and optimizer state occupy: what Megatron's buffers hold, padding included.
+
+Counted from the family's table, so that it is the same arithmetic that loads weights; checked against a running engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from mrl.config.mesh import Mesh
+from mrl.config.schema import TrainedModelConfig
+from mrl.models.families import FAMILIES
+from mrl.models.layout import Layout, RankPlace
+from mrl.models.rollout_table import EngineSizes, embedding_tensors, head_tensors, layer_tensors
+from mrl.models.spec import ModelSpec
+from mrl.models.table import Head, dense_shards
+
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+_PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT, _WIDE_BUCKET_ALIGNMENT = 64, 128, 1 << 16  # Megatron's, in elements
+_SMALLEST_BUCKET = 40_000_000
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One of Megatron's flat buffers on one rank."""
+
+    num_elements: int
+    """Parameters of the rank."""
+    num_padded: int
+    """Length of the buffer."""
+    num_owners: int
+    """Ranks among which the distributed optimizer divides it."""
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Of one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    """Of the rank that owns the most."""
+    largest_parameter: int
+
+    @property
+    def total(self) -> int:
+        """Everything that stays between two updates."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def stage_weights(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, stage: int) -> WeightBytes:
+    """What a rank of that pipeline stage holds when the model is trained with Megatron's distributed optimizer."""
+    item = ITEM_BYTES[model.dtype]
+    found = buffers(spec, model, mesh, head, stage)
+    padded = sum(buffer.num_padded for buffer in found)
+    # float32 weights beside those of the model, and Adam's two moments.
+    owned = sum(min(buffer.num_padded // buffer.num_owners, buffer.num_elements) for buffer in found)
+    gradient_item = 4 if model.ddp.get("grad_reduce_in_fp32", True) else item
+    largest = max(elements for _, elements in _dense(spec, layout_of(model), stage, head))
+    return WeightBytes(padded * item, padded * gradient_item, owned * (12 if item < 4 else 8), largest * item)
+
+
+def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, stage: int) -> list[Buffer]:
+    """Megatron's buffers on a rank: for each chunk one of the dense parameters, and one of experts that are reduced
+    over other ranks."""
+    layout, dense_owners = layout_of(model), mesh.dp * mesh.cp
+    apart = mesh.ep > 1 or mesh.etp != mesh.tp
+    made = []
+    for chunk in range(layout.vpp):
+        dense = [elements for place, elements in _dense(spec, layout, stage, head) if place == chunk]
+        experts = _experts(spec, layout, stage, chunk)
+        first, last = stage == chunk == 0, (stage, chunk) == (layout.pp - 1, layout.vpp - 1)
+        alone = []  # tied embeddings have a bucket of their own
+        if spec.tied and head == "lm" and layout.pp > 1 and (first or last):
+            alone = [dense.pop(0 if first else -1)]
+        limit = None
+        if first and model.ddp.get("overlap_grad_reduce"):
+            limit = model.ddp.get("bucket_size") or max(_SMALLEST_BUCKET, 1_000_000 * dense_owners)
+        groups = [([*dense, *([] if apart else experts)], alone, dense_owners)]
+        groups += [([*experts], [], mesh.edp)] if apart else []
+        for members, separate, owners in groups:
+            if members or separate:
+                multiple = math.lcm(owners, _bucket_multiple(model))
+                padded = sum(_padded_buckets(members, limit, multiple)) + sum(_up(n, multiple) for n in separate)
+                made.append(Buffer(sum(members) + sum(separate), padded, owners))
+    return made
+
+
+def layout_of(model: TrainedModelConfig) -> Layout:
+    """The table's view of a role's layout."""
+    first, last = (model.megatron.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
+    return replace(Layout.of(model.parallel), first_stage_layers=first, last_stage_layers=last)
+
+
+@cache
+def engine_elements(spec: ModelSpec, tp: int) -> tuple[int, int]:
+    """Elements of the fused tensors of the first worker of an engine, and of the largest of them."""
+    sizes, sums, largest = EngineSizes(tp), 0, 0
+    kinds: dict[bool, int] = {}
+    for layer in range(spec.num_layers):
+        kinds[spec.has_experts(layer)] = kinds.get(spec.has_experts(layer), 0) + 1
+    parts = [(1, (*embedding_tensors(spec, sizes, 0), *head_tensors(spec, sizes, 0)))]
+    for has_experts, count in kinds.items():
+        example = next(layer for layer in range(spec.num_layers) if spec.has_experts(layer) == has_experts)
+        parts.append((count, tuple(layer_tensors(spec, sizes, 0, example))))
+    for count, tensors in parts:
+        elements = [math.prod(tensor.shape) for tensor in tensors]
+        sums, largest = sums + count * sum(elements), max(largest, *elements)
+    return sums, largest
+
+
+@cache
+def _dense(spec: ModelSpec, layout: Layout, stage: int, head: Head) -> tuple[tuple[int, int], ...]:
+    """Chunk and elements of each dense parameter, in the table's order; the first of tp and pp speaks for all."""
+    place = RankPlace(pp=stage)
+    # A stage's experts are counted apart, because there are thousands that are all alike.
+    return tuple((shard.chunk, math.prod(shard.shape)) for shard in dense_shards(spec, layout, place, head))
+
+
+@cache
+def _experts(spec: ModelSpec, layout: Layout, stage: int, chunk: int) -> tuple[int, ...]:
+    """Elements of each parameter of the experts that one rank holds in a chunk."""
+    if spec.moe is None:
+        return ()
+    layers = [n for n in layout.layers_of_chunk(spec.num_layers, stage, chunk) if spec.has_experts(n)]
+    if not layers:
+        return ()
+    expert = FAMILIES[spec.family].expert(spec, layers[0], 0)
+    one = tuple(math.prod(parameter.share(0, layout.etp)[0]) for parameter in expert)
+    return one * (spec.moe.num_experts // layout.ep) * len(layers)
+
+
+def _padded_buckets(members: Sequence[int], limit: int | None, multiple: int) -> Iterator[int]:
+    """Lengths of buckets, filled from the last parameter on; without a limit there is one.
+
+    With a limit this is exact to a bucket's padding: Megatron's order of parameters within a layer is another.
+    """
+    filled = 0
+    for elements in reversed(members):
+        filled = _up(filled, _PARAMETER_ALIGNMENT) + elements
+        if limit is not None and filled >= limit:
+            yield _up(filled, multiple)
+            filled = 0
+    if filled:
+        yield _up(filled, multiple)
+
+
+def _bucket_multiple(model: TrainedModelConfig) -> int:
+    return _WIDE_BUCKET_ALIGNMENT if model.ddp.get("pad_buckets_for_high_nccl_busbw") else _BUCKET_ALIGNMENT
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

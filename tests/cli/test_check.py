@@ -1,0 +1,363 @@
+"""`mrl check`: what it says of good and of bad configurations, data, rewards and machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.cli.main import main
+from mrl.config.load import load_config
+from mrl.config.schema import Config
+from mrl.errors import ConfigError
+from mrl.plan import preflight_columns
+from mrl.plan.preflight import Finding, refuse
+from mrl.plan.preflight_cluster import check_slurm
+from mrl.plan.preflight_facts import node_facts
+from mrl.plan.preflight_machine import check_disk, check_nodes
+
+ROOT = Path(__file__).parents[2]
+LAPTOP = str(ROOT / "configs" / "laptop-ppo.yaml")
+HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "tensordict", "pyarrow", "numpy")
+OFFLINE = f"""
+import sys
+from mrl.cli.main import main
+code = main(["check", sys.argv[1], "--offline"])
+loaded = [name for name in {HEAVY!r} if sys.modules.get(name)]
+sys.exit(f"loaded: {{loaded}}" if loaded else code)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from mrl.trainer.demo_model import make_model
+
+    return make_model(tmp_path_factory.mktemp("check") / "model", seed=1)
+
+
+@pytest.fixture
+def check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Runs `mrl check` in an empty directory: its exit code and what it prints."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        code = main(["check", *arguments])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def small(model: Path) -> list[str]:
+    return [LAPTOP, f"model.path={model}", "rollout.max_prompt_tokens=32", "rollout.max_response_tokens=32"]
+
+
+def config_of(*overrides: str) -> Config:
+    return load_config(LAPTOP, overrides).config
+
+
+# --- the configuration alone ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["laptop-ppo", "laptop-dapo", "ppo-llama3.1-70b-8n8g"])
+def test_offline_answers_in_a_second_and_loads_nothing_heavy(name: str) -> None:
+    def seconds() -> float:
+        begin = time.perf_counter()
+        arguments = [sys.executable, "-c", OFFLINE, str(ROOT / "configs" / f"{name}.yaml")]
+        ran = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert " 0 fail" in ran.stdout
+        return time.perf_counter() - begin
+
+    assert min(seconds() for _ in range(3)) < 1.0
+
+
+def test_a_wrong_configuration_is_the_error_of_loading(check: Callable[..., tuple[int, str]]) -> None:
+    assert check(LAPTOP, "actor.parallel.tp=3", "--offline")[0] == 2
+
+
+def test_a_pipeline_that_cannot_be_filled_is_warned_of(check: Callable[..., tuple[int, str]]) -> None:
+    code, said = check(
+        LAPTOP, "actor.parallel={tp: 1, pp: 4}", "batch.samples_per_update=2", "critic.parallel.tp=2", "--offline"
+    )
+    assert code == 0
+    assert "warn  batch of the actor: 2 samples cannot fill a pipeline of 4 stages" in said
+
+
+def test_memory_that_does_not_suffice_comes_with_what_would(check: Callable[..., tuple[int, str]]) -> None:
+    preset = str(ROOT / "configs" / "ppo-llama3.1-70b-8n8g.yaml")
+    code, said = check(preset, "--offline")
+    assert code == 0
+    assert "ok    memory: " in said
+    code, said = check(preset, "rollout.vllm.gpu_memory_utilization=0.95", "--offline")
+    assert code == 2
+    assert "fail  memory: " in said
+    fix = said.partition("fail  memory: ")[2].partition("fix: ")[2].partition("\n")[0]
+    assert check(preset, "rollout.vllm.gpu_memory_utilization=0.95", *fix.split(), "--offline")[0] == 0
+    code, said = check(preset, "model.path=some/model", "--offline")
+    assert code == 0
+    assert 'skip  memory: "some/model" is neither a directory' in said
+
+
+# --- columns ----------------------------------------------------------------------------------------------------
+
+
+def test_declarations_are_read_as_python_has_them() -> None:
+    from mrl.controller.dispatch import registered_methods
+    from mrl.workers.actor import ActorRolloutRefWorker
+    from mrl.workers.critic import CriticWorker
+
+    for role, worker in (("actor", ActorRolloutRefWorker), ("critic", CriticWorker)):
+        declared = preflight_columns.declared_columns(role)
+        batches = {name: spec for name, spec in registered_methods(worker).items() if spec.reads}
+        assert batches
+        for name, spec in batches.items():
+            assert declared[name] == preflight_columns.Columns(spec.reads, spec.writes, spec.optional)
+
+
+def test_the_stages_are_those_of_the_trainer() -> None:
+    step = (ROOT / "mrl" / "trainer" / "ppo.py").read_text()
+    full = config_of("algorithm.kl.where=both")
+    called = [stage.method for stage in preflight_columns.stages(full)]
+    in_trainer = [
+        text.partition('"')[0]
+        for text in step.split('.run("')[1:] + step.split('.evenly("')[1:] + step.split('.update("')[1:]
+    ]
+    assert sorted(called) == sorted(in_trainer)
+    positions = [step.index(f'"{name}"') for name in called if name != "compute_advantages"]
+    assert positions == sorted(positions)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("algorithm.kl.where=none",),
+        ("algorithm.kl.where=loss", "batch.samples_per_update=32"),
+        ("algorithm.correction={}", "batch.samples_per_update=32"),
+        ("algorithm.advantage=remax", "critic=null", "placement.roles.critic=null"),
+    ],
+)
+def test_configurations_that_load_have_all_columns(overrides: tuple[str, ...]) -> None:
+    assert preflight_columns.column_problems(config_of(*overrides)) == []
+
+
+def test_a_column_that_nobody_writes_is_named() -> None:
+    config = config_of("algorithm.kl.where=both")
+    without_critic = dataclasses.replace(config, critic=None)
+    (problem,) = preflight_columns.column_problems(without_critic)
+    assert problem.startswith("compute_advantages needs `values`; nobody has written it; columns then: old_log_probs")
+
+
+def test_a_column_that_is_not_declared_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = preflight_columns.declared_columns("actor")
+    update = dataclasses.replace(declared["update_actor"], optional=())
+    monkeypatch.setattr(
+        preflight_columns,
+        "declared_columns",
+        lambda role: (
+            declared | {"update_actor": update} if role == "actor" else preflight_columns.declared_columns(role)
+        ),
+    )
+    config = config_of("algorithm.advantage=grpo", "critic=null", "placement.roles.critic=null")
+    assert preflight_columns.column_problems(config) == [
+        "update_actor needs `old_log_probs`, but does not declare that it reads it"
+    ]
+
+
+# --- data and rewards -------------------------------------------------------------------------------------------
+
+
+def test_everything_is_well(check: Callable[..., tuple[int, str]], model: Path, tmp_path: Path) -> None:
+    code, said = check(*small(model))
+    assert code == 0, said
+    assert "ok    tokenizer: 262 tokens" in said
+    assert "ok    data.train.sums: 8100 rows, 262 looked at: prompts of 9 to 9 tokens" in said
+    assert "ok    rewards of data.train.sums: the right answers, written as '20', score 1, 1, 1, 1" in said
+    assert "ok    disk: " in said
+    assert "ok    run directory: runs is seen" in said
+    assert "skip  Slurm" in said
+    assert list(tmp_path.iterdir()) == [], "a check leaves nothing behind"
+
+
+def test_the_form_that_a_reward_wants_is_found(check: Callable[..., tuple[int, str]], model: Path) -> None:
+    _, said = check(*small(model), "reward.functions.answer.options.last_number=false")
+    assert "written as '#### 20', score 1, 1, 1, 1" in said
+
+
+def test_rewards_that_never_reward_are_warned_of_and_those_that_raise_fail(
+    check: Callable[..., tuple[int, str]], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_rewards.py").write_text(
+        "def never(sample, last_number):\n    return 0.0\n\n"
+        "def broken(sample, last_number):\n    raise KeyError(sample.data_source)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, said = check(*small(model), "reward.functions.answer.name=own_rewards:never")
+    assert code == 0
+    assert "score 0, 0, 0, 0: none of them is rewarded" in said
+    code, said = check(*small(model), "reward.functions.answer.name=own_rewards:broken")
+    assert code == 2
+    assert "fail  rewards of data.train.sums: 16 of 16 samples have no score: raised" in said
+    code, said = check(*small(model), "reward.functions.answer.name=own_rewards:absent")
+    assert code == 2
+    assert "absent" in said
+
+
+def test_bad_rows_long_prompts_and_ids_that_occur_twice(
+    check: Callable[..., tuple[int, str]], model: Path, tmp_path: Path
+) -> None:
+    def row(number: int, question: str) -> dict[str, Any]:
+        return {"prompt": question, "answer": str(number), "id": min(number, 8)}
+
+    rows = [row(number, "1+1=") for number in range(10)]
+    rows += [row(10, "1+" * 50), {"prompt": 5, "answer": "1", "id": 99}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    columns = "{data_source: null, ability: null, extra_info: null, ground_truth: answer, id: id}"
+    source = [f"data.train.sums={{dataset: rows.jsonl, columns: {columns}}}", "data.overlong=drop"]
+    code, said = check(*small(model), *source)
+    assert code == 2
+    assert "warn  data.train.sums: 1 of 12 prompts are too long and will be dropped" in said
+    assert "fail  data.train.sums: rows.jsonl:12: column `prompt` must be" in said
+    assert "occurs twice" not in said
+    code, said = check(*small(model), *source, "data.max_bad_rows=3", "--all-rows")
+    assert code == 0
+    assert 'warn  data.train.sums: rows.jsonl:10: the id "8" occurs twice, first at rows.jsonl:9' in said
+
+
+def test_no_tokenizer_and_too_few_prompts(check: Callable[..., tuple[int, str]], model: Path, tmp_path: Path) -> None:
+    code, said = check(*small(model), "batch={prompts_per_step: 16384, samples_per_prompt: 1}")
+    assert code == 2
+    assert "fail  data.train: 8100 prompts, 16384 per step" in said
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(model / "config.json", bare)
+    code, said = check(*small(bare))
+    assert code == 2
+    assert "fail  tokenizer: " in said
+    assert "skip  data: prompts and rewards need the tokenizer" in said
+
+
+# --- machines ---------------------------------------------------------------------------------------------------
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    return {
+        "node": "n1",
+        "versions": {"mrl": "1"},
+        "sees_canary": True,
+        "has_sockets": True,
+        "shm_free_bytes": 1 << 36,
+        "most_files": 1 << 20,
+        "most_processes": -1,
+        "num_ports": 28232,
+        "missing_interfaces": {},
+        "gpus": None,
+    } | changes
+
+
+def test_this_machine_tells_what_the_checks_read(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    canary.touch()
+    here = node_facts(str(canary), with_gpus=True)
+    assert here.keys() == facts().keys()
+    assert here["node"] == socket.gethostname()
+    assert here["sees_canary"]
+    assert here["has_sockets"]
+    assert not node_facts(str(tmp_path / "other"), with_gpus=False)["sees_canary"]
+    assert [path.name for path in tmp_path.iterdir()] == ["canary"]
+
+
+def test_an_interface_that_is_not_there_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nothere0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert node_facts(str(tmp_path / "x"), with_gpus=False)["missing_interfaces"] == {"NCCL_SOCKET_IFNAME": "nothere0"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "said"),
+    [
+        ({"sees_canary": False}, "fail", "n2: runs is not what the driver sees there"),
+        ({"has_sockets": False}, "fail", "n2: no Unix socket can be made in runs"),
+        ({"versions": {"mrl": "2"}}, "fail", "n2: mrl 2; the driver has mrl 1"),
+        ({"shm_free_bytes": 1 << 18}, "fail", "n2: /dev/shm has 0 GiB free"),
+        ({"most_files": 1024}, "warn", "n2: at most 1024 open files"),
+        ({"num_ports": 100}, "warn", "n2: at most 100 ports"),
+        ({"missing_interfaces": {"NCCL_SOCKET_IFNAME": "ib9"}}, "fail", "n2: NCCL_SOCKET_IFNAME=ib9"),
+    ],
+)
+def test_the_node_that_is_unlike_the_others_is_named(changes: dict[str, Any], verdict: str, said: str) -> None:
+    config = config_of()
+    assert all(found.verdict == "ok" for found in check_nodes(config, [facts()], {"mrl": "1"}))
+    found = list(check_nodes(config, [facts(), facts(node="n2", **changes)], {"mrl": "1"}))
+    bad = [each for each in found if each.verdict != "ok"]
+    assert [each.verdict for each in bad] == [verdict]
+    assert bad[0].what.startswith(said)
+
+
+def test_gpus_are_counted_where_they_are_wanted() -> None:
+    config = load_config(str(ROOT / "configs" / "ppo-llama3.1-70b-8n8g.yaml"), ()).config
+    gpus = [["H100", "580.1"]] * 8
+    versions = {"mrl": "1", "nvidia-nccl-cu13": "2.28"}
+    (good,) = [
+        each for each in check_nodes(config, [facts(gpus=gpus, versions=versions)], versions) if each.about == "GPUs"
+    ]
+    assert (good.verdict, good.what) == ("ok", "8 GPUs (H100, driver 580.1); NCCL 2.28")
+    (few,) = [each for each in check_nodes(config, [facts(gpus=gpus[:6])], {"mrl": "1"}) if each.about == "GPUs"]
+    assert (few.verdict, few.fix) == ("fail", "cluster.devices_per_node=6")
+
+
+def test_a_full_disk_fails(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(f"model.path={model}")
+    (room,) = check_disk(config)
+    assert room.verdict == "ok"
+    usage = shutil.disk_usage(os.curdir)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
+    (full,) = check_disk(config)
+    assert full.verdict == "fail"
+    assert "a smaller training.keep" in full.fix
+
+
+def test_train_refuses_what_fails_and_keeps_the_warnings() -> None:
+    warning, bad = Finding("warn", "limits", "few"), Finding("fail", "disk", "full", "free some")
+    assert refuse("config.yaml", [Finding("ok", "batch", "fine"), warning]) == [warning]
+    with pytest.raises(ConfigError, match=r"config.yaml: disk: full \(free some\)"):
+        refuse("config.yaml", [warning, bad])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lines", "verdict", "said"),
+    [
+        (8, ["gpu*|up|4/12/0/16|gpu:h100:8(S:0-1)|96|1-00:00:00"], "ok", "gpu (16 such nodes, at most 1-00:00:00)"),
+        (8, ["gpu*|up|0/4/12/16|gpu:h100:8|96|infinite"], "fail", "gpu has 4"),
+        (
+            8,
+            ["gpu|down|0/16/0/16|gpu:8|96|infinite", "cpu|up|0/99/0/99|(null)|96|1:00"],
+            "fail",
+            "no partition that is up",
+        ),
+        (8, ["a|up|0/4/0/4|gpu:a100:8|96|1:00", "a|up|0/4/0/4|gpu:h100:8|96|1:00"], "ok", "a (8 such nodes"),
+    ],
+)
+def test_slurm_partitions(
+    nodes: int, lines: list[str], verdict: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    config = load_config(str(ROOT / "configs" / "ppo-llama3.1-70b-8n8g.yaml"), ()).config
+    (found,) = check_slurm(dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, nodes=nodes)))
+    assert found.verdict == verdict
+    assert said in found.what

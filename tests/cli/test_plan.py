@@ -1,0 +1,159 @@
+"""`mrl plan`: what it says, its exit codes, and that it answers at once without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mrl.cli.main import main
+from mrl.errors import ModelError
+from mrl.plan.known_models import known_config, model_spec
+from tests.models.published import LLAMA_31_70B, MIXTRAL_8X22B, QWEN3_8B, QWEN3_235B, QWEN25_05B
+
+ROOT = Path(__file__).parents[2]
+PRESET = "configs/grpo-qwen3-32b-4n8g.yaml"
+Plan = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
+    monkeypatch.chdir(ROOT)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(["plan", *arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_plan_says_what_it_assumes(plan: Plan) -> None:
+    code, text, _ = plan(PRESET)
+    assert code == 0
+    assert text.startswith(f"{PRESET} on h100-80gb, 79.1 GiB a device (--hardware for others)\n")
+    assert "  pool  phase        actor  rollout  together  left\n" in text
+    assert "means of 512 prompt and 3,584 response tokens (--mean-prompt, --mean-response):" in text
+    assert "It fits: at the fullest, in `rollout`, " in text
+    assert "8 engines of tp 4" in text
+
+
+def test_every_number_has_an_origin(plan: Plan) -> None:
+    text = plan(PRESET, "--verbose")[1]
+    assert "train actor (all):" in text
+    assert "assumed, for each trainer process" in text
+    assert "gpu_memory_utilization 0.85 of the device, less the above" in text
+    assert "16384 tokens of a micro-batch on a device" in text
+    assert "matrix products" in text
+    assert "pipeline bubble" in text
+
+
+def test_what_does_not_fit_is_an_error_with_a_way_out(plan: Plan) -> None:
+    code, text, _ = plan(PRESET, "actor.megatron.recompute_granularity=null", "actor.max_tokens_per_device=32768")
+    assert code == 2
+    assert "`train actor` on pool `all` does not fit on the device: " in text
+    assert "It fits with:\n" in text
+    assert "actor.max_tokens_per_device=" in text
+    assert "Seconds of a step" not in text
+
+
+def test_the_search_lists_placements_with_overrides(plan: Plan) -> None:
+    code, text, _ = plan(PRESET, "--search", "--nodes", "2")
+    assert code == 0
+    assert "colocated: " in text
+    assert "split: " in text
+    assert 'cluster.nodes=2 "placement.pools={all: 16}"' in text
+    assert "combinations were looked at" in text
+    assert plan(PRESET, "--nodes", "2")[2].count("--nodes and --devices-per-node are for --search") == 1
+
+
+def test_means_and_hardware_are_taken_from_the_command_line(plan: Plan) -> None:
+    text = plan(PRESET, "--mean-prompt", "100", "--mean-response", "900", "--hardware", "h200")[1]
+    assert "on h200-141gb, 139.8 GiB a device" in text
+    assert "means of 100 prompt and 900 response tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("configs/laptop-ppo.yaml",), "cluster.device: a plan is about GPUs, not CPU slots (cluster.device=gpu)"),
+        ((PRESET, "--hardware", "v100"), '"v100" is not known'),
+        ((PRESET, "model.path=acme/unheard-of"), "--model NAME (known: Llama-3.1-405B, "),
+        ((PRESET, "model.path=Qwen/Qwen3-32B-AWQ"), '"Qwen/Qwen3-32B-AWQ" is neither a directory'),
+        ((PRESET, "actor.parallel.pp=3"), "does not divide the 32 devices"),
+        (
+            ("configs/grpo-qwen3-235b-a22b-16n8g.yaml", "actor.parallel.pp=4"),
+            "command line: actor.parallel.pp: 94 layers",
+        ),
+        (("configs/grpo-qwen2.5-7b-1n8g.yaml", "actor.parallel.tp=8"), "8 does not divide 28 attention heads"),
+    ],
+)
+def test_mistakes(plan: Plan, arguments: tuple[str, ...], said: str) -> None:
+    code, text, error = plan(*arguments)
+    assert (code, text) == (2, "")
+    assert said in error
+
+
+def test_settings_that_are_not_counted_are_named(plan: Plan) -> None:
+    text = plan(PRESET, "rollout.vllm.quantization=fp8", "actor.optimizer.optimizer_cpu_offload=true")[1]
+    assert "Not counted: actor.optimizer.optimizer_cpu_offload, rollout.vllm.quantization" in text
+
+
+def test_sizes_come_from_a_directory_or_from_a_name(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    by_directory = plan(PRESET, "--model", str(tmp_path))[1]
+    assert by_directory == plan(PRESET, "--model", "Qwen3-8B")[1]
+    assert by_directory != plan(PRESET)[1]
+    assert model_spec("meta-llama/Meta-Llama-3.1-70B-Instruct") == model_spec("Llama-3.1-70B")
+    with pytest.raises(ModelError, match="neither a directory"):
+        model_spec("Qwen/Qwen3-8B-FP8")
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("Llama-3.1-70B", LLAMA_31_70B),
+        ("Mixtral-8x22B", MIXTRAL_8X22B),
+        ("Qwen3-8B", QWEN3_8B),
+        ("Qwen3-235B-A22B", QWEN3_235B),
+        ("Qwen2.5-0.5B", QWEN25_05B),
+    ],
+)
+def test_known_sizes_are_the_published_ones(name: str, published: dict[str, object]) -> None:
+    differing = {key for key, value in known_config(name).items() if published.get(key) != value}
+    assert not differing - {"vocab_size", "max_position_embeddings", "router_aux_loss_coef"}
+    assert "vocab_size" not in differing or name == "Mixtral-8x22B", "the instruct model has a larger vocabulary"
+
+
+def test_numbers_of_parameters_are_those_that_names_promise() -> None:
+    billions = {
+        "Qwen2.5-0.5B": 0.494, "Qwen2.5-1.5B": 1.54, "Qwen2.5-7B": 7.62, "Qwen2.5-32B": 32.8, "Qwen2.5-72B": 72.7,
+        "Llama-3.1-8B": 8.03, "Llama-3.1-70B": 70.6, "Llama-3.1-405B": 405.9, "Qwen3-0.6B": 0.596, "Qwen3-8B": 8.19,
+        "Qwen3-32B": 32.8, "Qwen3-30B-A3B": 30.5, "Qwen3-235B-A22B": 235.1,
+        "Mixtral-8x7B": 46.7, "Mixtral-8x22B": 140.6,
+    }  # fmt: skip
+    for name, count in billions.items():
+        assert model_spec(name).num_parameters / 1e9 == pytest.approx(count, rel=0.005), name
+
+
+@pytest.mark.parametrize("arguments", [("--verbose",), ("--search",)], ids=" ".join)
+def test_it_answers_at_once_and_without_anything_heavy(arguments: tuple[str, ...]) -> None:
+    heavy = ("torch", "numpy", "ray", "vllm", "megatron", "transformers", "tensordict", "pyarrow")
+    program = (
+        "import sys\nfrom mrl.cli.main import main\n"
+        f"code = main(['plan', {PRESET!r}, *{arguments!r}])\n"
+        f"loaded = [name for name in {heavy!r} if name in sys.modules]\n"
+        "sys.exit(f'loaded: {loaded}' if loaded else code)"
+    )
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        finished = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        seconds.append(time.perf_counter() - began)
+        assert finished.returncode == 0, finished.stderr
+    assert min(seconds) < 5

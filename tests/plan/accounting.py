@@ -1,0 +1,52 @@
+"""What a real engine holds, as its accounting says: run on ranks, beside the prediction for the same rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mrl.config.schema import ParallelConfig
+from mrl.engine.parallel import model_parallel
+from mrl.models.table import Head
+from mrl.plan.weights import WeightBytes, buffers, stage_weights
+from tests.engine.tiny_training import build, step
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model in a layout over two ranks."""
+
+    model: str
+    layout: ParallelConfig
+    head: Head = "lm"
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """One rank's bytes after a step, and what was predicted for it."""
+
+    held: dict[str, int]
+    predicted: WeightBytes
+    num_owned: float
+    """Elements of which this rank owns the optimizer state, on average over those that share it."""
+    is_exact: bool
+    """Whether no padding can lie in what this rank owns: there is none, or nobody shares a buffer with it."""
+
+
+def accounts(cases: list[Case]) -> list[Accounts]:
+    """One for each case, of this rank."""
+    return [_account(case) for case in cases]
+
+
+def _account(case: Case) -> Accounts:
+    with model_parallel(case.layout, seed=1) as groups:
+        engine = build(case.model, case.layout, groups, head=case.head, dtype=case.dtype)  # type: ignore[arg-type]
+        step(engine)
+        request, mesh, stage = engine.request, groups.mesh, groups.at.pp
+        found = buffers(request.spec, request.settings, mesh, case.head, stage)
+        return Accounts(
+            held=dict(engine.memory.device_bytes),
+            predicted=stage_weights(request.spec, request.settings, mesh, case.head, stage),
+            num_owned=sum(buffer.num_elements / buffer.num_owners for buffer in found),
+            is_exact=all(buffer.num_owners == 1 or buffer.num_padded == buffer.num_elements for buffer in found),
+        )

@@ -1,0 +1,19 @@
+"""Presets as subjects, with the devices that each is meant for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mrl.config.load import load_config
+from mrl.plan.subject import Subject, make_subject
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if not path.stem.startswith("laptop"))
+HARDWARE = {preset: "h200" if "405b" in preset else "h100" for preset in PRESETS}
+
+
+def subject_of(preset: str, **changes: Any) -> Subject:
+    """A preset with other values: `actor__parallel__tp=2`."""
+    overrides = [f"{key.replace('__', '.')}={value}" for key, value in changes.items()]
+    return make_subject(load_config(str(CONFIGS / f"{preset}.yaml"), overrides), HARDWARE[preset])

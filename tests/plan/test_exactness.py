@@ -1,0 +1,89 @@
+"""Predicted bytes are those that Megatron really holds, and predicted traffic is that of the reshard's own planner."""
+
+from __future__ import annotations
+
+import pytest
+
+from mrl.config.schema import ParallelConfig as Layout
+from mrl.engine import vocab_head
+from mrl.engine.local_world import run_on_ranks
+from mrl.plan import activations
+from tests.plan.accounting import Accounts, Case, accounts
+from tests.plan.saved import SavedCase, saved_and_predicted
+
+LIMIT_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Case, list[Accounts]]]:
+    """Each case with what both ranks hold."""
+    from tests.models.tiny_models import make_tiny  # transformers is not for the ranks, which import this module
+
+    directory = tmp_path_factory.mktemp("accounting")
+    models = {family: str(make_tiny(family, directory / family)) for family in ("qwen2", "qwen3", "mixtral")}
+    value_model = str(make_tiny("qwen2", directory / "values", head="score"))
+    cases = [
+        Case(models["qwen2"], Layout()),  # two data-parallel ranks share the optimizer state; tied embeddings
+        Case(models["qwen2"], Layout(tp=2)),  # a vocabulary that two does not divide
+        Case(models["qwen2"], Layout(pp=2)),  # both stages hold the embedding
+        Case(models["qwen2"], Layout(pp=2, vpp=2), dtype="float32"),
+        Case(value_model, Layout(), head="score"),
+        Case(models["qwen3"], Layout()),  # norms of heads, which buffers pad
+        Case(models["mixtral"], Layout(ep=2)),
+        Case(models["mixtral"], Layout(tp=2, sequence_parallel=True)),  # experts whole on each tensor rank
+        Case(models["mixtral"], Layout(pp=2)),
+        Case(models["mixtral"], Layout()),
+    ]
+    ranks = run_on_ranks(2, accounts, cases, timeout_s=LIMIT_S)
+    return list(zip(cases, map(list, zip(*ranks, strict=True)), strict=True))
+
+
+def test_parameters_and_gradients_are_predicted_to_the_byte(found: list[tuple[Case, list[Accounts]]]) -> None:
+    for case, ranks in found:
+        for rank in ranks:
+            assert rank.held["parameters"] == rank.predicted.parameters, case
+            assert rank.held["gradients"] == rank.predicted.gradients, case
+            assert rank.predicted.parameters > 0
+
+
+def test_the_optimizer_state_is_predicted_to_the_byte(found: list[tuple[Case, list[Accounts]]]) -> None:
+    """Of all owners together; the prediction is that of the one that owns the most."""
+    for case, ranks in found:
+        item = 12 if case.dtype == "bfloat16" else 8
+        held = [rank.held["optimizer"] for rank in ranks]
+        assert sum(held) == item * sum(rank.num_owned for rank in ranks), case
+        for rank, size in zip(ranks, held, strict=True):
+            assert 0 <= rank.predicted.optimizer - size <= 0.01 * size, case
+        if all(rank.is_exact for rank in ranks):
+            assert held == [rank.predicted.optimizer for rank in ranks], case
+    assert sum(rank.is_exact for _, ranks in found for rank in ranks) > 5
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_layer_saves_what_is_predicted_to_the_byte(num_ranks: int) -> None:
+    """But for what the CPU's layers do otherwise: norms in float32, and attention that copies what it gives."""
+    h, q, k, heads, kv_heads = 128, 128, 64, 4, 2
+    norms = 2 * (4 * h + 4)
+    head_norms = 4 * (q + k) + 4 * (heads + kv_heads)
+    exact: dict[SavedCase, float] = {
+        SavedCase("Qwen2.5-0.5B", Layout()): norms + 2 * q,
+        SavedCase("Qwen3-8B", Layout()): norms + 2 * q + head_norms,
+        SavedCase("Mixtral-8x7B", Layout()): norms + 2 * q,
+    }
+    if num_ranks == 2:
+        whole = Layout(tp=2, sequence_parallel=True)
+        exact = {
+            SavedCase("Qwen2.5-0.5B", Layout(tp=2)): norms + q,
+            SavedCase("Qwen2.5-0.5B", whole): norms / 2 + q,
+            SavedCase("Qwen3-8B", whole): norms / 2 + q + head_norms / 2,
+            SavedCase("Mixtral-8x7B", whole): norms / 2 + q,
+        }
+    found = run_on_ranks(num_ranks, saved_and_predicted, list(exact), timeout_s=LIMIT_S)
+    for rank in found:
+        for (case, extra), (saved, predicted) in zip(exact.items(), rank, strict=True):
+            assert saved == predicted + extra, case
+
+
+def test_the_head_is_planned_with_its_own_tiles() -> None:
+    assert vocab_head.TILE_BYTES["cuda"] == activations.TILE_BYTES
+    assert vocab_head.FEWEST_COLUMNS == activations.FEWEST_COLUMNS

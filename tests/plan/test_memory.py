@@ -1,0 +1,178 @@
+"""The memory plan: what moves when a setting moves, what overflows and what is advised, and that presets fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from mrl.config.arithmetic import make_mesh
+from mrl.config.schema import ParallelConfig, TrainedModelConfig
+from mrl.models.layout import RankPlace
+from mrl.models.rollout_table import EngineSizes, rollout_tensors
+from mrl.models.table import shards_of
+from mrl.plan.activations import layer_bytes, stage_activations
+from mrl.plan.advice import advise
+from mrl.plan.engine_memory import RESERVE
+from mrl.plan.known_models import model_spec
+from mrl.plan.memory import MemoryPlan, Phase, plan_memory
+from mrl.plan.weights import buffers, engine_elements, layout_of
+from tests.plan.planning import PRESETS, subject_of
+
+LLAMA_8B, QWEN_MOE = model_spec("Llama-3.1-8B"), model_spec("Qwen3-30B-A3B")
+
+
+def phase(plan: MemoryPlan, name: str) -> Phase:
+    (found,) = (phase for phase in plan.phases if phase.name == name)
+    return found
+
+
+def size(phase: Phase, role: str, what: str) -> int:
+    return sum(item.num_bytes for item in phase.items if (item.role, item.what) == (role, what))
+
+
+def trained(**settings: object) -> TrainedModelConfig:
+    return TrainedModelConfig(max_tokens_per_device=1000, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_fits(preset: str) -> None:
+    plan = plan_memory(subject_of(preset))
+    assert not plan.shortages
+    assert plan.engine.full_samples >= 8
+
+
+def test_an_h100_does_not_hold_a_405b_engine() -> None:
+    subject = subject_of("grpo-llama3.1-405b-18n8g")
+    h100 = dataclasses.replace(subject, hardware=subject_of("grpo-qwen3-32b-4n8g").hardware)
+    assert {shortage.phase.name for shortage in plan_memory(h100).shortages} >= {"weights", "rollout"}
+    assert advise(h100) == []
+
+
+def test_parameters_are_those_of_the_table() -> None:
+    for spec, at in ((LLAMA_8B, ParallelConfig(tp=2, pp=2)), (QWEN_MOE, ParallelConfig(tp=2, ep=4, pp=2, vpp=2))):
+        model = trained(parallel=at)
+        for stage in range(at.pp):
+            found = buffers(spec, model, make_mesh(at, 16), "lm", stage)
+            shards = shards_of(spec, layout_of(model), RankPlace(pp=stage), "lm")
+            assert sum(buffer.num_elements for buffer in found) == sum(math.prod(shard.shape) for shard in shards)
+
+
+def test_engine_weights_are_those_of_the_rollout_table() -> None:
+    for spec, tp in ((LLAMA_8B, 4), (QWEN_MOE, 8)):
+        elements = [math.prod(fused.shape) for fused in rollout_tensors(spec, EngineSizes(tp), 0)]
+        assert engine_elements(spec, tp) == (sum(elements), max(elements))
+
+
+def test_a_layer_keeps_what_its_tensors_hold() -> None:
+    """By hand for Llama-3.1-8B: h 4096, q 4096, k and v 1024 each, f 14336, in bfloat16."""
+    layer = layer_bytes(LLAMA_8B, trained(), has_experts=False)
+    attention = 4096 + 2 * 1024 + 4096
+    rotation = 2 * 4 * 128
+    assert layer.total == 2 * (4 * 4096 + attention + 5 * 14336) + 4 * 32 + rotation
+    halved = layer_bytes(LLAMA_8B, trained(parallel=ParallelConfig(tp=2, sequence_parallel=True)), has_experts=False)
+    assert halved.total - rotation == (layer.total - rotation) / 2
+    whole_norms = layer_bytes(LLAMA_8B, trained(parallel=ParallelConfig(tp=2)), has_experts=False)
+    assert whole_norms.total - halved.total == 2 * 4 * 4096 / 2
+    fused = layer_bytes(LLAMA_8B, trained(megatron={"bias_activation_fusion": True}), has_experts=False)
+    assert layer.total - fused.total == 2 * 2 * 14336
+
+
+def test_recomputation_and_pipelines_change_what_is_kept() -> None:
+    def kept(stage: int = 0, num_micro_batches: int = 100, **settings: object) -> float:
+        return stage_activations(LLAMA_8B, trained(**settings), stage, num_micro_batches) / 1000 / 1.05
+
+    layer = layer_bytes(LLAMA_8B, trained(), has_experts=False)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    assert kept() == pytest.approx(32 * layer.total, rel=1e-6)
+    assert kept(megatron=full) == pytest.approx(32 * 8192 + layer.total, rel=1e-6)
+    four = full | {"recompute_num_layers": 4}
+    assert kept(megatron=four) == pytest.approx(8 * 8192 + 4 * layer.total, rel=1e-6)
+    some = full | {"recompute_method": "block", "recompute_num_layers": 8}
+    assert kept(megatron=some) == pytest.approx(8 * 8192 + 25 * layer.total, rel=1e-6)
+    selective = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    assert kept(megatron=selective) == pytest.approx(32 * layer.total - 31 * 2 * 5 * 14336, rel=1e-6)
+    staged = ParallelConfig(pp=4)
+    assert kept(parallel=staged) == kept(), "as many micro-batches as stages, each of a quarter of the layers"
+    assert kept(stage=3, parallel=staged) == pytest.approx(8 * layer.total, rel=1e-6)
+    assert kept(num_micro_batches=2, parallel=staged) == pytest.approx(16 * layer.total, rel=1e-6)
+    interleaved = ParallelConfig(pp=4, vpp=2)
+    assert kept(parallel=interleaved) == pytest.approx((2 * 3 + 4 + 1) * 4 * layer.total, rel=1e-6)
+
+
+def test_experts_keep_the_tokens_that_are_sent_to_them() -> None:
+    dense = layer_bytes(QWEN_MOE, trained(), has_experts=False)
+    experts = layer_bytes(QWEN_MOE, trained(parallel=ParallelConfig(ep=8)), has_experts=True)
+    assert experts.attention == dense.attention
+    sent = 2 * 8 * 1.25 * (2048 + 6 * 768) + 24 * 8 + 5 * 128
+    assert experts.mlp + experts.expert_activation == pytest.approx(sent)
+
+
+def test_phases_follow_the_hybrid_engine() -> None:
+    plan = plan_memory(subject_of("ppo-llama3.1-70b-8n8g"))
+    assert [each.name for each in plan.phases] == [
+        *("weights", "rollout", "log-probs", "train actor", "values", "train critic")
+    ]
+    weights, rollout, train = (phase(plan, name) for name in ("weights", "rollout", "train actor"))
+    assert size(weights, "actor", "parameters") > 0 == size(weights, "actor", "gradients")
+    assert size(weights, "rollout", "cache") == 0 < size(rollout, "rollout", "cache")
+    assert size(rollout, "actor", "parameters") == 0
+    assert size(rollout, "critic", "optimizer") > 0, "nothing moves the critic"
+    assert {item.what for item in train.items if item.role == "rollout"} == {RESERVE}, "the engine sleeps"
+    assert size(train, "actor", "gradients") == 2 * size(train, "actor", "parameters")
+
+
+def test_memory_that_does_not_take_turns_adds_up() -> None:
+    together = plan_memory(subject_of("grpo-qwen2.5-7b-1n8g", sync__offload="false"))
+    train = phase(together, "train actor")
+    assert size(train, "rollout", "cache") > 0
+    assert together.shortages
+    assert together.host_bytes_per_node < plan_memory(subject_of("grpo-qwen2.5-7b-1n8g")).host_bytes_per_node
+
+
+def test_engines_with_devices_of_their_own_stay_awake() -> None:
+    apart = subject_of(
+        "grpo-qwen3-32b-4n8g",
+        placement__pools="{all: null, train: 16, engines: 16}",
+        placement__roles="{actor: train, rollout: engines}",
+    )
+    plan = plan_memory(apart)
+    assert {(each.pool, each.name) for each in plan.phases} == {
+        ("train", "weights"),
+        *(("train", name) for name in ("log-probs", "train actor")),
+        *(("engines", name) for name in ("weights", "rollout")),
+    }
+    assert not any(item.role == "rollout" for item in phase(plan, "train actor").items)
+
+
+def test_the_cache_is_what_the_share_of_the_device_leaves() -> None:
+    small, large = (
+        plan_memory(subject_of("grpo-qwen3-32b-4n8g", rollout__vllm__gpu_memory_utilization=share)).engine
+        for share in (0.6, 0.7)
+    )
+    memory = subject_of("grpo-qwen3-32b-4n8g").hardware.memory_bytes
+    assert large.cache_bytes - small.cache_bytes == int(0.7 * memory) - int(0.6 * memory)
+    assert large.token_bytes == 2 * 64 * 2 * 128 * 2, "keys and values of 2 of 8 heads in 64 layers"
+    fixed = plan_memory(subject_of("grpo-qwen3-32b-4n8g", rollout__vllm__kv_cache_memory_bytes=10**9)).engine
+    assert fixed.cache_tokens == 10**9 // fixed.token_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "overflows"),
+    [
+        ({"actor__megatron__recompute_granularity": "null", "actor__max_tokens_per_device": 65536}, "train actor"),
+        ({"rollout__tp": 1, "rollout__vllm__gpu_memory_utilization": 0.8}, "rollout"),
+        ({"rollout__vllm__gpu_memory_utilization": 0.99}, "rollout"),
+    ],
+)
+def test_what_overflows_is_named_and_the_advice_fits(changes: dict[str, object], overflows: str) -> None:
+    subject = subject_of("grpo-qwen3-32b-4n8g", **changes)
+    assert plan_memory(subject).shortages[0].phase.name == overflows
+    found = advise(subject)
+    assert found
+    for advice in found:
+        varied = subject.varied(advice.changes)
+        assert varied is not None, "the advice keeps to the rules"
+        assert not plan_memory(varied).shortages
+        assert subject.overrides(advice.changes)

@@ -1,0 +1,57 @@
+"""What is counted for the links is what the reshard's own planner moves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mrl.config.mesh import Mesh
+from mrl.hybrid.layout import BucketSizes, Planner, RankPlan, RolloutLayout
+from mrl.models.layout import Layout
+from mrl.models.rollout_table import EngineSizes
+from mrl.models.spec import ModelSpec
+from mrl.plan.known_models import model_spec
+from mrl.plan.reshard_traffic import ReshardTraffic, Traffic
+
+SIZES = BucketSizes(slot_bytes=64 << 20, itemsize=2, alignment=64)
+DENSE = dataclasses.replace(model_spec("Qwen2.5-0.5B"), num_layers=4, vocab=1001)
+EXPERTS = model_spec("Qwen3-30B-A3B")
+assert EXPERTS.moe is not None
+EXPERTS = dataclasses.replace(
+    EXPERTS, num_layers=4, vocab=1000, moe=dataclasses.replace(EXPERTS.moe, num_experts=8, dense_layers=frozenset({1}))
+)
+
+
+def moved(plan: RankPlan, nodes: tuple[int, ...]) -> Traffic:
+    """What a plan receives over the links of the rank's node, and from other nodes."""
+    elements = {False: 0, True: 0}
+    for bucket in plan.buckets:
+        for source, moves in bucket.incoming.items():
+            if source != plan.rank:
+                elements[nodes[source] != nodes[plan.rank]] += sum(move.part.num_elements for move in moves)
+    return Traffic(link=elements[False], network=elements[True])
+
+
+@pytest.mark.parametrize(
+    ("spec", "mesh", "tp"),
+    [
+        (DENSE, Mesh(8, tp=2, pp=2), 1),  # tied embeddings, with a copy on the last stage
+        (DENSE, Mesh(8, pp=4), 2),
+        (DENSE, Mesh(8, tp=2, cp=2), 2),
+        (EXPERTS, Mesh(8, tp=2, ep=4), 4),
+        (EXPERTS, Mesh(8, pp=2, ep=2, etp=2), 2),
+        (EXPERTS, Mesh(8, ep=8), 1),
+    ],
+    ids=str,
+)
+def test_traffic_is_the_planners(spec: ModelSpec, mesh: Mesh, tp: int) -> None:
+    layout = Layout(tp=mesh.tp, pp=mesh.pp, ep=mesh.ep, etp=mesh.etp)
+    nodes = tuple(rank // 4 for rank in range(8))
+    planner = Planner(spec, layout, mesh, RolloutLayout(EngineSizes(tp), tuple(range(8)), nodes))
+    traffic = ReshardTraffic(spec, layout, mesh, tp, devices_per_node=4)
+    everybody = [traffic.received(rank) for rank in range(8)]
+    assert everybody == [moved(planner.plan(rank, SIZES), nodes) for rank in range(8)]
+    assert [one.link + one.network for one in everybody] == [planner.least_received(rank) for rank in range(8)]
+    assert sum(one.link + one.network for one in everybody) > 0
+    assert traffic.busiest() in everybody

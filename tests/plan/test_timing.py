@@ -1,0 +1,105 @@
+"""The model of time: which term moves with which setting, and how far it is from published runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from benchmarks import plan as published
+from mrl.plan.assumptions import ASSUMPTIONS
+from mrl.plan.subject import Subject
+from mrl.plan.timing import Lengths, TimedPhase, TimePlan, assumed_lengths, plan_time
+from tests.plan.planning import PRESETS, subject_of
+
+LENGTHS = Lengths(prompt=512, response=2048)
+DENSE = "grpo-qwen3-32b-4n8g"
+
+
+def phase(plan: TimePlan, name: str) -> TimedPhase:
+    (found,) = (phase for phase in plan.phases if phase.name == name)
+    return found
+
+
+def timed(preset: str = DENSE, lengths: Lengths = LENGTHS, **changes: object) -> TimePlan:
+    return plan_time(subject_of(preset, **changes), lengths)
+
+
+def with_hardware(subject: Subject, **changes: float) -> Subject:
+    return dataclasses.replace(subject, hardware=dataclasses.replace(subject.hardware, **changes))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_step_is_the_sum_of_its_phases(preset: str) -> None:
+    subject = subject_of(preset)
+    plan = plan_time(subject, assumed_lengths(subject.config))
+    assert plan.seconds == pytest.approx(sum(sum(phase.parts.values()) for phase in plan.phases))
+    assert all(seconds >= 0 for phase in plan.phases for seconds in phase.parts.values())
+    samples = subject.config.batch.prompts_per_step * subject.config.batch.samples_per_prompt
+    tokens = samples * assumed_lengths(subject.config).whole
+    assert plan.tokens_per_device_and_s * plan.seconds * plan.num_devices == pytest.approx(tokens)
+
+
+def test_training_is_three_forward_passes_and_a_fourth_that_recomputes() -> None:
+    plan = timed()
+    forward, train = (phase(plan, name).parts["matrix products"] for name in ("reference", "train actor"))
+    assert train == pytest.approx(4 * forward)
+    kept = timed(actor__megatron__recompute_granularity="null")
+    assert phase(kept, "train actor").parts["matrix products"] == pytest.approx(3 * forward)
+
+
+def test_matrix_products_are_the_models_flops_over_the_devices() -> None:
+    subject = subject_of(DENSE)
+    flops = 256 * 8 * subject.specs["actor"].sequence_flops(2560)
+    expected = flops / (32 * subject.hardware.flops_per_s * ASSUMPTIONS.train_efficiency)
+    assert phase(plan_time(subject, LENGTHS), "reference").parts["matrix products"] == pytest.approx(expected)
+
+
+def test_the_bubble_shrinks_with_chunks_and_micro_batches() -> None:
+    def bubble(**changes: object) -> float:
+        parts = phase(timed(actor__parallel__tp=4, actor__parallel__pp=4, **changes), "train actor").parts
+        return parts["pipeline bubble"] / sum(parts[name] for name in ("matrix products", "launches", "links"))
+
+    per_update = -(-1024 * 2560 // 2 // 16384)
+    assert bubble() == pytest.approx(3 / per_update)
+    assert bubble(actor__parallel__vpp=2) == pytest.approx(3 / per_update / 2)
+    assert bubble(actor__max_tokens_per_device=8192) == pytest.approx(3 / (2 * per_update))
+    assert phase(timed(actor__parallel__pp=1), "train actor").parts["pipeline bubble"] == 0
+
+
+def test_decoding_is_bound_by_memory_until_arithmetic_binds_it() -> None:
+    subject = subject_of(DENSE)
+    now = phase(plan_time(subject, LENGTHS), "rollout").parts["decoding"]
+    faster = with_hardware(subject, memory_bytes_per_s=2 * subject.hardware.memory_bytes_per_s)
+    assert 0.5 * now < phase(plan_time(faster, LENGTHS), "rollout").parts["decoding"] < 0.75 * now
+    slower = with_hardware(subject, flops_per_s=subject.hardware.flops_per_s / 2)
+    assert phase(plan_time(slower, LENGTHS), "rollout").parts["decoding"] == now
+    crawling = with_hardware(subject, flops_per_s=subject.hardware.flops_per_s / 100)
+    assert phase(plan_time(crawling, LENGTHS), "rollout").parts["decoding"] > 2 * now
+
+
+def test_a_smaller_cache_makes_more_rounds() -> None:
+    roomy, tight = (
+        phase(timed(rollout__tp=2, rollout__vllm__gpu_memory_utilization=share), "rollout").parts["decoding"]
+        for share in (0.85, 0.55)
+    )
+    assert tight > 1.2 * roomy
+
+
+def test_what_need_not_be_computed_takes_no_time() -> None:
+    names = [each.name for each in timed(algorithm__kl__where="none", batch__samples_per_update=2048).phases]
+    assert names == ["weights", "rollout", "train actor"]
+
+
+def test_engines_apart_need_no_way_to_the_host() -> None:
+    apart = timed(
+        placement__pools="{all: null, train: 16, engines: 16}", placement__roles="{actor: train, rollout: engines}"
+    )
+    assert set(phase(apart, "weights").parts) == {"reshard"}
+    assert set(phase(timed(), "weights").parts) == {"reshard", "to the host and back"}
+
+
+def test_published_runs_are_predicted_as_well_as_the_benchmark_says() -> None:
+    errors = [abs(line["error"]) for line in published.predictions()]
+    assert len(errors) == 9
+    assert sum(error <= published.TOLERANCE for error in errors) >= published.FEWEST_WITHIN
