@@ -1,0 +1,132 @@
+"""What every task of the Slurm step runs: Ray on its node, and on the first node the run.
+
+Tasks meet in the directory of the attempt: the first one writes `address` there when its Ray can be joined, and
+`exit_code` when the run has ended, at which the others leave. The batch script writes `stop` when time runs out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mrl.config.load import load_config
+from mrl.errors import MrlError, SetupError
+from mrl.launch.ray_node import default_signals, device_options, free_port, head_options, own_address, ray_node
+from mrl.launch.slurm import STOPPED
+
+_POLL_S = 0.5
+_MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
+
+
+class Attempt:
+    """The directory in which the tasks of an attempt meet."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def read(self, name: str) -> str:
+        """What somebody wrote; nothing where nobody has."""
+        try:
+            return (self.directory / name).read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return ""
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file that others see whole or not at all."""
+        staged = self.directory / f".{name}.part"
+        staged.write_text(text, encoding="utf-8")
+        staged.replace(self.directory / name)
+
+    def has(self, name: str) -> bool:
+        """Whether the file is there. Opening asks the file server, where looking may be answered from memory."""
+        try:
+            os.close(os.open(self.directory / name, os.O_RDONLY))
+        except FileNotFoundError:
+            return False
+        return True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run this node's part; return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("attempt", type=Path)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--verb", default="train")
+    parser.add_argument("--cpus", type=int, required=True)
+    parser.add_argument("--join-limit-s", type=float, required=True)
+    parser.add_argument("--interface")
+    arguments = parser.parse_args(argv)
+    # `scancel` signals every task. The run's own end ends the others, so that it can still save.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        return (_first if os.environ["SLURM_PROCID"] == "0" else _other)(Attempt(arguments.attempt), arguments)
+    except MrlError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+
+
+def _first(attempt: Attempt, arguments: argparse.Namespace) -> int:
+    name, limit_s, code = os.environ["SLURMD_NODENAME"], arguments.join_limit_s, 1
+    try:
+        host = own_address(arguments.interface, name)
+        port = free_port(host)
+        address = f"{host}:{port}"
+        cluster = load_config(arguments.config, [f"cluster.ray_address={address}"]).config.cluster
+        options = [*head_options(host, port), *device_options(cluster, arguments.cpus)]
+        with ray_node(host, name, options) as node:
+            node.await_start(limit_s)
+            attempt.write("address", address)
+            common = [arguments.config, f"cluster.ray_address={address}"]
+            waiting = ["-m", "mrl.launch.readiness", *common, f"{limit_s}", *attempt.read("nodes").split()]
+            # A process of its own, like the run: Ray ends whoever is joined to a cluster that is gone.
+            code = supervise([sys.executable, *waiting], attempt)
+            if code == 0:
+                code = supervise([sys.executable, "-c", _MAIN, arguments.verb, *common], attempt)
+    finally:
+        attempt.write("exit_code", f"{code}")
+    return code
+
+
+def _other(attempt: Attempt, arguments: argparse.Namespace) -> int:
+    name, limit_s = os.environ["SLURMD_NODENAME"], arguments.join_limit_s
+    host, deadline = own_address(arguments.interface, name), time.monotonic() + limit_s
+    while not (address := attempt.read("address")):
+        if attempt.has("exit_code"):
+            return 1
+        if time.monotonic() > deadline:
+            raise SetupError(f"the first node has started no Ray within {limit_s:g} s")
+        time.sleep(_POLL_S)
+    cluster = load_config(arguments.config, [f"cluster.ray_address={address}"]).config.cluster
+    with ray_node(host, name, [f"--address={address}", *device_options(cluster, arguments.cpus)]) as node:
+        while not attempt.has("exit_code"):
+            node.check()
+            time.sleep(_POLL_S)
+    return 0
+
+
+def supervise(command: Sequence[str], attempt: Attempt) -> int:
+    """Run a command to its end; SIGUSR1 tells it when the batch script wants it to stop. Its words go to a log."""
+    with (attempt.directory / "train.log").open("ab") as log:
+        run = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, preexec_fn=default_signals
+        )
+        signal.signal(signal.SIGTERM, lambda number, frame: run.send_signal(number))
+        is_told = False
+        while run.poll() is None:
+            if not is_told and attempt.has("stop"):
+                run.send_signal(signal.SIGUSR1)
+                is_told = True
+            time.sleep(_POLL_S)
+    if run.returncode == -signal.SIGUSR1:
+        return STOPPED  # it was told before it could listen: nothing has been done that would be lost
+    return run.returncode if run.returncode >= 0 else 128 - run.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

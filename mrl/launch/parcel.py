@@ -1,0 +1,67 @@
+"""What a job takes along: the configuration as it is now, and the names of what it needs beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.config.keys import KeyPath, dotted
+from mrl.config.layers import merge
+from mrl.config.load import Resolved
+from mrl.config.schema import Config
+from mrl.config.sources import read_chain, read_overrides
+from mrl.errors import ConfigError, Problem
+
+_VARIABLE = re.compile(r"oc\.env:\s*['\"]?([A-Za-z_][A-Za-z0-9_]*)")
+
+KNOWN_DATASETS = frozenset({"toy", "reasoning_gym"})
+"""What stands before the colon of a dataset that mrl brings along: no module."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A configuration that no longer changes while its job waits: one file, with `${oc.env:NAME}` as written."""
+
+    text: str
+    variables: tuple[str, ...]
+    """The environment variables that it takes values from."""
+
+
+def pack(resolved: Resolved[Config], overrides: Sequence[str]) -> Parcel:
+    """The file, what it extends and the overrides as one. Secrets are no part of it: written out, they are an error."""
+    layer = merge(read_chain(resolved.path), read_overrides(overrides)[0])
+    problems = []
+    for path, written in _leaves(layer.values, ()):
+        shown = json.dumps(written, ensure_ascii=False)
+        is_secret = path in resolved.secrets.paths and "${oc.env:" not in shown and written is not None
+        if is_secret or resolved.secrets.hide(shown) != shown:
+            what, fix = "a secret would go into the files of the job", "take it from the environment: ${oc.env:NAME}"
+            problems.append(Problem(layer.origin(path, resolved.path), dotted(path), what, fix))
+    if problems:
+        raise ConfigError(problems)
+    text = json.dumps(layer.values, indent=2, ensure_ascii=False)  # JSON is YAML
+    return Parcel(f"{text}\n", tuple(dict.fromkeys(_VARIABLE.findall(text))))
+
+
+def named_code(config: Config) -> Iterator[str]:
+    """The modules of the user's own that the configuration names as `package.module:attribute`."""
+    names = [function.name for function in config.reward.functions.values()]
+    names += [source.dataset for source in (*config.data.train.values(), *config.data.validation.values())]
+    algorithm = config.algorithm
+    names += [config.rollout.engine, algorithm.advantage, algorithm.loss.policy, algorithm.loss.aggregation]
+    names += [algorithm.kl.in_reward, algorithm.kl.in_loss]
+    for name in names:
+        module, colon, _ = name.partition(":")
+        if colon and module not in KNOWN_DATASETS and all(part.isidentifier() for part in module.split(".")):
+            yield module
+
+
+def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, (*path, str(name)))
+    else:
+        yield path, value

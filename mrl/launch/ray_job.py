@@ -1,0 +1,100 @@
+"""A run as a job of a Ray cluster that is up: its configuration and the user's own code travel, and nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.config.data_rules import is_file
+from mrl.config.schema import Config
+from mrl.errors import ConfigError, Problem, SetupError
+from mrl.launch.parcel import Parcel, named_code
+from mrl.redaction import is_secret_key
+
+CONFIG, RUNTIME_ENVIRONMENT = "config.yaml", "runtime_environment.json"
+
+
+@dataclass(frozen=True)
+class RayJob:
+    """What is submitted."""
+
+    parcel: Parcel
+    code: tuple[Path, ...]
+    """Files and packages of the user's, below the current directory."""
+    environment: dict[str, str]
+    missing: tuple[str, ...]
+    """Secret variables that must be there already where Ray runs."""
+
+
+def make_job(config: Config, parcel: Parcel, further: Sequence[str]) -> RayJob:
+    """The job of a configuration. What would be looked for in the wrong place on the cluster is an error."""
+    if problems := list(_relative_paths(config)):
+        raise ConfigError(problems)
+    if os.environ.get("RAY_AUTH_MODE") != "token" and not config.cluster.allow_insecure_ray:
+        raise SetupError(
+            "the job would be submitted without token authentication",
+            fix="set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's token, or "
+            "cluster.allow_insecure_ray=true",
+        )
+    code = [*filter(None, map(_own_code, dict.fromkeys(named_code(config)))), *map(_below_here, further)]
+    secret = tuple(name for name in parcel.variables if is_secret_key(name))
+    environment = {name: os.environ[name] for name in parcel.variables if name not in secret}
+    return RayJob(parcel, tuple(dict.fromkeys(code)), environment, secret)
+
+
+def stage(job: RayJob, directory: Path) -> None:
+    """Lay out what travels: the job's working directory, and beside it what the runtime environment is."""
+    working = directory / "job"
+    working.mkdir()
+    (working / CONFIG).write_text(job.parcel.text, encoding="utf-8")
+    for path in job.code:
+        (working / path.parent).mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            shutil.copytree(path, working / path, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, working / path)
+    environment = {"working_dir": str(working), "env_vars": job.environment}
+    (directory / RUNTIME_ENVIRONMENT).write_text(json.dumps(environment), encoding="utf-8")
+
+
+def submit_command(address: str, directory: Path, verb: str, *, wait: bool) -> list[str]:
+    """`ray job submit` for what is laid out in a directory."""
+    submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", f"--address={address}"]
+    submit += [f"--runtime-env={directory / RUNTIME_ENVIRONMENT}", *([] if wait else ["--no-wait"])]
+    return [*submit, "--", "mrl", verb, CONFIG, "cluster.ray_address=auto"]
+
+
+def _own_code(module: str) -> Path | None:
+    """Where the user's module is below the current directory: a file, or its whole package. None for installed ones."""
+    top = module.partition(".")[0]
+    for path in (Path(top), Path(f"{top}.py")):
+        if path.exists():
+            return path
+    if importlib.util.find_spec(top) is None:
+        raise SetupError(f'no module "{module}" here', fix="call this where it lies, or install it on the cluster")
+    return None
+
+
+def _below_here(text: str) -> Path:
+    path = Path(text)
+    if path.is_absolute() or ".." in path.parts or not path.exists():
+        raise SetupError(f"{text} cannot be shipped", fix="name a file or directory below the current one")
+    return path
+
+
+def _relative_paths(config: Config) -> Iterator[Problem]:
+    """Paths that the job, which runs in a directory of Ray's own, would not find, or would lose with it."""
+    paths = {"run.dir": config.run.dir}
+    paths |= {"model.path": config.model.path} if Path(config.model.path).is_dir() else {}
+    for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
+        paths |= {f"data.{part}.{name}.dataset": of.dataset for name, of in sources.items() if is_file(of)}
+    for key, path in paths.items():
+        if not os.path.isabs(path):
+            what = f'"{path}" is relative, and a job runs in a directory that Ray makes and removes'
+            yield Problem("", key, what, f"{key}={os.path.abspath(path)}, if the nodes share that")

@@ -1,0 +1,149 @@
+"""The batch script of a run: one step of Slurm with a task per node, and what becomes of its exit code."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.config.schema import Config
+from mrl.errors import ConfigError, Problem
+from mrl.launch.site import SiteConfig
+
+CONFIG, SCRIPT = "config.yaml", "job.sbatch"
+STOPPED = 75  # what `mrl train` leaves with when it was asked to stop, and has saved
+_ONE_WORD = re.compile(r"[^\s\"'#\\$`]+")
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A run on a site."""
+
+    config: Config
+    site: SiteConfig
+    files: Path
+    """The directory of the script, of the configuration, and of what each attempt leaves."""
+    submitted_in: Path
+    verb: str
+    """What the first node runs: `train`, or `check` to look at all nodes first."""
+    variables: tuple[str, ...] = ()
+
+
+def job_files(config: Config) -> Path:
+    """The directory of a run's job. It lies beside the run's own, which holds nothing before the run begins."""
+    return Path(config.run.dir, f"{config.run.name}.launch").absolute()
+
+
+def render_script(job: SlurmJob) -> str:
+    """The whole script, ready for sbatch."""
+    for what, path in (("the working directory", job.submitted_in), ("run.dir", job.files)):
+        if not _ONE_WORD.fullmatch(str(path)):
+            problem = Problem(what, "", f'"{path}" holds what no #SBATCH line can', "choose a path without blanks")
+            raise ConfigError([problem])
+    lines = ["#!/bin/bash", *(f"#SBATCH --{option}" for option in _options(job)), *_BEGIN.splitlines()]
+    lines += _environment(job.site)
+    lines += ["", f"files={shlex.quote(str(job.files))}", *_ATTEMPT.splitlines()]
+    lines += [f"srun {_STEP_OPTIONS} \\", f"  {_command(job)} &", *_END.splitlines()]
+    return "\n".join(lines).replace("@STOPPED@", str(STOPPED)) + "\n"
+
+
+def _options(job: SlurmJob) -> Iterator[str]:
+    cluster, site = job.config.cluster, job.site
+    yield f"job-name={job.config.run.name}"
+    yield f"nodes={cluster.nodes}"
+    yield "ntasks-per-node=1"
+    yield f"cpus-per-task={site.cpus_per_node}"
+    if cluster.device == "gpu":
+        number = cluster.devices_per_node
+        yield f"gres=gpu:{number}" if site.gpu_request == "gres" else f"gpus-per-node={number}"
+    if site.exclusive:
+        yield "exclusive"
+        yield "mem=0"
+    yield f"time={site.time}"
+    yield from (
+        f"{name}={value}" for name, value in (("account", site.account), ("partition", site.partition)) if value
+    )
+    yield f"chdir={job.submitted_in}"
+    yield f"output={job.files}/job-%j.log"
+    yield "open-mode=append"
+    yield "requeue"
+    yield f"signal=B:USR1@{site.stop_before_s}"
+    named = dict.fromkeys((*job.variables, *(name for name, wanted in site.pass_on.items() if wanted)))
+    yield f"export={','.join(named) or 'NONE'}"  # nothing else of the submitter's environment
+    yield from (f"{name}={value}" for name, value in site.sbatch.items())
+
+
+_BEGIN = """
+# Made by `mrl launch slurm`; a new call writes it anew.
+set -euo pipefail
+umask 077
+export SLURM_EXPORT_ENV=ALL # the step gets the environment of this script
+"""
+
+
+def _environment(site: SiteConfig) -> Iterator[str]:
+    if site.modules:
+        yield f"module load {' '.join(map(shlex.quote, site.modules.split()))}"
+    interface = site.network_interface
+    variables = {f"{library}_SOCKET_IFNAME": interface for library in ("NCCL", "GLOO") if interface}
+    for name, value in (variables | site.environment).items():
+        yield f"export {name}={shlex.quote(value)}"
+
+
+_ATTEMPT = """\
+attempt=$files/attempt-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+mkdir -p "$attempt"
+ln -sfn "${attempt##*/}" "$files/latest"
+scontrol show hostnames "$SLURM_JOB_NODELIST" >"$attempt/nodes"
+
+# Whoever has this token may run code in the Ray cluster of this attempt. It is in this file alone.
+trap 'rm -f "$attempt/token"' EXIT
+od -An -N32 -tx1 /dev/urandom | tr -d ' \\n' >"$attempt/token"
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$attempt/token"
+
+# Slurm says so before the time is over; the first node sees the file, and has the run save and leave.
+trap 'touch "$attempt/stop"' USR1
+
+# A task per node: the first starts Ray and the run, the others join it. All of them end when the run does."""
+_STEP_OPTIONS = (
+    '--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --cpu-bind=none '
+    '--kill-on-bad-exit=0 --wait=0 --output="$attempt/%N.log"'
+)
+
+
+def _command(job: SlurmJob) -> str:
+    site, container = job.site, job.site.container
+    node = (
+        f'{shlex.quote(site.python)} -m mrl.launch.node "$attempt" --verb {job.verb} '
+        f'--config "$files/{CONFIG}" --cpus {site.cpus_per_node} --join-limit-s {site.join_limit_s:g}'
+    )
+    node += f" --interface {shlex.quote(site.network_interface)}" if site.network_interface else ""
+    if container is None:
+        return node
+    here = {str(path): str(path) for path in (job.submitted_in, job.files)}
+    mounts = shlex.quote(",".join(f"{outside}:{inside}" for outside, inside in (here | container.mounts).items()))
+    image, directory = shlex.quote(container.image), shlex.quote(str(job.submitted_in))
+    if container.runtime == "pyxis":
+        options = f"--container-image={image} --container-mounts={mounts} --container-workdir={directory}"
+        return f"{options} --no-container-mount-home \\\n  {node}"
+    gpus = "--nv " if job.config.cluster.device == "gpu" else ""
+    return f"apptainer exec {gpus}--no-home --bind {mounts} --pwd {directory} {image} \\\n  {node}"
+
+
+_END = """\
+step=$!
+while kill -0 "$step" 2>/dev/null; do
+  wait "$step" || true # a signal ends the waiting as well
+done
+code=1 # the first node writes the run's own; without it the step did not get that far
+if [ -f "$attempt/exit_code" ]; then code=$(<"$attempt/exit_code"); fi
+if [ "$code" -eq @STOPPED@ ] && [ -f "$attempt/stop" ]; then
+  echo "saved before the time was over; queued again" >&2
+  scontrol requeue "$SLURM_JOB_ID"
+elif [ "$code" -ne 0 ]; then
+  echo "exit code $code: see the logs in $attempt" >&2
+fi
+exit "$code"
+"""

@@ -1,0 +1,144 @@
+"""What a node does of its own: supervising the run, waiting for the others, and finding its address."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mrl.errors import SetupError
+from mrl.launch import node, ray_node
+from mrl.launch.node import Attempt, supervise
+from mrl.launch.ray_node import free_port, own_address
+
+SAVES = """
+import signal, sys, time
+signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(75))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
+    return Attempt(tmp_path)
+
+
+def stop_when_ready(attempt: Attempt) -> None:
+    while "ready" not in attempt.read("train.log"):
+        time.sleep(0.05)
+    attempt.write("stop", "")
+
+
+def test_a_run_is_told_to_stop_and_its_exit_code_is_kept(attempt: Attempt) -> None:
+    threading.Thread(target=stop_when_ready, args=[attempt]).start()
+    assert supervise([sys.executable, "-c", SAVES], attempt) == 75
+
+
+def test_a_run_that_was_told_before_it_could_listen_has_lost_nothing(attempt: Attempt) -> None:
+    threading.Thread(target=stop_when_ready, args=[attempt]).start()
+    assert supervise(["sh", "-c", "echo ready; exec sleep 60"], attempt) == 75
+
+
+@pytest.mark.parametrize(("command", "code"), [("exit 3", 3), ("kill -9 $$", 128 + signal.SIGKILL), ("true", 0)])
+def test_other_exit_codes_are_those_of_a_shell(command: str, code: int, attempt: Attempt) -> None:
+    assert supervise(["sh", "-c", command], attempt) == code
+
+
+def test_scancel_reaches_the_run_alone(attempt: Attempt) -> None:
+    """In a process of its own, as a task is: SIGTERM must end the run, and not the task that has to report it."""
+    program = "import sys; from pathlib import Path; from mrl.launch.node import Attempt, supervise\n"
+    program += (
+        f"code = supervise(['sh', '-c', 'echo ready; exec sleep 60'], Attempt(Path({str(attempt.directory)!r})))\n"
+    )
+    program += "print('left with', code)"
+    task = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    while "ready" not in attempt.read("train.log"):
+        time.sleep(0.05)
+    task.send_signal(signal.SIGTERM)
+    assert task.communicate(timeout=20)[0] == f"left with {128 + signal.SIGTERM}\n"
+
+
+def test_workers_leave_when_the_first_node_has_failed_or_never_came(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURMD_NODENAME", "here")
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # this process goes on afterwards
+    arguments = [str(attempt.directory), "--config", "none", "--cpus", "1", "--interface", "lo", "--join-limit-s"]
+    assert node.main([*arguments, "0.1"]) == 1
+    assert "the first node has started no Ray within 0.1 s" in capsys.readouterr().err
+    attempt.write("exit_code", "2")
+    assert node.main([*arguments, "60"]) == 1
+
+
+def test_the_address_is_that_of_the_interface_and_never_a_loopback_by_accident() -> None:
+    assert own_address("lo", "anything") == "127.0.0.1"
+    with pytest.raises(SetupError, match='the interface "nothere0" has no address') as caught:
+        own_address("nothere0", "anything")
+    assert "lo" in caught.value.fix
+    with pytest.raises(SetupError, match="localhost stands for 127"):
+        own_address(None, "localhost")
+
+
+def test_what_ray_started_is_ended_even_where_it_does_not_end_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for `ray start`, with a child that ignores SIGTERM, and whose parent does so too."""
+    stubborn = "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    stubborn += f"open({str(tmp_path / 'pids')!r}, 'a').write(f'{{os.getpid()}}\\n')\n"
+    program = stubborn + "import subprocess\nif len(sys.argv) > 1: subprocess.Popen([sys.executable, __file__])\n"
+    (tmp_path / "stubborn.py").write_text(program + "time.sleep(60)\n")
+    started = subprocess.Popen
+
+    def start(command: list[str], **options: object) -> subprocess.Popen[bytes]:
+        assert any(word.startswith("--temp-dir=") for word in command)
+        return started([sys.executable, str(tmp_path / "stubborn.py"), "parent"], **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(ray_node, "_ENDS_S", 0.5)
+    with ray_node.ray_node("127.0.0.1", "here", []):
+        while not (tmp_path / "pids").exists() or len((tmp_path / "pids").read_text().split()) < 2:
+            time.sleep(0.05)
+    time.sleep(0.2)
+    for pid in (tmp_path / "pids").read_text().split():
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_ray_that_does_not_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: started(["sh", "-c", "exit 7"], **options))
+    with (
+        pytest.raises(SetupError, match="Ray ended on this node, with status 7"),
+        ray_node.ray_node("127.0.0.1", "here", []) as ray,
+    ):
+        ray.await_start(20)
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: started(["sleep", "60"], **options))
+    with (
+        pytest.raises(SetupError, match=r"did not start on this node within 0\.1 s"),
+        ray_node.ray_node("127.0.0.1", "here", []) as ray,
+    ):
+        ray.await_start(0.1)
+    assert not ray.directory.exists()
+
+
+def test_a_port_is_free() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port("127.0.0.1")))
+
+
+def test_files_of_an_attempt(attempt: Attempt) -> None:
+    assert attempt.read("address") == ""
+    assert not attempt.has("stop")
+    attempt.write("nodes", "a\nb\n")
+    assert attempt.read("nodes") == "a\nb"
+    assert attempt.has("nodes")
+    assert os.listdir(attempt.directory) == ["nodes"]

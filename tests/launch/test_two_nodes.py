@@ -1,0 +1,122 @@
+"""Whole jobs: the batch script as it is, a Ray cluster of two nodes on one machine, and a run over both of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mrl.launch.ray_node import free_port, head_options, ray_node
+from mrl.trainer.demo_model import make_model
+from tests.launch.conftest import Place
+
+SMALL = """\
+extends: run.yaml
+run: {{name: small}}
+model: {{path: {model}}}
+batch: {{prompts_per_step: 4, samples_per_prompt: 4, samples_per_update: 16}}
+actor: {{dtype: float32, max_tokens_per_device: 128, optimizer: {{lr: 1e-3}}}}
+critic: {{dtype: float32, max_tokens_per_device: 128, optimizer: {{lr: 1e-3}}}}
+rollout: {{replicas: 1, max_prompt_tokens: 16, max_response_tokens: 8, vllm: {{kv_cache_memory_bytes: 67108864}}}}
+sync: {{offload: false}}
+reward: {{functions: {{answer: {{name: "own_rewards:shortness", options: {{last_number: false}}}}}}, num_workers: 1}}
+training: {{steps: 400}}
+"""
+OWN = "def shortness(sample, last_number):\n    return 1.0 / (1 + sample.num_response_tokens)\n"
+
+
+@pytest.fixture
+def small(place: Place) -> Place:
+    """A run of a tiny model, with a reward of its own."""
+    model = make_model(place.directory / "model", seed=1)
+    (place.directory / "small.yaml").write_text(SMALL.format(model=model))
+    (place.directory / "own_rewards.py").write_text(OWN)
+    return place
+
+
+def rewrite(path: Path, before: str, after: str) -> None:
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+
+
+@pytest.mark.slow
+def test_a_run_over_two_nodes_is_stopped_queued_again_and_goes_on(small: Place) -> None:
+    cluster = small.directory / "cluster.yaml"
+    rewrite(cluster, "PYTHONPATH: ", f"PYTHONPATH: {small.directory}:")
+    said = small.mrl("launch", "slurm", "small.yaml", "--submit")
+    assert "job 1" in said
+    files, run = small.directory / "runs" / "small.launch", small.directory / "runs" / "small"
+    small.wait_for(run / "metrics.jsonl", 240)
+    while not (run / "metrics.jsonl").read_text():
+        assert not (small.job() / "gone").exists(), small.words()
+        time.sleep(0.2)
+    # The second attempt reads the same configuration; two more steps than the first has done are enough for it.
+    (small.job() / "usr1").touch()
+    small.wait_for(files / "attempt-1-0" / "exit_code", 120)
+    done = len((run / "metrics.jsonl").read_text().splitlines())
+    assert 1 <= done < 400
+    rewrite(files / "config.yaml", '"steps": 400', f'"steps": {done + 2}')
+    small.wait_for(small.job() / "gone", 300)
+    assert (small.job() / "ended").read_text().split() == ["75", "0"], small.words()
+    again = (files / "latest" / "train.log").read_text()
+    assert "resumed from" in again
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == done + 2
+    pools = re.findall(r'"kind": "pool_ready".*', (run / "events.jsonl").read_text())
+    assert len(pools) == 2
+    assert not (files / "attempt-1-0" / "token").exists()
+    words = small.words()
+    assert not [line for line in words.splitlines() if "Traceback" in line], words
+    assert left_over(small.directory) == []
+
+
+@pytest.mark.slow
+def test_a_job_of_a_ray_cluster_brings_its_configuration_and_code_along(
+    small: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = small.directory / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    small.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    (small.directory / "secret.txt").write_text("not to be shipped")
+    own = ["cluster={nodes: 1, devices_per_node: 2}", f"run.dir={small.directory}/runs"]
+    for name, value in small.environment.items():
+        monkeypatch.setenv(name, value)
+    options = head_options("127.0.0.1", free_port("127.0.0.1"))
+    address = f"http://127.0.0.1:{options[-1].partition('=')[2]}"
+    with ray_node("127.0.0.1", "head", ["--num-cpus=2", *options]) as node:
+        node.await_start(120)
+        assert "shipped: config.yaml, own_rewards.py" in small.mrl(
+            "launch", "ray", "small.yaml", *own, "--address", address, "--dry-run"
+        )
+        said = small.mrl("launch", "ray", "small.yaml", *own, "--address", address, "--verb", "check")
+        assert re.search(r"ok +rewards of data.train.sums: the right answers, written as .*, score 0\.\d", said), said
+        assert "ok    Ray: 1 nodes of 2 CPU slots or more" in said
+        wrong = small.environment | {"RAY_AUTH_TOKEN_PATH": os.devnull}
+        refused = subprocess.run(
+            [sys.executable, "-m", "ray.scripts.scripts", "job", "list", f"--address={address}"],
+            env=wrong,
+            capture_output=True,
+            text=True,
+        )
+        assert refused.returncode != 0, "the cluster asks for its token"
+    assert left_over(small.directory) == []
+
+
+def left_over(directory: Path) -> list[str]:
+    """Processes that belong to this test and still run."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(process.name) != os.getpid() and str(directory).encode() in words:
+            found.append((process / "cmdline").read_text().replace("\0", " "))
+    return found
