@@ -2,9 +2,15 @@
 
 The rows are NeMo-RL's table of GRPO on OpenMathInstruct-2 (versions 0.5 and 0.6): the only one that names layouts,
 batch sizes and mean lengths. They ran another trainer, on other kernels: what is compared is whether the model of time
-has the right terms. Its constants stand in `mrl/plan/assumptions.py`; a few were fitted to these rows, once for all of
-them, none for a single row. With `1-off` the engines have half of the devices, and a step takes as long as the longer
-of generation and training. Prompts have 110 tokens: the published tokens per second say so.
+has the right terms. Left out are its models of a family that mrl has not, and the run that is eight steps off-policy.
+
+The constants in `mrl/plan/assumptions.py` are round numbers from before the comparison. After it, for all rows alike,
+the engine's reserve went from 3 to 2 GiB, and samples that do not fit at once came to be of all ages. No row has a
+constant of its own.
+
+What the table does not say is assumed: prompts of 110 tokens (the published tokens per second agree with that),
+512 samples per update, a pass for old and one for reference log-probs, micro-batches of one longest sample. With
+`1-off` the engines have half of the devices, and a step takes as long as the longer of generation and training.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from mrl.cli.show import split_arguments
@@ -10,6 +11,7 @@ from mrl.config.arithmetic import num_engines, samples_per_step
 from mrl.config.load import load_config
 from mrl.errors import ConfigError, Problem
 from mrl.plan.advice import Changes, advise
+from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.hardware import DEFAULT, HARDWARE
 from mrl.plan.memory import MemoryPlan, gib, plan_memory
 from mrl.plan.search import search
@@ -88,6 +90,9 @@ def _time(subject: Subject, lengths: Lengths, *, verbose: bool) -> Iterator[str]
         rows.append((phase.name, f"{phase.seconds:.1f}", ", ".join(parts) if verbose else ""))
     rows.append(("together", f"{plan.seconds:.1f}", f"{plan.tokens_per_device_and_s:,.0f} tokens/s a device"))
     yield from _aligned(rows)
+    if verbose:
+        assumed = (f"{name} {value:g}" for name, value in dataclasses.asdict(ASSUMPTIONS).items())
+        yield f"Assumed (mrl/plan/assumptions.py): {', '.join(assumed)}"
 
 
 def _verdict(subject: Subject, plan: MemoryPlan) -> Iterator[str]:

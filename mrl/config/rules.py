@@ -27,6 +27,20 @@ def check_rules(rules: Sequence[Rule[AnyTyped]], config: AnyTyped) -> Iterator[P
         yield from rule(config)
 
 
+def schedules_are_whole(config: AnyConfig) -> Iterator[Problem]:
+    """A rate that falls has an end, after its warm-up; and its lowest value is said once."""
+    for role, model in config.trained_roles().items():
+        schedule, key = model.schedule, f"{role}.schedule.decay_steps"
+        if schedule.decay != "constant" and schedule.decay_steps is None:
+            yield Problem("", key, f"decay is {schedule.decay}, and nothing says when it ends", f"{key}=1000")
+        elif schedule.decay_steps is not None and schedule.decay_steps <= schedule.warmup_steps:
+            what = f"{schedule.decay_steps} updates include a warm-up of {schedule.warmup_steps}"
+            yield Problem("", key, what, f"at least {key}={schedule.warmup_steps + 1}")
+        if "min_lr" in model.optimizer:
+            what = "is decided by the schedule"
+            yield Problem("", f"{role}.optimizer.min_lr", what, f"{role}.schedule.min_lr_ratio, a share of lr")
+
+
 def pools_fit_the_cluster(config: AnyConfig) -> Iterator[Problem]:
     """The pools together take no more devices than there are."""
     cluster, pools = config.cluster, config.placement.pools
@@ -257,6 +271,7 @@ LAYOUT_RULES: tuple[Rule[AnyConfig], ...] = (
     roles_have_pools,
     layouts_fit_their_pools,
     options_need_their_axis,
+    schedules_are_whole,
 )
 RULES: tuple[Rule[Config], ...] = (
     *LAYOUT_RULES,

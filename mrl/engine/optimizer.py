@@ -74,6 +74,8 @@ class Optimizer:
         )
         if self.config.lr is None:
             raise EngineError("the optimizer has no learning rate", fix="set optimizer.lr")
+        # Megatron's schedule takes this from the optimizer's groups, where null is not "none given".
+        self.config.min_lr = self.config.lr * settings.schedule.min_lr_ratio
         self.optimizer = get_megatron_optimizer(
             self.config, self.chunks, use_gloo_process_groups=torch.cuda.is_available()
         )

@@ -38,7 +38,7 @@ and in the model's dtype, the gradient of its weight, and three tiles at a time.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from mrl.config.schema import TrainedModelConfig
@@ -68,7 +68,7 @@ class Layer:
     @property
     def total(self) -> float:
         """Without recomputation."""
-        return self.residual + self.norms + self.attention + self.mlp_input + self.mlp + self.expert_activation
+        return float(sum(astuple(self)))
 
 
 def layer_bytes(spec: ModelSpec, model: TrainedModelConfig, has_experts: bool) -> Layer:
@@ -88,9 +88,8 @@ def layer_bytes(spec: ModelSpec, model: TrainedModelConfig, has_experts: bool) -
         moe = spec.moe
         # A rank sees the tokens of all ranks that share its experts, and has as many fewer of their experts.
         taken = item * moe.experts_per_token * (ASSUMPTIONS.expert_imbalance if at.ep > 1 else 1) / s
-        mlp = (
-            taken * (spec.hidden * at.etp + 2 * moe.expert_ffn) + (24 * moe.experts_per_token + 5 * moe.num_experts) / s
-        )
+        router = (24 * moe.experts_per_token + 5 * moe.num_experts) / s
+        mlp = taken * (spec.hidden * at.etp + 2 * moe.expert_ffn) + router
         activation = taken * (1 if fused else 4) * moe.expert_ffn
     return Layer(hidden, 2 * hidden, attention, hidden, mlp, activation)
 
@@ -140,9 +139,8 @@ def _with_recomputation(layers: list[Layer], megatron: dict[str, Any]) -> tuple[
     number = int(megatron.get("recompute_num_layers") or 1)
     if megatron.get("recompute_method") == "block":
         again, rest = layers[:number], layers[number:]
-        return sum(each.residual for each in again) + sum(each.total for each in rest), max(
-            (each.total for each in again), default=0.0
-        )
+        kept = sum(each.residual for each in again) + sum(each.total for each in rest)
+        return kept, max((each.total for each in again), default=0.0)
     groups = [layers[start : start + number] for start in range(0, len(layers), number)]
     return sum(group[0].residual for group in groups), max(sum(each.total for each in group) for group in groups)
 

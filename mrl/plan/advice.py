@@ -28,7 +28,7 @@ class Advice:
 
 def advise(subject: Subject, most: int = 4) -> list[Advice]:
     """Up to so many ways to make it fit, each of as few kinds of change as any; empty where none was found."""
-    ladders = [ladder for ladder in _ladders(subject) if ladder]
+    ladders = [ladder for ladder in _ladders(subject) if any(ladder)]
     num_tried = 0
     for together in range(1, _MOST_TOGETHER + 1):
         found: list[Advice] = []

@@ -35,7 +35,7 @@ from mrl.trainer.sft import train_sft
 Result = TypeVar("Result")
 
 LARGEST = 49
-MISTAKES, SFT_STEPS = 0.6, 260
+MISTAKES, SFT_STEPS = 0.62, 320
 WARM_START_AT_MOST, GOAL = 0.40, 0.80
 SOLVED = "val/solved/mean@4"
 
