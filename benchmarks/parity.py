@@ -35,6 +35,7 @@ DENSE = {
     "tp2": (2, Layout(tp=2)),
     "tp2 sp": (2, Layout(tp=2, sequence_parallel=True)),
     "pp2": (2, Layout(pp=2)),
+    "pp2 3+1": (2, Layout(pp=2, first_stage_layers=3)),
     "pp2 vpp2": (2, Layout(pp=2, vpp=2)),
     "cp2": (2, Layout(cp=2)),
     "dp2": (2, Layout()),

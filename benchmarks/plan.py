@@ -69,22 +69,21 @@ class Row:
     megatron: dict[str, Any] = field(default_factory=dict)
 
 
-_ENDS_OF_8 = {"num_layers_in_first_pipeline_stage": 11, "num_layers_in_last_pipeline_stage": 11} | FULL_RECOMPUTATION
-_ENDS_OF_4 = {"num_layers_in_first_pipeline_stage": 23, "num_layers_in_last_pipeline_stage": 23} | FULL_RECOMPUTATION
 _MOE, _DENSE = "Qwen3-30B-A3B", "Qwen3-32B"
-_LARGE, _LARGE_8 = "Qwen3-235B-A22B", ParallelConfig(tp=2, cp=2, ep=16, pp=8, sequence_parallel=True)
-_LARGE_4 = dataclasses.replace(_LARGE_8, pp=4)
-_SPLIT_8 = ParallelConfig(tp=4, ep=16, pp=8, sequence_parallel=True)
+_LARGE = "Qwen3-235B-A22B"
+_LARGE_8 = ParallelConfig(tp=2, cp=2, ep=16, pp=8, sequence_parallel=True, first_stage_layers=11, last_stage_layers=11)
+_LARGE_4 = dataclasses.replace(_LARGE_8, pp=4, first_stage_layers=23, last_stage_layers=23)
+_SPLIT_8 = dataclasses.replace(_LARGE_8, tp=4, cp=1)
 ROWS = [
     Row("Llama-3.1-8B", 16, 1, ParallelConfig(pp=2), 1019, 4096, 2048, 92.8, megatron=FULL_RECOMPUTATION),
     Row(_DENSE, 32, 4, ParallelConfig(tp=4, pp=4, sequence_parallel=True), 3251, 4096, 2048, 376),
     Row(_MOE, 32, 2, ParallelConfig(ep=8), 3203, 4096, 2048, 192),
     Row(_MOE, 32, 2, ParallelConfig(ep=8, pp=2), 3201, 4096, 2048, 152, 2048, split=True, old_log_probs=False),
-    Row(_LARGE, 128, 16, _LARGE_8, 5700, 8192, 512, 395, megatron=_ENDS_OF_8),
-    Row(_LARGE, 256, 16, _LARGE_8, 5700, 8192, 512, 312, megatron=_ENDS_OF_8),
-    Row(_LARGE, 256, 8, _SPLIT_8, 5721, 8192, 512, 231, split=True, megatron=_ENDS_OF_8),
+    Row(_LARGE, 128, 16, _LARGE_8, 5700, 8192, 512, 395, megatron=FULL_RECOMPUTATION),
+    Row(_LARGE, 256, 16, _LARGE_8, 5700, 8192, 512, 312, megatron=FULL_RECOMPUTATION),
+    Row(_LARGE, 256, 8, _SPLIT_8, 5721, 8192, 512, 231, split=True, megatron=FULL_RECOMPUTATION),
     Row(_MOE, 16, 1, ParallelConfig(ep=16), 3203, 4096, 2048, 221, hardware="gb200", domain=64),
-    Row(_LARGE, 64, 8, _LARGE_4, 5700, 8192, 512, 286, hardware="gb200", domain=64, megatron=_ENDS_OF_4),
+    Row(_LARGE, 64, 8, _LARGE_4, 5700, 8192, 512, 286, hardware="gb200", domain=64, megatron=FULL_RECOMPUTATION),
 ]
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mrl.cli.explain import explain
-from mrl.cli.show import split_arguments
-from mrl.config.load import Resolved, load_config
+from mrl.cli.show import load, split_arguments
+from mrl.config.load import Resolved
 from mrl.config.schema import Config
 from mrl.errors import SetupError
 from mrl.launch.parcel import Parcel, pack
@@ -43,10 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Start it, or say how."""
     (path,), overrides = split_arguments(arguments.config, most_files=1)
-    resolved = load_config(path, overrides)
+    resolved = load(path, overrides)
     parcel = pack(resolved, overrides)
-    for warning in resolved.warnings:
-        print(f"not checked: {warning}")
     return (_slurm if arguments.where == "slurm" else _ray)(arguments, resolved, parcel)
 
 

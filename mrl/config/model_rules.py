@@ -10,14 +10,6 @@ from mrl.config.schema import Config, TrainedModelConfig
 from mrl.config.sft import AnyConfig
 from mrl.errors import Problem
 
-_OWN_SPLITS = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-
 
 def check_model_rules(config: AnyConfig, shape: ModelShape) -> Iterator[Problem]:
     """Every problem between the layouts and the model."""
@@ -37,18 +29,16 @@ def unchecked(config: AnyConfig, shape: ModelShape | None) -> Iterator[str]:
     for what, size in (("layers", shape.layers), ("attention heads", shape.heads)):
         if size is None:
             yield f"{what} against the layouts: the model's config.json does not give their number"
-    for role, model in config.trained_roles().items():
-        for key in _own_splits(model):
-            yield f"layers over the pipeline stages of the {role}: {role}.megatron.{key} splits them"
-
-
-def _own_splits(model: TrainedModelConfig) -> list[str]:
-    return [key for key in _OWN_SPLITS if model.megatron.get(key)]
 
 
 def _layers(role: str, model: TrainedModelConfig, shape: ModelShape) -> Iterator[Problem]:
     pp, vpp = model.parallel.pp, model.parallel.vpp
-    if shape.layers is None or shape.layers % (pp * vpp) == 0 or _own_splits(model):
+    if shape.layers is None:
+        return
+    if ends := [size for size in (model.parallel.first_stage_layers, model.parallel.last_stage_layers) if size]:
+        yield from _uneven(role, model, shape.layers, ends)
+        return
+    if shape.layers % (pp * vpp) == 0:
         return
     if shape.layers % pp:
         key, sizes = "pp", near_divisors(pp, shape.layers)
@@ -56,6 +46,19 @@ def _layers(role: str, model: TrainedModelConfig, shape: ModelShape) -> Iterator
         key, sizes = "vpp", near_divisors(vpp, shape.layers // pp)
     what = f"{shape.layers} layers do not split into pp x vpp = {pp * vpp} equal parts"
     yield Problem("", f"{role}.parallel.{key}", what, nearest(f"{role}.parallel.{key}", sizes))
+
+
+def _uneven(role: str, model: TrainedModelConfig, layers: int, ends: list[int]) -> Iterator[Problem]:
+    """Stages that were given their layers, and the rest in equal parts."""
+    rest, num_others, vpp = layers - sum(ends), model.parallel.pp - len(ends), model.parallel.vpp
+    stages = [*ends, *([rest // num_others] if num_others > 0 else [])]
+    is_whole = rest >= num_others and (rest % num_others == 0 if num_others > 0 else rest == 0)
+    key = f"{role}.parallel.first_stage_layers"
+    if num_others < 0 or not is_whole:
+        what = f"{layers} layers less {' and '.join(map(str, ends))} leave {rest} for {max(num_others, 0)} equal stages"
+        yield Problem("", key, what, f"{key}=null shares equally")
+    elif any(stage % vpp for stage in stages):
+        yield Problem("", key, f"stages of {stages} layers do not split into vpp {vpp} chunks each", "vpp=1")
 
 
 def _heads(key: str, tp: int, shape: ModelShape) -> Iterator[Problem]:

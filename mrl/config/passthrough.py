@@ -38,6 +38,11 @@ _TRANSFORMER = Target(
         "tensor_model_parallel_size": "{role}.parallel.tp",
         "pipeline_model_parallel_size": "{role}.parallel.pp",
         "virtual_pipeline_model_parallel_size": "{role}.parallel.vpp",
+        "num_layers_in_first_pipeline_stage": "{role}.parallel.first_stage_layers",
+        "num_layers_in_last_pipeline_stage": "{role}.parallel.last_stage_layers",
+        "pipeline_model_parallel_layout": "{role}.parallel.first_stage_layers and last_stage_layers",
+        "account_for_embedding_in_pipeline_split": "{role}.parallel.first_stage_layers",
+        "account_for_loss_in_pipeline_split": "{role}.parallel.last_stage_layers",
         "context_parallel_size": "{role}.parallel.cp",
         "expert_model_parallel_size": "{role}.parallel.ep",
         "expert_tensor_parallel_size": "{role}.parallel.etp",
@@ -57,7 +62,10 @@ _DDP = Target(
     owned={},
 )
 _OPTIMIZER = Target(
-    package="megatron", files=("core/optimizer/optimizer_config.py",), class_name="OptimizerConfig", owned={}
+    package="megatron",
+    files=("core/optimizer/optimizer_config.py",),
+    class_name="OptimizerConfig",
+    owned={"min_lr": "{role}.schedule.min_lr_ratio, a share of lr"},
 )
 _ENGINE = Target(
     package="vllm",

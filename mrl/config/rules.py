@@ -28,7 +28,7 @@ def check_rules(rules: Sequence[Rule[AnyTyped]], config: AnyTyped) -> Iterator[P
 
 
 def schedules_are_whole(config: AnyConfig) -> Iterator[Problem]:
-    """A rate that falls has an end, after its warm-up; and its lowest value is said once."""
+    """A rate that falls has an end, after its warm-up."""
     for role, model in config.trained_roles().items():
         schedule, key = model.schedule, f"{role}.schedule.decay_steps"
         if schedule.decay != "constant" and schedule.decay_steps is None:
@@ -36,9 +36,6 @@ def schedules_are_whole(config: AnyConfig) -> Iterator[Problem]:
         elif schedule.decay_steps is not None and schedule.decay_steps <= schedule.warmup_steps:
             what = f"{schedule.decay_steps} updates include a warm-up of {schedule.warmup_steps}"
             yield Problem("", key, what, f"at least {key}={schedule.warmup_steps + 1}")
-        if "min_lr" in model.optimizer:
-            what = "is decided by the schedule"
-            yield Problem("", f"{role}.optimizer.min_lr", what, f"{role}.schedule.min_lr_ratio, a share of lr")
 
 
 def pools_fit_the_cluster(config: AnyConfig) -> Iterator[Problem]:
@@ -105,6 +102,15 @@ def tensor_parallel_stays_in_a_node(config: Config) -> Iterator[Problem]:
         yield from _stays_in_a_node(f"{role}.parallel.tp", config.trained_roles()[role].parallel.tp, devices, here)
     for _, devices in _engines_placed(config):
         yield from _stays_in_a_node("rollout.tp", config.rollout.tp, devices, here)
+
+
+def uneven_stages_need_a_pipeline(config: AnyConfig) -> Iterator[Problem]:
+    """A first or last stage of its own size is one of several."""
+    for role, model in config.trained_roles().items():
+        for end in ("first", "last"):
+            key = f"{role}.parallel.{end}_stage_layers"
+            if getattr(model.parallel, f"{end}_stage_layers") and model.parallel.pp == 1:
+                yield Problem("", key, "needs a pipeline, and pp is 1", f"{key}=null, or {role}.parallel.pp=2")
 
 
 def _stays_in_a_node(key: str, tp: int, devices: int, here: int) -> Iterator[Problem]:
@@ -271,6 +277,7 @@ LAYOUT_RULES: tuple[Rule[AnyConfig], ...] = (
     roles_have_pools,
     layouts_fit_their_pools,
     options_need_their_axis,
+    uneven_stages_need_a_pipeline,
     schedules_are_whole,
 )
 RULES: tuple[Rule[Config], ...] = (

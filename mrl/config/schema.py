@@ -101,6 +101,10 @@ class ParallelConfig:
     """Pipeline parallel size."""
     vpp: Count = 1
     """Model chunks per pipeline stage (interleaved schedule)."""
+    first_stage_layers: Count | None = None
+    """Layers of the first pipeline stage, which has the embedding as well; null gives all stages as many."""
+    last_stage_layers: Count | None = None
+    """Layers of the last pipeline stage, which has the head as well; null gives all stages as many."""
     cp: Count = 1
     """Context parallel size: over how many devices a sequence is split."""
     ep: Count = 1

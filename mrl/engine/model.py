@@ -45,6 +45,8 @@ def transformer_config(request: ModelRequest, groups: Groups) -> TransformerConf
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
         "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
         "context_parallel_size": parallel.cp,
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,

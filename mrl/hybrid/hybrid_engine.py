@@ -1,6 +1,7 @@
 """`HybridEngine`: the trainer and the engines share devices; this says whose memory is where, and moves the weights.
 
-training -> the trainer gives up gradients and optimizer -> the engines wake their weights -> weights go over
+training -> the trainer gives up gradients and optimizer, and other roles on its devices give up all
+         -> the engines wake their weights -> weights go over
          -> the trainer gives up its parameters -> the engines wake their cache -> generating -> the way back
 
 Engines with a pool of their own stay awake; porters on their devices take the weights from the network.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,14 +30,17 @@ from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
 SOCKETS = "handover"
 REPLICA = "rollout-{}"
+PARTS = ("parameters", "gradients", "optimizer")
 
 
 class HybridEngine:
     """One of the two works at a time. Weights go over when they have changed, each time under a new version."""
 
-    def __init__(self, config: Config, actor: RayWorkerGroup, context: RunContext) -> None:
-        self._actor, self._context = actor, context
+    def __init__(self, config: Config, groups: Mapping[str, RayWorkerGroup], context: RunContext) -> None:
+        self._actor, self._context = groups["actor"], context
         self._config = config
+        roles = config.placement.roles
+        self._guests = [group for role, group in groups.items() if role != "actor" and roles[role] == roles["actor"]]
         self._porters: RayWorkerGroup | None = None
         if has_own_rollout_pool(config):
             self._porters = start_porters(config, context)
@@ -44,7 +48,7 @@ class HybridEngine:
         self._sockets = context.run_directory / SOCKETS
         shutil.rmtree(self._sockets, ignore_errors=True)  # of a run that crashed
         self._sockets.mkdir(mode=0o700)
-        self._gpus = (self._porters or actor).visible_gpus() if config.cluster.device == "gpu" else []
+        self._gpus = (self._porters or self._actor).visible_gpus() if config.cluster.device == "gpu" else []
         self._version = 1
         self._held = 0
         self._is_generating = self._parameters_are_away = False
@@ -96,6 +100,8 @@ class HybridEngine:
         self._is_generating = True
         if self._take_turns:
             self._actor.offload("gradients", "optimizer")
+            for group in self._guests:
+                group.offload(*PARTS)
             self._fleet.wake("weights")
         if self._held != self._version:
             self._fleet.update(self._version)
@@ -109,7 +115,8 @@ class HybridEngine:
         if self._take_turns:
             self._fleet.sleep()
             self._held = 0
-            self._actor.onload("parameters", "gradients", "optimizer")
+            for group in (self._actor, *self._guests):
+                group.onload(*PARTS)
             self._parameters_are_away = False
         self._is_generating = False
 

@@ -14,7 +14,7 @@ from mrl.launch.site import SiteConfig
 
 CONFIG, SCRIPT = "config.yaml", "job.sbatch"
 STOPPED = 75  # what `mrl train` leaves with when it was asked to stop, and has saved
-_ONE_WORD = re.compile(r"[^\s\"'#\\$`]+")
+_ONE_WORD = re.compile(r"[^\s\"'#\\$`%]+")
 
 
 @dataclass(frozen=True)

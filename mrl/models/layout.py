@@ -35,7 +35,15 @@ class Layout:
     @classmethod
     def of(cls, sizes: ParallelConfig) -> Layout:
         """The layout of a role."""
-        return cls(tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, ep=sizes.ep, etp=sizes.etp)
+        return cls(
+            tp=sizes.tp,
+            pp=sizes.pp,
+            vpp=sizes.vpp,
+            ep=sizes.ep,
+            etp=sizes.etp,
+            first_stage_layers=sizes.first_stage_layers,
+            last_stage_layers=sizes.last_stage_layers,
+        )
 
     def layers_of_chunk(self, num_layers: int, pp: int, chunk: int) -> range:
         """The layers of one chunk: with two stages of two chunks, stage 0 holds the first and third quarter."""

@@ -42,11 +42,12 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from mrl.config.schema import TrainedModelConfig
+from mrl.models.layout import Layout
 from mrl.models.parameters import padded_vocab
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
 from mrl.plan.assumptions import ASSUMPTIONS
-from mrl.plan.weights import ITEM_BYTES, layout_of
+from mrl.plan.weights import ITEM_BYTES
 
 TILE_BYTES, FEWEST_COLUMNS = 1 << 28, 512  # of the vocabulary head on a GPU; a test compares them with the head's own
 _TILES_AT_ONCE = 3
@@ -96,7 +97,7 @@ def layer_bytes(spec: ModelSpec, model: TrainedModelConfig, has_experts: bool) -
 
 def stage_activations(spec: ModelSpec, model: TrainedModelConfig, stage: int, num_micro_batches: int) -> int:
     """What the layers of a pipeline stage keep at their worst moment, and make again."""
-    layout, tokens = layout_of(model), model.max_tokens_per_device
+    layout, tokens = Layout.of(model.parallel), model.max_tokens_per_device
     pp, vpp = layout.pp, layout.vpp
     chunks = [layout.layers_of_chunk(spec.num_layers, stage, chunk) for chunk in range(vpp)]
     kept, working = 0.0, 0.0

@@ -12,6 +12,7 @@ from functools import partial
 
 from mrl.config.arithmetic import has_own_rollout_pool, needs_old_log_probs, role_batch, role_devices, role_mesh
 from mrl.config.schema import Config
+from mrl.models.layout import Layout
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
 from mrl.plan.activations import forward_activations, head_bytes, stage_activations
@@ -19,7 +20,7 @@ from mrl.plan.assumptions import ASSUMPTIONS, GIB
 from mrl.plan.engine_memory import RESERVE, EngineMemory, engine_memory, rollout_pool
 from mrl.plan.hardware import Hardware
 from mrl.plan.subject import Subject
-from mrl.plan.weights import WeightBytes, layout_of, stage_weights
+from mrl.plan.weights import WeightBytes, stage_weights
 
 _ORIGINS = {
     "parameters": "Megatron's flat buffers, padding included",
@@ -157,7 +158,7 @@ def _role(config: Config, spec: ModelSpec, name: str, stage: int) -> Role:
         item("a weight's gradient", held.largest_parameter, "of the largest parameter, before it is added up"),
     ]
     score = [item("activations", forward_activations(spec, model), f"{tokens}, one layer at a time")]
-    if stage == layout_of(model).pp - 1:
+    if stage == Layout.of(model.parallel).pp - 1:
         train.append(item("head", head_bytes(spec, model, head, backward=True), f"{tokens}, if all are scored"))
         score.append(item("head", head_bytes(spec, model, head, backward=False), f"{tokens}, if all are scored"))
     return Role(name, stage, held, tuple(train), tuple(score))
@@ -169,9 +170,8 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
     awake = [Item("rollout", *part) for part in engine.parts]
     while_taking, while_generating, beside = everything, everything, awake
     if config.sync.offload and not has_own_rollout_pool(config):
-        others = [item for role in roles if role.name != "actor" for item in role.everything()]
         actors = [role for role in roles if role.name == "actor"]
-        while_generating = [*others, *(role.reserve() for role in actors)]
+        while_generating = [role.reserve() for role in roles]
         while_taking = [*while_generating, *(item for role in actors for item in role.held("parameters"))]
         beside = [item for item in awake if item.what == RESERVE]  # asleep
     buckets = Item("rollout", "buckets", engine.bucket_bytes, "twice sync.bucket_bytes, or two of the largest tensor")
@@ -202,12 +202,12 @@ def has_reference(config: Config) -> bool:
 
 
 def _host_bytes(config: Config, stages: Stages) -> int:
-    """Pinned memory of the fullest machine: what the actor puts there, and its frozen copy."""
-    per_rank = 0
-    for role in stages["actor"]:
-        takes_turns = config.sync.offload and not has_own_rollout_pool(config)
-        moved = role.weights.parameters + role.weights.optimizer if takes_turns else 0
-        per_rank = max(per_rank, moved + (role.weights.parameters if has_reference(config) else 0))
+    """Pinned memory of the fullest machine: of roles that take turns with the engines, and of the reference."""
+    takes_turns, pools = config.sync.offload and not has_own_rollout_pool(config), config.placement.roles
+    per_rank = max(role.weights.parameters for role in stages["actor"]) if has_reference(config) else 0
+    for name, of_role in stages.items():
+        if takes_turns and pools[name] == pools["actor"]:
+            per_rank += max(role.weights.parameters + role.weights.optimizer for role in of_role)
     return per_rank * min(config.cluster.devices_per_node, role_devices(config, "actor"))
 
 

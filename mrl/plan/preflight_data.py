@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.config.schema import Config, SourceConfig
@@ -27,14 +26,6 @@ _FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<think>it is known</think> <answer>
 Look = Callable[[RLHFDataset], list[Prompt | Unusable]]
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A source by its key."""
-
-    key: str
-    config: SourceConfig
-
-
 def check_data(config: Config, *, all_rows: bool) -> Iterator[Finding]:
     """Tokenizer, sources and rewards; without the tokenizer nothing else can be looked at."""
     try:
@@ -48,32 +39,29 @@ def check_data(config: Config, *, all_rows: bool) -> Iterator[Finding]:
     for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
         for name, source in sources.items():
             key = f"data.{part}.{name}"
-            look = _all_rows if all_rows else _some_rows
             scored[key] = []
-            yield from guarded(key, _check_source(config, _Source(key, source), tokenizer, look, scored[key]))
+            look = _all_rows if all_rows else _some_rows
+            yield from guarded(key, _check_source(config, {key: source}, tokenizer, look, scored[key]))
     yield from guarded("data.train", _check_number(config, tokenizer))
     yield from guarded("rewards", _check_rewards(config, scored, tokenizer))
 
 
 def _check_number(config: Config, tokenizer: ChatTokenizer) -> Iterator[Finding]:
-    num, wanted = (
-        len(open_dataset(config.data.train, config.data, config.rollout, tokenizer)),
-        config.batch.prompts_per_step,
-    )
-    steps = f"{num} prompts, {num / wanted:.1f} steps until one comes again"
-    fix = f"add prompts, or batch.prompts_per_step={num}"
-    yield (
-        Finding("ok", "data.train", steps)
-        if num >= wanted
-        else Finding("fail", "data.train", f"{num} prompts, {wanted} per step", fix)
-    )
+    num = len(open_dataset(config.data.train, config.data, config.rollout, tokenizer))
+    wanted, about = config.batch.prompts_per_step, "data.train"
+    if num < wanted:
+        fix = f"add prompts, or batch.prompts_per_step={num}"
+        yield Finding("fail", about, f"{num} prompts, {wanted} per step", fix)
+    else:
+        yield Finding("ok", about, f"{num} prompts, {num / wanted:.1f} steps until one comes again")
 
 
 def _check_source(
-    config: Config, source: _Source, tokenizer: ChatTokenizer, look: Look, scored: list[Prompt]
+    config: Config, source: Mapping[str, SourceConfig], tokenizer: ChatTokenizer, look: Look, scored: list[Prompt]
 ) -> Iterator[Finding]:
-    """What the rows of a source are like; some of the usable ones go into `scored`."""
-    dataset = open_dataset({source.key: source.config}, config.data, config.rollout, tokenizer)
+    """What the rows of one source are like; some of the usable ones go into `scored`."""
+    (key,) = source
+    dataset = open_dataset(source, config.data, config.rollout, tokenizer)
     found = look(dataset)
     prompts = [row for row in found if isinstance(row, Prompt)]
     scored += prompts[:: max(1, len(prompts) // _NUM_SCORED)][:_NUM_SCORED]
@@ -83,21 +71,21 @@ def _check_source(
         lengths = sorted(len(prompt.ids) for prompt in prompts)
         tail = lengths[int(0.95 * (len(lengths) - 1))]
         what = f"{seen}: prompts of {lengths[0]} to {lengths[-1]} tokens, 95 % within {tail}"
-        yield Finding("ok", source.key, f"{what}; the limit is {config.rollout.max_prompt_tokens}")
+        yield Finding("ok", key, f"{what}; the limit is {config.rollout.max_prompt_tokens}")
     else:
-        yield Finding("fail", source.key, f"{seen}: none is a usable prompt", "see the lines below")
+        yield Finding("fail", key, f"{seen}: none is a usable prompt", "see the lines below")
     if dropped := [row.num_tokens for row in unusable if row.error is None]:
         what = (
             f"{len(dropped)} of {len(found)} prompts are too long and will be dropped; the longest has {max(dropped)}"
         )
-        yield Finding("warn", source.key, f"{what} tokens", "raise rollout.max_prompt_tokens, if they matter")
+        yield Finding("warn", key, f"{what} tokens", "raise rollout.max_prompt_tokens, if they matter")
     errors = [row.error for row in unusable if row.error is not None]
     bad = [error for error in errors if isinstance(error, BadRow)]
     verdict: Verdict = "fail" if len(errors) > len(bad) or len(bad) > config.data.max_bad_rows else "warn"
     for error in errors[:_MOST_NAMED]:
-        yield Finding(verdict, source.key, str(error).partition("\n")[0], error.fix)
+        yield Finding(verdict, key, str(error).partition("\n")[0], error.fix)
     if len(errors) > _MOST_NAMED:
-        yield Finding(verdict, source.key, f"{len(errors) - _MOST_NAMED} more rows like these")
+        yield Finding(verdict, key, f"{len(errors) - _MOST_NAMED} more rows like these")
 
 
 def _some_rows(dataset: RLHFDataset) -> list[Prompt | Unusable]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.arithmetic import longest_sample_tokens, samples_per_step
+from mrl.config.run_directory import CHECKPOINTS
 from mrl.config.schema import Config
 from mrl.errors import ModelError, SetupError
 from mrl.plan.known_models import model_spec
@@ -61,7 +62,7 @@ def check_here(config: Config, *, with_gpus: bool) -> Iterator[Finding]:
 
 
 def check_disk(config: Config) -> Iterator[Finding]:
-    """Room for the checkpoints that are kept, the best one, and the one that is being written."""
+    """Room for the checkpoints that are kept, the best one, and the one that is being written, but for those there."""
     free, about = shutil.disk_usage(existing_parent(Path(config.run.dir))).free, "disk"
     try:
         num_parameters = model_spec(config.model.path).num_parameters
@@ -69,8 +70,9 @@ def check_disk(config: Config) -> Iterator[Finding]:
         yield Finding("skip", about, f"{free / _GIB:.1f} GiB free in {config.run.dir}; {error.what}", error.fix)
         return
     parameters = len(config.trained_roles()) * num_parameters
-    each, num = parameters * _CHECKPOINT_BYTES_PER_PARAMETER, config.training.keep + 2
-    what = f"{free / _GIB:.1f} GiB free in {config.run.dir}; {num} checkpoints of {each / _GIB:.2f} GiB"
+    num_there = len(list(Path(config.run.dir, config.run.name, CHECKPOINTS).glob("step-*")))
+    each, num = parameters * _CHECKPOINT_BYTES_PER_PARAMETER, max(1, config.training.keep + 2 - num_there)
+    what = f"{free / _GIB:.1f} GiB free in {config.run.dir}; {num} more checkpoints of {each / _GIB:.2f} GiB"
     if each * num > free:
         fix = f"free {(each * num - free) / _GIB:.1f} GiB, a smaller training.keep, or another run.dir"
         yield Finding("fail", about, what, fix)

@@ -13,11 +13,11 @@ from mrl.config.model_shape import ModelShape
 from mrl.config.rules import RULES, check_rules
 from mrl.config.schema import Config
 from mrl.errors import ConfigError, ModelError, Problem
+from mrl.models.layout import Layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.hardware import Hardware, hardware
 from mrl.plan.known_models import model_spec
-from mrl.plan.weights import layout_of
 
 AnyNode = TypeVar("AnyNode")
 _NOT_MODELLED = {
@@ -49,7 +49,7 @@ class Subject:
     def check_layouts(self) -> None:
         """Refuse layouts that the tables cannot tell."""
         for role, spec in self.specs.items():
-            layout_of(self.config.trained_roles()[role]).check(spec)
+            Layout.of(self.config.trained_roles()[role].parallel).check(spec)
         EngineSizes(self.config.rollout.tp).check(self.specs["actor"])
 
     def varied(self, changes: Mapping[str, Any]) -> Subject | None:

@@ -20,12 +20,13 @@ from mrl.config.arithmetic import (
 )
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config
+from mrl.models.layout import Layout
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.engine_memory import EngineMemory, engine_memory
 from mrl.plan.memory import HEADS, has_reference
 from mrl.plan.reshard_traffic import ReshardTraffic
 from mrl.plan.subject import Subject
-from mrl.plan.weights import ITEM_BYTES, buffers, engine_elements, layout_of, stage_weights
+from mrl.plan.weights import ITEM_BYTES, buffers, engine_elements, stage_weights
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ def _weights(subject: Subject) -> dict[str, float]:
         elements, _ = engine_elements(spec, tp)
         senders = min(1.0, mesh.world_size / (num_engines(config) * tp))
         return {"reshard": elements * item / device.network_bytes_per_s / senders}
-    traffic = ReshardTraffic(spec, layout_of(model), mesh, tp, config.cluster.devices_per_node).busiest()
+    traffic = ReshardTraffic(spec, Layout.of(model.parallel), mesh, tp, config.cluster.devices_per_node).busiest()
     inside, outside = traffic.link / device.link_bytes_per_s, traffic.network / device.network_bytes_per_s
     parts = {"reshard": max(inside, outside) * item}
     if config.sync.offload:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from mrl.config.mesh import Mesh
@@ -59,14 +59,14 @@ def stage_weights(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: 
     # float32 weights beside those of the model, and Adam's two moments.
     owned = sum(min(buffer.num_padded // buffer.num_owners, buffer.num_elements) for buffer in found)
     gradient_item = 4 if model.ddp.get("grad_reduce_in_fp32", True) else item
-    largest = max(elements for _, elements in _dense(spec, layout_of(model), stage, head))
+    largest = max(elements for _, elements in _dense(spec, Layout.of(model.parallel), stage, head))
     return WeightBytes(padded * item, padded * gradient_item, owned * (12 if item < 4 else 8), largest * item)
 
 
 def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, stage: int) -> list[Buffer]:
     """Megatron's buffers on a rank: for each chunk one of the dense parameters, and one of experts that are reduced
     over other ranks."""
-    layout, dense_owners = layout_of(model), mesh.dp * mesh.cp
+    layout, dense_owners = Layout.of(model.parallel), mesh.dp * mesh.cp
     apart = mesh.ep > 1 or mesh.etp != mesh.tp
     made = []
     for chunk in range(layout.vpp):
@@ -87,12 +87,6 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
                 padded = sum(_padded_buckets(members, limit, multiple)) + sum(_up(n, multiple) for n in separate)
                 made.append(Buffer(sum(members) + sum(separate), padded, owners))
     return made
-
-
-def layout_of(model: TrainedModelConfig) -> Layout:
-    """The table's view of a role's layout."""
-    first, last = (model.megatron.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
-    return replace(Layout.of(model.parallel), first_stage_layers=first, last_stage_layers=last)
 
 
 @cache

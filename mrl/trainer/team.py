@@ -71,7 +71,7 @@ def make_team(config: Config, directory: Path, events: EventLog, clock: Clock) -
             groups = {name: _start(name, config, context) for name in config.trained_roles()}
             for group in groups.values():
                 stack.callback(group.shutdown)
-            hybrid = HybridEngine(config, groups["actor"], context)  # the engines sleep before the models load
+            hybrid = HybridEngine(config, groups, context)  # the engines sleep before the models load
             stack.callback(hybrid.close)
             roles = {name: ModelRole(group, config.trained_roles()[name]) for name, group in groups.items()}
             hybrid.connect()

@@ -318,10 +318,13 @@ def test_gpus_are_counted_where_they_are_wanted() -> None:
     assert (few.verdict, few.fix) == ("fail", "cluster.devices_per_node=6")
 
 
-def test_a_full_disk_fails(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(f"model.path={model}")
+def test_a_full_disk_fails(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(f"model.path={model}", f"run.dir={tmp_path}", "training.keep=2")
     (room,) = check_disk(config)
     assert room.verdict == "ok"
+    assert "; 4 more checkpoints of 0.01 GiB" in room.what
+    (tmp_path / "laptop-ppo" / "checkpoints" / "step-000007").mkdir(parents=True)
+    assert "; 3 more checkpoints" in next(check_disk(config)).what, "what is there needs no more room"
     usage = shutil.disk_usage(os.curdir)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
     (full,) = check_disk(config)

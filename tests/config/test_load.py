@@ -165,17 +165,22 @@ def test_aliases_are_values(valid: str, write: Write) -> None:
     assert load_config(write(text)).config.critic == dataclasses.replace(load_config(write(valid)).config.critic)
 
 
-def test_a_pipeline_split_by_hand_is_not_checked_and_said_so(valid: str, write: Write) -> None:
+def test_a_pipeline_of_uneven_stages(valid: str, write: Write) -> None:
     write('{"num_hidden_layers": 5, "num_attention_heads": 4}', "model/config.json")
-    overrides = ["model.path=model", "actor.parallel={pp: 2}"]
+    overrides = ["model.path=model", "actor.parallel={tp: 1, pp: 2}"]
     with pytest.raises(ConfigError, match="5 layers do not split into"):
         load_config(write(valid), overrides)
-    resolved = load_config(
-        "run.yaml", [*overrides, "actor.parallel.tp=1", "actor.megatron.num_layers_in_first_pipeline_stage=3"]
-    )
-    assert resolved.warnings == (
-        "layers over the pipeline stages of the actor: actor.megatron.num_layers_in_first_pipeline_stage splits them",
-    )
+    assert load_config("run.yaml", [*overrides, "actor.parallel.first_stage_layers=3"]).warnings == ()
+    wrong = {
+        "actor.parallel.first_stage_layers=5": "5 layers less 5 leave 0 for 1 equal stages",
+        "actor.parallel={first_stage_layers: 3, last_stage_layers: 1}": "5 layers less 3 and 1 leave 1 for 0 equal",
+        "actor.parallel={first_stage_layers: 3, vpp: 2}": r"stages of \[3, 2\] layers do not split into vpp 2 chunks",
+        "actor.parallel={pp: 1, first_stage_layers: 3}": "first_stage_layers: needs a pipeline, and pp is 1",
+        "actor.megatron.num_layers_in_first_pipeline_stage=3": "set by actor.parallel.first_stage_layers",
+    }
+    for override, message in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            load_config("run.yaml", [*overrides, override])
 
 
 def test_a_model_config_that_says_little_is_said_so(valid: str, write: Write) -> None:

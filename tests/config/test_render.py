@@ -110,6 +110,8 @@ actor:
     tp: 2                                        # run.yaml:20
     pp: 1                                        # default
     vpp: 1                                       # default
+    first_stage_layers: null                     # default
+    last_stage_layers: null                      # default
     cp: 1                                        # default
     ep: 1                                        # default
     etp: 1                                       # default

@@ -16,7 +16,11 @@ from tests.models.tiny_models import make_tiny
 LIMIT_S = 300.0
 LAYOUTS = {
     "qwen3": [Layout(tp=2, pp=2), Layout(tp=4), Layout(pp=2, vpp=2), Layout(tp=2, cp=2, sequence_parallel=True)],
-    "qwen3_moe": [Layout(tp=2, ep=2, sequence_parallel=True), Layout(pp=2, ep=2), Layout(tp=2, sequence_parallel=True)],
+    "qwen3_moe": [
+        Layout(tp=2, ep=2, sequence_parallel=True),
+        Layout(pp=2, ep=2, first_stage_layers=1),
+        Layout(tp=2, sequence_parallel=True),
+    ],
 }
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 

@@ -54,10 +54,12 @@ class Place:
         return self.directory / "slurm" / f"job-{number}"
 
     def wait_for(self, path: Path, limit_s: float) -> None:
-        """Return when a file is there."""
+        """Return when a file is there; it will not come any more once the job has ended."""
         deadline = time.monotonic() + limit_s
         while not path.exists():
+            is_over = (self.job() / "gone").exists() and not path.exists()
             assert time.monotonic() < deadline, f"{path} is not there: {self.words()}"
+            assert not is_over, f"the job ended without {path}: {self.words()}"
             time.sleep(0.1)
 
     def words(self) -> str:

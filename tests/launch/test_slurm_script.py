@@ -17,7 +17,7 @@ from mrl.errors import ConfigError
 from mrl.launch.parcel import KNOWN_DATASETS, pack
 from mrl.launch.site import load_site
 from mrl.launch.slurm import SlurmJob, render_script
-from tests.launch.conftest import ROOT, Place
+from tests.launch.conftest import MAIN, ROOT, Place
 
 EXAMPLE = str(ROOT / "launch" / "cluster-example.yaml")
 PRESET = str(ROOT / "configs" / "ppo-llama3.1-70b-8n8g.yaml")
@@ -163,6 +163,15 @@ def test_dry_run_shows_all_and_writes_nothing(place: Place) -> None:
     assert '"steps": 7' in said
     assert "  1     1     0       0   0   1   0\n" in said, "the rank map"
     assert not (place.directory / "runs").exists()
+
+
+def test_a_login_node_needs_no_heavy_library(place: Place) -> None:
+    heavy = ("torch", "ray", "vllm", "megatron", "transformers", "tensordict", "pyarrow", "numpy")
+    program = f"import sys; sys.modules.update(dict.fromkeys({heavy!r})); {MAIN}"
+    command = [sys.executable, "-c", program, "launch", "slurm", "run.yaml"]
+    launched = subprocess.run(command, capture_output=True, text=True, cwd=place.directory, env=place.environment)
+    assert launched.returncode == 0, launched.stderr
+    assert launched.stdout == f"submit it with: sbatch --parsable {place.directory}/runs/two.launch/job.sbatch\n"
 
 
 @pytest.mark.parametrize("first_code", [75, 3])

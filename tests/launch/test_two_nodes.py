@@ -83,7 +83,7 @@ def test_a_job_of_a_ray_cluster_brings_its_configuration_and_code_along(
     token = small.directory / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
-    small.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    small.environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
     (small.directory / "secret.txt").write_text("not to be shipped")
     own = ["cluster={nodes: 1, devices_per_node: 2}", f"run.dir={small.directory}/runs"]
     for name, value in small.environment.items():
