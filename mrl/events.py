@@ -39,6 +39,15 @@ class RunStarted(Event, kind="run_started"):
 
 
 @dataclass(frozen=True)
+class RunRestarted(Event, kind="run_restarted"):
+    """`number` counts from the newest checkpoint, which is that of `step`; 0 is the beginning."""
+
+    why: str
+    number: int
+    step: int
+
+
+@dataclass(frozen=True)
 class PhaseBegin(Event, kind="phase_begin"):
     phase: str
     step: int

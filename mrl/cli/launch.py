@@ -21,6 +21,7 @@ from mrl.launch.site import load_site
 from mrl.launch.slurm import CONFIG, SCRIPT, SlurmJob, job_files, render_script
 
 EXAMPLE = "mrl launch slurm configs/ppo-llama3.1-70b-8n8g.yaml --cluster launch/cluster-example.yaml --dry-run"
+SUBVERBS = ("slurm", "ray")
 _SBATCH_LIMIT_S = 60
 
 

@@ -83,7 +83,9 @@ def _run(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.add_arguments(parser)
-    return verb.run(parser.parse_args(rest))
+    # Flags may stand between overrides, but argparse cannot do that for a verb with verbs of its own.
+    parse = parser.parse_args if hasattr(verb, "SUBVERBS") else parser.parse_intermixed_args
+    return verb.run(parse(rest))
 
 
 def _top_parser() -> argparse.ArgumentParser:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
-from mrl.config.load import load_config
+from mrl.cli.supervise import ATTEMPT, EXIT_LOST, EXIT_NO_PLACE, supervise
+from mrl.config.load import Resolved, load_config
+from mrl.config.schema import Config
+from mrl.errors import PlacementError, WorkerDied, WorkerSilent
 from mrl.plan.preflight import refuse
 
 EXAMPLE = "mrl train configs/laptop-ppo.yaml model.path=my-model training.steps=20"
@@ -16,11 +21,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="values that replace those of the file")
     parser.add_argument("--quiet", action="store_true", help="no line per step")
+    parser.add_argument(ATTEMPT, action="store_true", help=argparse.SUPPRESS)  # watched by `supervise`
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; 0 when all steps are done, EXIT_STOPPED when the run was asked to stop before and has saved."""
     resolved = load_config(arguments.config, arguments.overrides)
+    config = resolved.config
+    if not arguments.attempt and config.training.max_restarts:
+        again = [arguments.config, *arguments.overrides, *(["--quiet"] if arguments.quiet else [])]
+        return supervise(again, Path(config.run.dir, config.run.name), config.training.max_restarts)
+    try:
+        return _train(resolved, quiet=arguments.quiet)
+    except (WorkerDied, WorkerSilent, PlacementError) as error:
+        if not arguments.attempt:
+            raise
+        print(resolved.secrets.hide(str(error)), file=sys.stderr)
+        return EXIT_NO_PLACE if isinstance(error, PlacementError) else EXIT_LOST
+
+
+def _train(resolved: Resolved[Config], *, quiet: bool) -> int:
     # These load torch and Ray, which a wrong configuration need not wait for.
     from mrl.observe.console import Console
     from mrl.plan.preflight_machine import check_start
@@ -29,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = resolved.config
     warnings = refuse(resolved.path, check_start(config))
-    console = Console(config.training.steps, quiet=arguments.quiet)
+    console = Console(config.training.steps, quiet=quiet)
     with open_run(resolved, console) as opened:
         for warning in warnings:
             opened.warn(warning.about, f"{warning.what} ({warning.fix})")

@@ -237,6 +237,9 @@ def settings_have_what_they_need(config: Config) -> Iterator[Problem]:
     if algorithm.overlong and algorithm.overlong.buffer_tokens > config.rollout.max_response_tokens:
         key, most = "algorithm.overlong.buffer_tokens", config.rollout.max_response_tokens
         yield Problem("", key, f"the buffer is longer than the longest response, {most}", f"{key}={most // 4 or 1}")
+    if config.training.max_restarts and config.training.resume != "auto":
+        key = "training.max_restarts"
+        yield Problem("", key, "a run that never resumes cannot be restarted", f"{key}=0, or training.resume=auto")
     if config.validation.every and not config.data.validation:
         yield Problem("", "validation.every", "data.validation names no source", "add one, or validation.every=0")
 

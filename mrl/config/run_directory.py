@@ -44,7 +44,7 @@ def _hold(lock: int, directory: Path) -> None:
 
 
 def _prepare(resolved: Resolved[Any], directory: Path, may_go_on: bool) -> None:
-    goes_on = may_go_on and any(directory.glob(f"{CHECKPOINTS}/step-*"))
+    goes_on = may_go_on and (any(directory.glob(f"{CHECKPOINTS}/step-*")) or _began_here(resolved, directory))
     others = [path for path in directory.iterdir() if path.name != ".lock"]
     if others and not goes_on:
         fix = "choose another run.name or run.dir, or move that directory away"
@@ -60,6 +60,12 @@ def _prepare(resolved: Resolved[Any], directory: Path, may_go_on: bool) -> None:
             file.write(render(resolved))
     except OSError as error:
         raise _cannot_be_made(directory, error) from error
+
+
+def _began_here(resolved: Resolved[Any], directory: Path) -> bool:
+    """Whether this very run began here, and ended before it could save: it may begin again."""
+    config = directory / "config.yaml"
+    return config.is_file() and config.read_text(encoding="utf-8") == render(resolved)
 
 
 def _cannot_be_made(directory: Path, error: OSError) -> ConfigError:

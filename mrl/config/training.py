@@ -24,6 +24,9 @@ class TrainingConfig:
     """The newest checkpoints that are kept, beside the best one."""
     resume: Literal["auto", "never"] = "auto"
     """Whether a run directory that holds a verified checkpoint of the same configuration goes on from it."""
+    max_restarts: NotNegative = 0
+    """How often the run starts itself again after it lost a worker or a node, from its newest checkpoint; a new
+    checkpoint begins the count anew. 0 stops at once."""
     time_limit_s: Seconds | None = None
     """Wall-clock time after which the run saves and ends; null has none."""
     samples_every: NotNegative = 1

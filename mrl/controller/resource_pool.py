@@ -116,7 +116,10 @@ class ResourcePoolManager:
             if time.monotonic() - began > self._deadlines.resources_s:
                 message = self._what_is_missing(waiting)
                 self.release()
-                raise PlacementError(message, fix="add or free the nodes named here, or make the pools smaller")
+                fix = (
+                    "add or free the nodes named here, or make the pools smaller: `mrl plan CONFIG --search --nodes N`"
+                )
+                raise PlacementError(message, fix=f"{fix} has the layouts that fit on N")
             next(iter(waiting.values()))[0].wait(_LONGEST_POLL_S)
         for pool in self.pools.values():
             pool.order()

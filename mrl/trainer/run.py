@@ -59,7 +59,10 @@ class Run:
     def resume(self, team: Team) -> int:
         """Put the team into the state of the newest checkpoint; how many steps are done."""
         found = self.snapshots.newest() if self.config.training.resume == "auto" else None
-        self._metrics = MetricsFile(self.directory / "metrics.jsonl", 1 if found is None else found.step + 1)
+        metrics = self.directory / "metrics.jsonl"
+        if found is None and metrics.exists():
+            self.warn("resume", "this run began here before and left no checkpoint: it begins again")
+        self._metrics = MetricsFile(metrics, 1 if found is None else found.step + 1)
         if found is None:
             return 0
         for key, (before, now) in _differences(found.state["config"], _plain(self.config)).items():

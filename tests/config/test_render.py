@@ -150,6 +150,7 @@ training:
   save_every: 0                                  # default
   keep: 2                                        # default
   resume: auto                                   # default
+  max_restarts: 0                                # default
   time_limit_s: null                             # default
   samples_every: 1                               # default
 validation:

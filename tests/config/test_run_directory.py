@@ -59,11 +59,20 @@ def test_a_run_is_never_written_over(valid: str, write: Write) -> None:
     resolved = load_config(write(valid))
     with open_run_directory(resolved, may_go_on=True) as directory:
         before = (directory / "config.yaml").stat()
-    assert refusal(resolved) == (
-        "runs/demo: run.name: this directory holds something already, and no checkpoint to go on from "
-        "(choose another run.name or run.dir, or move that directory away)"
-    )
+    other = load_config("run.yaml", ["batch.epochs_per_step=2"])
+    for refused in (refusal(other), refusal(resolved, may_go_on=False)):
+        assert refused == (
+            "runs/demo: run.name: this directory holds something already, and no checkpoint to go on from "
+            "(choose another run.name or run.dir, or move that directory away)"
+        )
     assert (directory / "config.yaml").stat() == before
+
+
+def test_a_run_that_could_not_save_may_begin_again(valid: str, write: Write) -> None:
+    resolved = load_config(write(valid))
+    for _ in range(2):
+        with open_run_directory(resolved, may_go_on=True) as directory:
+            (directory / "metrics.jsonl").touch()
 
 
 def test_a_run_with_a_checkpoint_goes_on_unless_told_not_to(valid: str, write: Write) -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mrl.events import Saved, read_events
+from mrl.events import RunRestarted, Saved, read_events
 from mrl.observe.metrics import read_metrics
 from mrl.trainer.demo_model import make_model
 
@@ -77,6 +82,12 @@ def hashes(checkpoint: Path) -> dict[str, Any]:
     }
 
 
+LAYOUTS = {
+    "tp2": ({"tp": 2}, 2),
+    "pp2": ({"pp": 2}, 2),
+    "dp2": ({}, 2),
+    "tp2-pp2": ({"tp": 2, "pp": 2}, 4),
+}
 PLACEMENTS = {
     "hybrid": ("policy: 2, value: 2", "actor: policy, critic: value"),
     "split": ("training: 2, engines: 1", "actor: training, critic: training, rollout: engines"),
@@ -120,6 +131,22 @@ def test_a_run_and_the_same_run_resumed(config: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_layouts_of_the_actor_give_the_same_numbers(config: Path) -> None:
+    """Five steps on one rank, and spread over two and four. Sums in another order differ in the seventh digit, and ten
+    updates carry that on; the tokens that are sampled are the same."""
+    common = ("training.steps=5", "training.save_every=0", "cluster.devices_per_node=4")
+    alone, _ = train(config, "one-rank", *common, "placement.pools.all=1", "actor.parallel.tp=1")
+    for name, (parallel, num_ranks) in LAYOUTS.items():
+        actor = [f"actor.parallel.{axis}={size}" for axis, size in ({"tp": 1} | parallel).items()]
+        spread, _ = train(config, name, *common, f"placement.pools.all={num_ranks}", *actor)
+        for step, (one, several) in enumerate(zip(alone, spread, strict=True), 1):
+            assert several["response_length/mean"] == one["response_length/mean"], (name, step)
+            assert several["critic/score/mean"] == pytest.approx(one["critic/score/mean"], abs=1e-9), (name, step)
+            for figure in ("actor/loss", "actor/grad_norm", "actor/entropy_mean", "critic/loss", "reward/kl"):
+                assert several[figure] == pytest.approx(one[figure], rel=1e-3, abs=1e-5), (name, step, figure)
+
+
+@pytest.mark.slow
 def test_the_placements_give_the_same_numbers(config: Path) -> None:
     """All roles on the same devices, the critic elsewhere, the engines elsewhere, everyone elsewhere."""
     colocated, _ = train(config, "colocated", "training.steps=2")
@@ -133,3 +160,35 @@ def test_the_placements_give_the_same_numbers(config: Path) -> None:
 def without_sync(metrics: dict[str, Any]) -> dict[str, Any]:
     """More crosses between ranks where the engines are not on the trainer's devices."""
     return {name: value for name, value in metrics.items() if not name.startswith("sync/")}
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_a_worker_starts_itself_again(config: Path) -> None:
+    """A rank of the actor is killed in the second step: the run ends as if nothing had been."""
+    undisturbed, _ = train(config, "undisturbed", "training.steps=3")
+    run = config.parent / "runs" / "disturbed"
+    with ThreadPoolExecutor(1) as threads:
+        disturbed = threads.submit(train, config, "disturbed", "training.steps=3", "training.max_restarts=1")
+        wait_until((run / "checkpoints" / "step-000001").exists)
+        os.kill(process_with(run / "logs", "actor"), signal.SIGKILL)
+        lines, _ = disturbed.result()
+    assert lines == undisturbed
+    restarts = [each.event for each in read_events(run / "events.jsonl") if isinstance(each.event, RunRestarted)]
+    assert [(event.why, event.number) for event in restarts] == [("lost a worker or a node", 1)]
+    assert restarts[0].step >= 1
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.1)
+
+
+def process_with(logs: Path, role: str) -> int:
+    """A worker of a role: the process that writes its log."""
+    for log in Path("/proc").glob("[0-9]*/fd/[12]"):
+        with suppress(OSError):
+            if str(log.readlink()).startswith(f"{logs}/{role}"):
+                return int(log.parts[2])
+    raise AssertionError(f"no process writes a log of the {role}")
