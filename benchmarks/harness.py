@@ -118,7 +118,7 @@ class Benchmark:
         print("\n".join(table(self.rows)))
         for goal in self.goals:
             print(
-                f"{'met   ' if goal['met'] else 'MISSED'}  {goal['name']}: {_shown(goal['value'])}, goal {goal['goal']}"
+                f"{'met   ' if goal['met'] else 'MISSED'}  {goal['name']}: {shown(goal['value'])}, goal {goal['goal']}"
             )
         if arguments.json:
             arguments.json.write_text(json.dumps(self.report(), indent=2) + "\n")
@@ -136,10 +136,11 @@ def parser(description: str) -> argparse.ArgumentParser:
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """Rows as aligned lines under their column names; a row may lack columns."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    cells = [columns, *([_shown(row.get(column, "")) for column in columns] for row in rows)]
+    cells = [columns, *([shown(row.get(column, "")) for column in columns] for row in rows)]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A figure as tables have it."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,7 @@ class ParityCase:
     num_rows: int = 12
     longest: int = 24
     seed: int = 0
+    dtype: Literal["bfloat16", "float32"] = "float32"
     megatron: Mapping[str, Any] | None = None
 
 
@@ -121,7 +122,7 @@ def measure_one(case: ParityCase) -> RankResult:
     spec = read_spec(case.model)
     settings = TrainedModelConfig(
         parallel=case.parallel,
-        dtype="float32",
+        dtype=case.dtype,
         max_tokens_per_device=case.max_tokens,
         megatron=dict(case.megatron or {}),
         optimizer={"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.01},
@@ -170,7 +171,11 @@ def _by_row(values: torch.Tensor | None, shard: TokenRows, numbers: list[int]) -
 
 def _held(engine: MegatronEngine, groups: Groups, spec: ModelSpec, head: Head) -> list[Held]:
     return [
-        Held(piece.hf, piece.source, parameter[tuple(slice(*span) for span in piece.target)].detach().cpu().numpy())
+        Held(
+            piece.hf,
+            piece.source,
+            parameter[tuple(slice(*span) for span in piece.target)].detach().float().cpu().numpy(),
+        )
         for shard, parameter in weights.held_tensors(engine.models, spec, head, groups)
         for piece in shard.pieces
     ]

@@ -55,7 +55,7 @@ def verify_layout(
 ) -> Verified:
     """Measure a role; `model` is what the `config.json` of its model holds."""
     parallel = settings.parallel
-    path = _make_model(small_config(model, parallel), head, directory)
+    path = make_random(small_config(model, parallel), head, directory)
     alone = ParityCase(str(path), head, ParallelConfig(), BUDGETS[0])
     oracle = transformers_scores(path, alone)
     one = together([run_on_ranks(1, _measure, [alone], timeout_s=_LIMIT_S)[0][0]])
@@ -78,7 +78,7 @@ def _measure(cases: list[ParityCase]) -> list[RankResult]:
     return measure(cases)
 
 
-def _make_model(values: Mapping[str, Any], head: Head, directory: Path) -> Path:
+def make_random(values: Mapping[str, Any], head: Head, directory: Path) -> Path:
     """Random weights by transformers; norms and biases are random too, so that a mix-up shows."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 

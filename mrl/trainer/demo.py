@@ -128,7 +128,7 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
     console.say(f"SFT on the answers of a teacher of whom {MISTAKES:.0%} are wrong")
     model = _timed(seconds, "sft", lambda: _warm_start(settings, initial, console))
     config = settings.directory / "demo.yaml"
-    config.write_text(_yaml(settings, model, config), encoding="utf-8")
+    config.write_text(demo_yaml(settings, model, config), encoding="utf-8")
     console.say(f"{settings.algorithm}: {settings.steps} steps of 512 samples, as {config} says")
     resolved = load_config(str(config))
     with open_run(resolved, console) as run:
@@ -181,7 +181,8 @@ def _warm_start(settings: DemoSettings, initial: Path, console: Console) -> Path
         events.close()
 
 
-def _yaml(settings: DemoSettings, model: Path, path: Path) -> str:
+def demo_yaml(settings: DemoSettings, model: Path, path: Path) -> str:
+    """The configuration of the run, as a user would write it."""
     has_critic = settings.algorithm == "ppo"
     return TEMPLATE.format(
         path=path,

@@ -143,7 +143,7 @@ def test_the_layouts_of_the_actor_give_the_same_numbers(config: Path) -> None:
             assert several["response_length/mean"] == one["response_length/mean"], (name, step)
             assert several["critic/score/mean"] == pytest.approx(one["critic/score/mean"], abs=1e-9), (name, step)
             for figure in ("actor/loss", "actor/grad_norm", "actor/entropy_mean", "critic/loss", "reward/kl"):
-                assert several[figure] == pytest.approx(one[figure], rel=1e-3, abs=1e-5), (name, step, figure)
+                assert several[figure] == pytest.approx(one[figure], rel=2e-3, abs=1e-4), (name, step, figure)
 
 
 @pytest.mark.slow

@@ -1,0 +1,127 @@
+"""Every benchmark in turn, as `make bench` runs them: one file of results, and a table of what was met.
+
+    python benchmarks/everything.py [--only NAME ...] [--json FILE]
+
+Each runs in a process of its own with a limit of its own. One that cannot run, or runs out of time, says so in the
+results and in the table; its older results stay where they are and are not taken for new ones. Results lie in
+`benchmarks/results/NAME.json`, and all together in `benchmarks/results/all.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import shown
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A benchmark as it fits into half an hour with all others."""
+
+    name: str
+    limit_s: int
+    options: tuple[str, ...] = ()
+    simulated: bool = False
+    """Whether its figures are computed rather than measured."""
+
+    @property
+    def command(self) -> list[str]:
+        """What reproduces it."""
+        return ["python", f"benchmarks/{self.name}.py", *self.options]
+
+
+ENTRIES = (
+    Entry("data_plane", 240),
+    Entry("controller", 300),
+    Entry("parity", 400, ("--quick",)),
+    Entry("packing", 120, ("--quick",), simulated=True),
+    Entry("logprob", 180, ("--quick",)),
+    Entry("reshard", 300, ("--quick",)),
+    Entry("algorithms", 200),
+    Entry("rewards", 150, ("--samples", "2000")),
+    Entry("data", 90),
+    Entry("startup", 180),
+    Entry("end_to_end", 420, ("--only", "tiny", "--repeats", "1")),
+    Entry("plan", 30, simulated=True),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one benchmark."""
+
+    entry: Entry
+    seconds: float
+    report: dict[str, Any] | None
+    why: str
+
+    def as_json(self) -> dict[str, Any]:
+        """For the file of all results."""
+        said = {"command": " ".join(self.entry.command), "seconds": round(self.seconds, 1)}
+        found: dict[str, Any] = {"simulated": self.entry.simulated, **said}
+        return {**found, **self.report} if self.report else {**found, "not_run": self.why}
+
+
+def run(entry: Entry) -> Outcome:
+    """Run one; what it prints is shown as it comes."""
+    out = RESULTS / f"{entry.name}.json"
+    before = out.stat().st_mtime_ns if out.exists() else 0
+    began = time.monotonic()
+    print(f"\n== {' '.join(entry.command)}", flush=True)
+    try:
+        command = [sys.executable, str(HERE.parent / entry.command[1]), *entry.options, "--json", str(out)]
+        code = subprocess.run(command, cwd=HERE.parent, timeout=entry.limit_s).returncode
+        why = f"left with {code} and wrote no results"
+    except subprocess.TimeoutExpired:
+        why = f"took more than {entry.limit_s} s"
+    seconds = time.monotonic() - began
+    is_new = out.exists() and out.stat().st_mtime_ns != before
+    return Outcome(entry, seconds, json.loads(out.read_text()) if is_new else None, "" if is_new else why)
+
+
+def summary(outcomes: list[Outcome]) -> list[str]:
+    """A line per goal, and one for each benchmark that did not run."""
+    lines = ["| benchmark | goal | value | |", "|---|---|---|---|"]
+    for outcome in outcomes:
+        name = f"`{' '.join(outcome.entry.command)}`" + (" (simulated)" if outcome.entry.simulated else "")
+        if outcome.report is None:
+            lines.append(f"| {name} | not run | {outcome.why} | |")
+            continue
+        for goal in outcome.report["goals"]:
+            verdict = "met" if goal["met"] else "**missed**"
+            lines.append(f"| {name} | {goal['name']} {goal['goal']} | {shown(goal['value'])} | {verdict} |")
+    return lines
+
+
+def main() -> int:
+    """All of them, or those named."""
+    options = argparse.ArgumentParser(description="Every benchmark in turn.")
+    names = [entry.name for entry in ENTRIES]
+    options.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    options.add_argument("--json", type=Path, default=RESULTS / "all.json", metavar="FILE", help="where results go")
+    arguments = options.parse_args()
+    began = time.monotonic()
+    outcomes = [run(entry) for entry in ENTRIES if entry.name in arguments.only]
+    table = summary(outcomes)
+    arguments.json.write_text(json.dumps({each.entry.name: each.as_json() for each in outcomes}, indent=2) + "\n")
+    arguments.json.with_suffix(".md").write_text("\n".join(table) + "\n")
+    print("\n" + "\n".join(table))
+    print(f"\n{(time.monotonic() - began) / 60:.1f} minutes")
+    missed = [each for each in outcomes if each.report is None or not all(goal["met"] for goal in each.report["goals"])]
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
