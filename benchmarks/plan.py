@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.harness import Benchmark, parser
 from mrl.config.algorithm import AlgorithmConfig, KlConfig
+from mrl.config.hardware import hardware
 from mrl.config.schema import (
     BatchConfig,
     ClusterConfig,
@@ -38,7 +39,6 @@ from mrl.config.schema import (
 )
 from mrl.config.training import TrainingConfig
 from mrl.plan.advice import FULL_RECOMPUTATION
-from mrl.plan.hardware import hardware
 from mrl.plan.known_models import model_spec
 from mrl.plan.subject import Subject
 from mrl.plan.timing import Lengths, plan_time

@@ -46,7 +46,8 @@ LIBRARY_HOMES = {
 }
 WITHOUT_TORCH = {"errors", "registry", "redaction", "events", "config", "cli"}
 TORCH_ONLY = {"algos"}
-HEAVY = {"torch", "transformers", *LIBRARY_HOMES} - {"omegaconf", "yaml"}
+HEAVY = {"torch", "transformers", "wandb", *LIBRARY_HOMES} - {"omegaconf", "yaml"}
+"""What may be imported where it is needed; an extra that not everybody installs is among them."""
 
 MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_METHODS, MOST_PARAMETERS = 400, 60, 16, 6
 MEDIAN_FILE_LINES, SHORT_FUNCTION_LINES, SHORT_FUNCTIONS = 150, 35, 0.9

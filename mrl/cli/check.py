@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from mrl.cli.show import split_arguments
+from mrl.config.hardware import DEFAULT, HARDWARE
 from mrl.config.load import Resolved, load_config
 from mrl.config.schema import Config
-from mrl.plan.hardware import DEFAULT, HARDWARE
 from mrl.plan.preflight import Finding, check_batch, check_columns, check_configuration, guarded
 from mrl.plan.preflight_memory import check_memory
 

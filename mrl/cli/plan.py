@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 
 from mrl.cli.show import split_arguments
 from mrl.config.arithmetic import num_engines, samples_per_step
+from mrl.config.hardware import DEFAULT, HARDWARE
 from mrl.config.load import load_config
 from mrl.errors import ConfigError, Problem
 from mrl.plan.advice import Changes, advise
 from mrl.plan.assumptions import ASSUMPTIONS
-from mrl.plan.hardware import DEFAULT, HARDWARE
 from mrl.plan.memory import MemoryPlan, gib, plan_memory
 from mrl.plan.search import search
 from mrl.plan.subject import Subject, make_subject

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mrl.config.arithmetic import has_own_rollout_pool, longest_sample_tokens, num_engines
+from mrl.config.hardware import Hardware
 from mrl.config.schema import Config
 from mrl.errors import PlacementError
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS, GIB
-from mrl.plan.hardware import Hardware
 from mrl.plan.weights import ITEM_BYTES, engine_elements
 
 DEFAULT_UTILIZATION = 0.92  # vLLM's own, like the two below, which depend on the device

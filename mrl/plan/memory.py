@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from mrl.config.arithmetic import has_own_rollout_pool, needs_old_log_probs, role_batch, role_devices, role_mesh
+from mrl.config.hardware import Hardware
 from mrl.config.schema import Config
 from mrl.models.layout import Layout
 from mrl.models.spec import ModelSpec
@@ -18,7 +19,6 @@ from mrl.models.table import Head
 from mrl.plan.activations import forward_activations, head_bytes, stage_activations
 from mrl.plan.assumptions import ASSUMPTIONS, GIB
 from mrl.plan.engine_memory import RESERVE, EngineMemory, engine_memory, rollout_pool
-from mrl.plan.hardware import Hardware
 from mrl.plan.subject import Subject
 from mrl.plan.weights import WeightBytes, stage_weights
 

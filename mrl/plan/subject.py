@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+from mrl.config.hardware import Hardware, hardware
 from mrl.config.load import Resolved
 from mrl.config.model_rules import check_model_rules
 from mrl.config.model_shape import ModelShape
@@ -16,7 +17,6 @@ from mrl.errors import ConfigError, ModelError, Problem
 from mrl.models.layout import Layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
-from mrl.plan.hardware import Hardware, hardware
 from mrl.plan.known_models import model_spec
 
 AnyNode = TypeVar("AnyNode")

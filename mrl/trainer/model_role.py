@@ -23,6 +23,7 @@ class ModelRole:
         self._packing: PackingRules = facts.packing
         self.num_parameters: int = facts.num_parameters
         self.flops_per_token: float = facts.flops_per_token
+        self.device: str = facts.device
 
     def run(self, method: str, batch: DataProto) -> DataProto:
         """The columns that a method of the workers writes for these rows, and what it said beside them."""

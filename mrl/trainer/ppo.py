@@ -108,7 +108,11 @@ class RayPPOTrainer:
         self.team.kl.update(metrics["reward/kl"], len(batch))
         self.num_steps_done = step
         metrics |= step_metrics.of_batch(samples.batch, self.config.rollout.max_response_tokens)
-        metrics |= step_metrics.of_time(self.clock.lap(), samples.batch, self.config.cluster)
+        seconds = self.clock.lap()
+        metrics |= step_metrics.of_time(seconds, samples.batch, self.config.cluster)
+        num_trained = int(metrics["perf/total_num_tokens"]) * self.config.batch.epochs_per_step
+        for name, trained in self.team.roles.items():
+            metrics |= step_metrics.of_training(trained, name, seconds.get(f"update_{name}", 0.0), num_trained)
         return StepReport(step, samples.batch, metrics | self.hybrid.metrics())
 
     def validate(self) -> dict[str, float]:

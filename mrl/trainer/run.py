@@ -23,7 +23,9 @@ from mrl.events import EventLog, RunStarted, Warned
 from mrl.observe.clock import Clock
 from mrl.observe.console import Console
 from mrl.observe.metrics import MetricsFile
+from mrl.observe.trackers import Tracker, open_trackers
 from mrl.protocol import DataProto
+from mrl.redaction import redact
 from mrl.trainer.snapshot import Snapshots
 from mrl.trainer.team import Team
 
@@ -44,6 +46,7 @@ class Run:
         self.clock = Clock(self.events, console.phase)
         self.snapshots = Snapshots(directory / "checkpoints", self.config.training.keep, self.events)
         self._metrics: MetricsFile
+        self.trackers: list[Tracker] = []
         self._best = -np.inf
         self._began = time.monotonic()
         self._stop_reason = ""
@@ -62,7 +65,10 @@ class Run:
         metrics = self.directory / "metrics.jsonl"
         if found is None and metrics.exists():
             self.warn("resume", "this run began here before and left no checkpoint: it begins again")
-        self._metrics = MetricsFile(metrics, 1 if found is None else found.step + 1)
+        next_step = 1 if found is None else found.step + 1
+        self._metrics = MetricsFile(metrics, next_step)
+        which, name = self.config.training.tracker, self.config.run.name
+        self.trackers = open_trackers(which, name, self.directory, _plain(self.config), next_step)
         if found is None:
             return 0
         for key, (before, now) in _differences(found.state["config"], _plain(self.config)).items():
@@ -78,6 +84,8 @@ class Run:
         """Write down what a step did."""
         self._metrics.write(step, metrics)
         self.console.step(step, metrics)
+        for tracker in self.trackers:
+            tracker.log(step, metrics)
         every = self.config.training.samples_every
         if every and step % every == 0:
             write_samples(self.directory / "samples", step, _texts(batch))
@@ -133,6 +141,8 @@ def open_run(resolved: Resolved[Config], console: Console) -> Iterator[Run]:
             with run.stops_on_signals():
                 yield run
         finally:
+            for tracker in run.trackers:
+                tracker.close()
             run.events.close()
 
 
@@ -150,9 +160,10 @@ def _texts(batch: DataProto) -> dict[str, Any]:
     }
 
 
-def _plain(config: Any) -> dict[str, Any]:
-    """The configuration as JSON knows it."""
-    found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+def _plain(config: Config) -> dict[str, Any]:
+    """What decides what is learnt, as JSON knows it; without secrets, which the environment of rewards may hold."""
+    sections = {name: value for name, value in dataclasses.asdict(config).items() if name not in _MAY_CHANGE}
+    found: dict[str, Any] = redact(json.loads(json.dumps(sections)))
     return found
 
 
@@ -160,7 +171,6 @@ def _differences(before: Any, now: Any, key: str = "") -> dict[str, tuple[Any, A
     if isinstance(before, dict) and isinstance(now, dict):
         found: dict[str, tuple[Any, Any]] = {}
         for name in {**before, **now}:
-            if key or name not in _MAY_CHANGE:
-                found |= _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+            found |= _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
         return found
     return {} if before == now else {key: (before, now)}

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from mrl.config.hardware import device_flops_per_s
 from mrl.config.schema import ClusterConfig
 from mrl.protocol import DataProto
+from mrl.trainer.model_role import ModelRole
 
 
 def of_batch(batch: DataProto, max_response_tokens: int) -> dict[str, float]:
@@ -36,6 +38,16 @@ def of_time(seconds: Mapping[str, float], batch: DataProto, cluster: ClusterConf
     if seconds.get("rollout"):
         figures["perf/generated_per_s"] = int(batch.lengths("responses").sum()) / seconds["rollout"] / devices
     return figures
+
+
+def of_training(role: ModelRole, name: str, seconds: float, num_tokens: int) -> dict[str, float]:
+    """What a role's updates of a step reached: floating-point operations per second and device, and, where the device
+    is a known one, the share of what it could. Attention over other tokens is not counted."""
+    if not seconds:
+        return {}
+    rate = 3 * role.flops_per_token * num_tokens / seconds / role.group.mesh.world_size
+    peak = device_flops_per_s(role.device)
+    return {f"perf/{name}_tflops": rate / 1e12} | ({f"perf/{name}_mfu": rate / peak} if peak else {})
 
 
 def _figures(name: str, values: npt.NDArray[np.generic]) -> dict[str, float]:

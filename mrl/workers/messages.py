@@ -34,6 +34,8 @@ class ModelFacts:
     packing: PackingRules
     num_parameters: int
     flops_per_token: float
+    device: str
+    """Its name, as CUDA gives it; `cpu` without one."""
 
 
 @dataclass(frozen=True)

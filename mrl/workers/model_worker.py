@@ -51,7 +51,8 @@ class ModelWorker(Worker):
         self.engine.load(HfReader(setup.path))
         if setup.keeps_reference:
             self.reference = self.engine.memory.copy_weights()
-        return ModelFacts(self.engine.packing, spec.num_parameters, spec.flops_per_token)
+        device = torch.cuda.get_device_name() if on_gpu else "cpu"
+        return ModelFacts(self.engine.packing, spec.num_parameters, spec.flops_per_token, device)
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: str) -> None:
