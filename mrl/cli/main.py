@@ -27,6 +27,7 @@ VERBS = {
     "train": ("mrl.cli.train", "train a model as a configuration says"),
     "sft": ("mrl.cli.sft", "train a model on prompts and their answers"),
     "launch": ("mrl.cli.launch", "start a run on a cluster, through Slurm or as a Ray job"),
+    "export": ("mrl.cli.export", "write a checkpoint of a run as a model that transformers and vLLM load"),
     "report": ("mrl.cli.report", "write what a run did as one HTML file"),
     "demo": ("mrl.cli.demo", "train a small model on this machine, to see it work"),
 }

@@ -1,7 +1,7 @@
 """READ THIS FIRST. What every role has on a device in every phase of a step, and whether it fits.
 
 The phases of a pool follow `HybridEngine`: before the engines take weights the actor gives up gradients and optimizer,
-before they generate its parameters too; afterwards they sleep. A critic stays on its devices all the time.
+before they generate its parameters too; afterwards they sleep. A critic on the same devices leaves them for as long.
 """
 
 from __future__ import annotations

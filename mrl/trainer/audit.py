@@ -18,6 +18,7 @@ def audit_step(
     tolerance = SAME_POLICY[config.actor.dtype]
     if updates:
         # The first update meets the policy that made the old log-probs.
+        _check(step, "the loss reports ppo_kl, the mean log-ratio", "ppo_kl" in updates[0], ", ".join(updates[0]))
         moved = abs(updates[0]["ppo_kl"])
         _check(step, "the ratio is 1 in the first update", moved <= tolerance, f"mean log-ratio {moved:.3g}")
         clipped = updates[0].get("pg_clipfrac", 0.0)

@@ -34,6 +34,23 @@ class Snapshot:
     state: dict[str, Any]
 
 
+def find_snapshot(directory: Path, which: str) -> Path:
+    """The checkpoint that is called `latest`, `best`, or by its step, whole as far as its manifests tell."""
+    steps = _steps(directory)
+    best = directory / "best"
+    if which == "latest" and steps:
+        path = _path(directory, steps[-1])
+    elif which == "best" and best.is_file():
+        path = directory / best.read_text(encoding="utf-8")
+    elif which.isdigit() and int(which) in steps:
+        path = _path(directory, int(which))
+    else:
+        there = ", ".join(map(str, steps)) or "none"
+        fix = "choose latest, or one of these steps" if steps else "save one: training.save_every"
+        raise CheckpointError(f'no checkpoint "{which}"; steps that have one: {there}', where=str(directory), fix=fix)
+    return _read(directory, int(path.name.removeprefix("step-"))).path
+
+
 class Snapshots:
     """The checkpoints of a run, oldest first."""
 
@@ -45,13 +62,12 @@ class Snapshots:
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, whole or damaged."""
-        found = [path.name.removeprefix("step-") for path in self._directory.glob("step-*")]
-        return sorted(int(number) for number in found if number.isdigit())
+        return _steps(self._directory)
 
     def save(self, step: int, roles: Mapping[str, ModelRole], state: Mapping[str, Any], is_best: bool) -> Path:
         """Write a checkpoint, on disk and visible when this returns; then remove those that are not kept."""
         began = time.monotonic()
-        target, staged = self._path(step), self._directory / f"{_STAGED}-{step:06d}"
+        target, staged = _path(self._directory, step), self._directory / f"{_STAGED}-{step:06d}"
         for leftover in self._directory.glob(f"{_STAGED}-*"):
             self._events.write(Warned("checkpoint", f"{leftover.name} was left by a save that did not end; removed"))
             shutil.rmtree(leftover)
@@ -84,35 +100,42 @@ class Snapshots:
         The `latest` file is for people: what is there is what counts.
         """
         steps = self.steps()
-        return self._read(steps[-1]) if steps else None
-
-    def _read(self, step: int) -> Snapshot:
-        path = self._path(step)
-        try:
-            manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            if manifest["format"] != _FORMAT or manifest["step"] != step:
-                raise ValueError(f"it says format {manifest['format']}, step {manifest['step']}")
-            for name, sha256 in manifest["roles"].items():
-                if _sha256(path / name / MANIFEST) != sha256:
-                    raise ValueError(f"{name}/{MANIFEST} is not what was saved")
-            return Snapshot(path, step, dict(manifest["state"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            older = f"; the one before is step {self.steps()[-2]}" if len(self.steps()) > 1 else ""
-            raise CheckpointError(
-                f"the newest checkpoint is damaged: {error}{older}",
-                where=str(path),
-                fix="move it away to go on from the one before, or set training.resume=never and another run.name",
-            ) from error
+        return _read(self._directory, steps[-1]) if steps else None
 
     def _forget(self) -> None:
         pointer = self._directory / "best"
         best = pointer.read_text(encoding="utf-8") if pointer.exists() else ""
         for step in self.steps()[: -self._keep]:
-            if self._path(step).name != best:
-                shutil.rmtree(self._path(step))
+            if _path(self._directory, step).name != best:
+                shutil.rmtree(_path(self._directory, step))
 
-    def _path(self, step: int) -> Path:
-        return self._directory / f"step-{step:06d}"
+
+def _steps(directory: Path) -> list[int]:
+    found = [path.name.removeprefix("step-") for path in directory.glob("step-*")]
+    return sorted(int(number) for number in found if number.isdigit())
+
+
+def _path(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:06d}"
+
+
+def _read(directory: Path, step: int) -> Snapshot:
+    path = _path(directory, step)
+    try:
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != _FORMAT or manifest["step"] != step:
+            raise ValueError(f"it says format {manifest['format']}, step {manifest['step']}")
+        for name, sha256 in manifest["roles"].items():
+            if _sha256(path / name / MANIFEST) != sha256:
+                raise ValueError(f"{name}/{MANIFEST} is not what was saved")
+        return Snapshot(path, step, dict(manifest["state"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        older = f"; the one before is step {_steps(directory)[-2]}" if len(_steps(directory)) > 1 else ""
+        raise CheckpointError(
+            f"the newest checkpoint is damaged: {error}{older}",
+            where=str(path),
+            fix="move it away to go on from the one before, or set training.resume=never and another run.name",
+        ) from error
 
 
 def _sha256(path: Path) -> str:

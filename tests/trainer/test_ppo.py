@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from mrl.cli.main import main
 from mrl.events import RunRestarted, Saved, read_events
 from mrl.observe.metrics import read_metrics
 from mrl.trainer.demo_model import make_model
@@ -128,6 +131,14 @@ def test_a_run_and_the_same_run_resumed(config: Path) -> None:
     assert resumed == whole
     last = Path("checkpoints", "step-000003")
     assert hashes(again / last) == hashes(run / last)
+    for role, kind in (("actor", AutoModelForCausalLM), ("critic", AutoModelForSequenceClassification)):
+        assert main(["export", str(run), str(run / role), f"--role={role}"]) == 0
+        model = kind.from_pretrained(run / role)
+        assert all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())
+    initial = AutoModelForCausalLM.from_pretrained(config.parent / "model").state_dict()
+    trained = AutoModelForCausalLM.from_pretrained(run / "actor").state_dict()
+    moved = [name for name, tensor in trained.items() if not torch.equal(tensor, initial[name])]
+    assert len(moved) == len(initial)
 
 
 @pytest.mark.slow

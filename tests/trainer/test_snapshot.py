@@ -11,7 +11,7 @@ import pytest
 
 from mrl.errors import CheckpointError
 from mrl.events import EventLog, Saved, Warned, read_events
-from mrl.trainer.snapshot import Snapshots
+from mrl.trainer.snapshot import Snapshots, find_snapshot
 
 
 class Role:
@@ -103,3 +103,17 @@ def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path: Path, event
     role.weights = "others"
     path = snapshots.save(1, {"actor": role}, {}, is_best=False)
     assert json.loads((path / "actor" / "manifest.json").read_text()) == {"weights": "others"}
+
+
+def test_a_checkpoint_by_its_name(tmp_path: Path, events: EventLog) -> None:
+    directory = tmp_path / "checkpoints"
+    snapshots = Snapshots(directory, 3, events)
+    with pytest.raises(CheckpointError, match='no checkpoint "latest"; steps that have one: none'):
+        find_snapshot(directory, "latest")
+    for step in (1, 2, 3):
+        save(snapshots, step, is_best=step == 2)
+    assert [find_snapshot(directory, which).name for which in ("latest", "best", "1")] == [
+        *("step-000003", "step-000002", "step-000001")
+    ]
+    with pytest.raises(CheckpointError, match='no checkpoint "7"; steps that have one: 1, 2, 3'):
+        find_snapshot(directory, "7")

@@ -1,0 +1,44 @@
+"""`mrl export RUN OUT`: a checkpoint of a run as a model directory that transformers and vLLM load."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mrl.config.load import load_config
+from mrl.errors import SetupError
+
+EXAMPLE = "mrl export runs/laptop-ppo my-model --checkpoint best"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """RUN, OUT, and which of its checkpoints."""
+    parser.add_argument("run", metavar="RUN", help="the directory of a run, whether it has ended or not")
+    parser.add_argument("out", metavar="OUT", help="the model directory to be made")
+    parser.add_argument("--checkpoint", default="latest", metavar="latest | best | STEP", help="(default latest)")
+    parser.add_argument("--role", choices=("actor", "critic"), default="actor", help="whose model (default actor)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights; default: as trained")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the model, and say where it is."""
+    directory = Path(arguments.run)
+    if not (directory / "config.yaml").is_file():
+        raise SetupError(f"{directory} is not the directory of a run: it lacks config.yaml")
+    config = load_config(str(directory / "config.yaml")).config
+    roles = config.trained_roles()
+    if arguments.role not in roles:
+        raise SetupError(f"this run has no {arguments.role}", where=str(directory))
+    # These load torch.
+    from mrl.engine.checkpoint_export import export_checkpoint
+    from mrl.rollout.handover import DTYPES
+    from mrl.trainer.snapshot import find_snapshot
+
+    found = find_snapshot(directory / "checkpoints", arguments.checkpoint)
+    is_actor = arguments.role == "actor"
+    source = Path(config.model.path if is_actor else config.model.critic or config.model.path)
+    dtype = DTYPES[arguments.dtype or roles[arguments.role].dtype]
+    saved, out = found / arguments.role, Path(arguments.out)
+    number = export_checkpoint(saved, source, "lm" if is_actor else "score", dtype, out)
+    print(f"{arguments.out}: {number} tensors of {found.name}")
+    return 0

@@ -1,0 +1,98 @@
+"""The code blocks of the pages: what the word after the language means, and a directory in which they run.
+
+python test, bash test       run, in the order of the page, in one directory
+LANGUAGE name.ext            a file of that directory, for the blocks that follow
+bash minutes, bash cluster   not run: it installs, trains, or needs machines that a test does not have
+text                         something to look at
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+NOT_RUN = ("bash minutes", "bash cluster", "text")
+RUN = ("bash test", "python test")
+_FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+_FILE = re.compile(r"(python|yaml) \w+\.(py|yaml)")
+_TIMEOUT_S = 120
+_MRL = "import sys; sys.path.append({root!r}); from mrl.cli.main import main; sys.exit(main())"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One code block of a page."""
+
+    page: Path
+    line: int
+    kind: str
+    code: str
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a file for the blocks that follow."""
+        return _FILE.fullmatch(self.kind) is not None
+
+    @property
+    def has_known_kind(self) -> bool:
+        """Whether somebody decided what becomes of it."""
+        return self.is_file or self.kind in RUN or self.kind in NOT_RUN
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def pages() -> list[Path]:
+    """All pages, the first of them included."""
+    return [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    """The code blocks of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    for found in _FENCE.finditer(text):
+        yield Block(page, text.count("\n", 0, found.start()) + 1, found[1], found[2])
+
+
+def run_page(page: Path, directory: Path) -> None:
+    """Run what is to be run of a page in `directory`."""
+    environment = _furnish(directory)
+    for block in blocks_of(page):
+        if block.is_file:
+            (directory / block.kind.split()[1]).write_text(block.code, encoding="utf-8")
+        elif block.kind in RUN:
+            run_block(block, directory, environment)
+
+
+def _furnish(directory: Path) -> dict[str, str]:
+    """What a reader has: the presets, and `mrl` as an installed command, which looks for no modules here by itself."""
+    for name in ("configs", "launch"):
+        (directory / name).symlink_to(ROOT / name)
+    command = directory / "bin" / "mrl"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -P -c "{_MRL.format(root=str(ROOT))}" "$@"\n')
+    command.chmod(0o755)
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM", "PYTHON"))}
+    search = os.pathsep.join([str(command.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return plain | {"PATH": search, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run_block(block: Block, directory: Path, environment: dict[str, str]) -> None:
+    """Run one block, which must succeed."""
+    if block.kind.startswith("bash"):
+        command = ["bash", "-euo", "pipefail", "-c", block.code]
+    else:
+        script = directory / f"line_{block.line}.py"
+        script.write_text(block.code, encoding="utf-8")
+        command = [sys.executable, script.name]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=_TIMEOUT_S, cwd=directory, env=environment, check=False
+    )
+    assert ran.returncode == 0, f"{block}\n{block.code}\n{ran.stdout}\n{ran.stderr}"

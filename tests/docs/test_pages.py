@@ -1,0 +1,173 @@
+"""The pages are true: their code runs, what was made from the code is fresh, and what they name exists."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from mrl import errors
+from mrl.cli.main import VERBS
+from mrl.config.keys import dotted, schema_keys
+from mrl.config.sft import SftConfig
+from tests.docs.blocks import DOCS, ROOT, Block, blocks_of, pages, run_block, run_page
+from tests.docs.generate import MAKERS, first_line, names_in, renewed
+
+ELSEWHERE = {"scale.md": "tests/launch/test_scale_page.py"}
+"""Pages whose code another test runs."""
+SLOW = {"extend.md"}
+BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+CODE = re.compile(r"`([^`]+)`")
+PATH = re.compile(r"(?<![\w/.])(?:mrl|tests|benchmarks|configs|launch|docs)/[\w./-]*\w\.\w+")
+
+
+def named(page: Path) -> str:
+    return page.name
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page.name in SLOW else [], id=page.name)
+        for page in pages()
+        if page.name not in ELSEWHERE
+    ],
+)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    run_page(page, tmp_path)
+
+
+@pytest.mark.parametrize("page", pages(), ids=named)
+def test_every_block_says_whether_it_is_run(page: Path) -> None:
+    assert [str(block) for block in blocks_of(page) if not block.has_known_kind] == []
+
+
+def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "never.md"
+    for kind, code in {"python test": "exit(3)\n", "bash test": "false\n"}.items():
+        with pytest.raises(AssertionError, match=f"{page.name}:7"):
+            run_block(Block(page, 7, kind, code), tmp_path, {"PATH": os.environ["PATH"]})
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if names_in(page.read_text())], ids=named)
+def test_what_is_made_from_the_code_is_fresh(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert renewed(text) == text, "python -m tests.docs.generate makes it anew"
+
+
+def test_everything_that_is_made_stands_on_a_page_and_is_noticed_when_it_rots() -> None:
+    found = [name for page in pages() for name in names_in(page.read_text(encoding="utf-8"))]
+    assert sorted(found) == sorted(MAKERS)
+    assert renewed("a\n<!-- made: names -->\nold\n<!-- end -->\nb\n").startswith(
+        "a\n<!-- made: names -->\n| key | names"
+    )
+
+
+def test_every_file_of_mrl_says_what_it_is() -> None:
+    assert [str(file.relative_to(ROOT)) for file in (ROOT / "mrl").rglob("*.py") if not first_line(file)] == []
+
+
+@pytest.mark.parametrize("page", pages(), ids=named)
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    links = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
+    paths = [path for code in CODE.findall(text) for path in PATH.findall(code) if not (ROOT / path).exists()]
+    assert links + paths == []
+
+
+def test_the_readme_begins_with_a_command_and_has_every_verb() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert next(blocks_of(ROOT / "README.md")).line < 25
+    assert [verb for verb in VERBS if f"`mrl {verb}" not in readme] == []
+    assert readme.count("\n") <= 180
+
+
+# --- troubleshoot.md --------------------------------------------------------------------------------------------
+
+TROUBLES = (DOCS / "troubleshoot.md").read_text(encoding="utf-8")
+ERRORS = {
+    name: kind for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, errors.MrlError)
+}
+
+
+def test_every_error_has_its_section_and_its_exit_code() -> None:
+    sections = dict(re.findall(r"^### `(\w+)` \(exit code (\d)\)$", TROUBLES, re.MULTILINE))
+    assert sections == {name: str(kind.exit_code) for name, kind in ERRORS.items()}
+
+
+def test_every_message_that_is_explained_can_come() -> None:
+    messages = re.findall(r"^\| `([^`]+)` \|", TROUBLES, re.MULTILINE)
+    assert len(messages) > 40
+    parts = [(message, part.strip()) for message in messages for part in message.split("...")]
+    assert [message for message, part in parts if part not in all_text()] == []
+
+
+@cache
+def all_text() -> str:
+    """Every string of mrl, with a line feed between those that do not stand together."""
+    strings = []
+    for file in (ROOT / "mrl").rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        strings += [
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+    return "\n".join(strings)
+
+
+# --- coming-from-verl.md ----------------------------------------------------------------------------------------
+
+VERL = (DOCS / "coming-from-verl.md").read_text(encoding="utf-8")
+
+
+def cells_below(heading: str) -> list[str]:
+    """What stands as code in the second column of the tables below a heading."""
+    section = VERL.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
+    return [code for row in rows for code in CODE.findall(row[2])]
+
+
+def test_every_key_that_answers_one_of_verl_exists() -> None:
+    known = {dotted(key.path) for key in (*schema_keys(), *schema_keys(SftConfig))}
+    keys = [cell.partition(":")[0].partition("=")[0] for cell in cells_below("Configuration keys")]
+    assert len(keys) > 60
+    free = re.compile(r"(actor|critic)\.(megatron|ddp|optimizer)\.\w+|rollout\.vllm\.\w+")
+    assert [key for key in keys if key not in known and not free.fullmatch(key)] == []
+
+
+def test_every_name_that_answers_one_of_verl_exists() -> None:
+    names = [cell for cell in cells_below("Names") if ":" in cell]
+    assert len(names) > 25
+    assert [name for name in names if not is_there(name)] == []
+
+
+def is_there(name: str) -> bool:
+    """Whether `package.module:attribute.attribute` stands in the sources; importing all of it would be slow."""
+    module, _, attributes = name.partition(":")
+    file = ROOT / f"{module.replace('.', '/')}.py"
+    file = file if file.exists() else file.with_suffix("") / "__init__.py"
+    body: list[ast.stmt] = ast.parse(file.read_text(encoding="utf-8")).body
+    for part in attributes.split("."):
+        found = [statement for statement in body if part in _names_of(statement)]
+        if not found:
+            return False
+        body = getattr(found[0], "body", [])
+    return True
+
+
+def _names_of(statement: ast.stmt) -> set[str]:
+    match statement:
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+            return {name}
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return {name}
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            return {name}
+        case ast.ImportFrom(names=aliases):
+            return {alias.name for alias in aliases}
+    return set()
