@@ -35,7 +35,7 @@ from mrl.trainer.sft import train_sft
 Result = TypeVar("Result")
 
 LARGEST = 49
-MISTAKES, SFT_STEPS = 0.62, 320
+MISTAKES, SFT_STEPS = 0.62, 340
 WARM_START_AT_MOST, GOAL = 0.40, 0.80
 SOLVED = "val/solved/mean@4"
 
@@ -101,7 +101,7 @@ class DemoSettings:
     algorithm: str = "ppo"
     tp: int = 2
     pp: int = 1
-    steps: int = 50
+    steps: int = 70
 
 
 @dataclass(frozen=True)
