@@ -56,6 +56,7 @@ MEDIAN_FILE_LINES, SHORT_FUNCTION_LINES, SHORT_FUNCTIONS = 150, 35, 0.9
 # one sample in a process of its own.
 BROAD_EXCEPT_ALLOWED = {
     ("mrl/controller/worker_host.py", "WorkerHost.start"),
+    ("mrl/data/chat.py", "load_tokenizer"),
     ("mrl/controller/worker_host.py", "WorkerHost.call"),
     ("mrl/controller/worker_host.py", "WorkerHost.call_on_shard"),
     ("mrl/engine/local_world.py", "_rank_main"),

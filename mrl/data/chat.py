@@ -47,11 +47,11 @@ def load_tokenizer(path: str) -> ChatTokenizer:
 
     try:
         tokenizer: ChatTokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # the library that reads tokenizer.json raises nothing more exact
         if not Path(path).is_dir():
             what = "is neither a directory here nor a model in the local cache of the hub"
             raise DataError(what, where=path, fix="download the model first: mrl never does") from error
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(f"the tokenizer cannot be loaded: {reason}", where=path) from error
     _check_tokenizer(tokenizer, path)
     return tokenizer
@@ -116,6 +116,13 @@ def _check_tokenizer(tokenizer: ChatTokenizer, path: str) -> None:
         raise DataError(
             "the tokenizer has no chat template", where=path, fix="add a chat_template.jinja beside its files"
         )
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateSyntaxError as error:
+        what = f"line {error.lineno} of the chat template: {error.message}"
+        raise DataError(what, where=path, fix="mend the template") from error
+    except TEMPLATE_ERRORS:
+        pass  # it refuses this conversation; what it says of real prompts, their rows will tell
     config = Path(path) / "config.json"
     if config.is_file():
         size = json.loads(config.read_bytes()).get("vocab_size")

@@ -24,13 +24,13 @@ _HEADING_EVERY = 20
 
 
 class Console:
-    """Prints to a stream, which may be a terminal. `quiet` prints nothing but what is said with `say`."""
+    """Prints to a stream, else to standard output. `quiet` prints nothing but what is said with `say`."""
 
-    def __init__(self, num_steps: int, stream: TextIO = sys.stdout, quiet: bool = False) -> None:
+    def __init__(self, num_steps: int, stream: TextIO | None = None, quiet: bool = False) -> None:
         self._num_steps = num_steps
-        self._stream = stream
+        self._stream = stream or sys.stdout
         self._quiet = quiet
-        self._is_live = stream.isatty() and not quiet
+        self._is_live = self._stream.isatty() and not quiet
         self._num_lines = 0
         self._scores: list[float] = []
         self._step_seconds: list[float] = []

@@ -17,6 +17,8 @@ from mrl.data.prompt_loader import PromptLoader, Skips
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.events import EventLog
 from mrl.hybrid.hybrid_engine import HybridEngine
+from mrl.models.families import read_spec
+from mrl.models.hf_reader import HfReader
 from mrl.observe.clock import Clock
 from mrl.rewards.manager import RewardManager
 from mrl.trainer.generation import Generator
@@ -57,6 +59,8 @@ def make_team(config: Config, directory: Path, events: EventLog, clock: Clock) -
     """Start everything. What can fail cheaply comes first: prompts and rewards before any device is asked for."""
     with ExitStack() as stack:
         tokenizer = load_tokenizer(config.model.path)
+        for name in config.trained_roles():
+            check_model(_setup(name, config))
         prompts = PromptLoader(
             open_dataset(config.data.train, config.data, config.rollout, tokenizer), config.data, config.batch, events
         )
@@ -80,9 +84,14 @@ def make_team(config: Config, directory: Path, events: EventLog, clock: Clock) -
         yield Team(roles["actor"], roles.get("critic"), hybrid, prompts, generator, validator, _kl_controller(config))
 
 
-def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
-    """The processes of a role; their models come later, all roles' at once."""
-    setup = ModelSetup(
+def check_model(setup: ModelSetup) -> None:
+    """Refuse a model whose files cannot be what its config.json says; only their headers are read."""
+    spec = read_spec(setup.path)
+    HfReader(setup.path).check(spec, setup.head, setup.new_head)
+
+
+def _setup(role: str, config: Config) -> ModelSetup:
+    return ModelSetup(
         path=config.model.path if role == "actor" else config.model.critic or config.model.path,
         head="lm" if role == "actor" else "score",
         settings=config.trained_roles()[role],
@@ -91,7 +100,11 @@ def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
         new_head=role == "critic" and config.model.critic is None,
         keeps_reference=role == "actor" and config.algorithm.kl.where != "none",
     )
-    horizon = config.rollout.max_response_tokens
+
+
+def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
+    """The processes of a role; their models come later, all roles' at once."""
+    setup, horizon = _setup(role, config), config.rollout.max_response_tokens
     if role == "actor":
         arguments = [setup, config.algorithm, config.rollout.temperature, horizon]
         worker = RayClassWithInitArgs("mrl.workers.actor:ActorRolloutRefWorker", *arguments)

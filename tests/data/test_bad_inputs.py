@@ -244,9 +244,8 @@ def test_bad_template(case: str, here: Path, tokenizer_directory: Path) -> None:
     Path("rows.jsonl").write_bytes(jsonl(good_row()))
     data = data_config("rows.jsonl")
     rollout = RolloutConfig(max_prompt_tokens=64, max_response_tokens=8)
-    dataset = open_dataset(data.train, data, rollout, load_tokenizer("made"))
-    with pytest.raises(BadRow) as caught:
-        dataset.batch([0])
+    with pytest.raises(DataError) as caught:
+        open_dataset(data.train, data, rollout, load_tokenizer("made")).batch([0])
     check(caught.value, case)
 
 

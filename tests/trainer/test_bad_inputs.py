@@ -1,0 +1,177 @@
+"""What `mrl train` says of what cannot work: before Ray starts, in one message, without a traceback; nothing is lost.
+
+Each case takes a run that would work and breaks one thing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mrl.cli.main import main
+from mrl.errors import PlacementError
+from mrl.trainer import team
+from mrl.trainer.demo_model import make_model
+
+CONFIG = """\
+run: {name: small, dir: runs}
+cluster: {devices_per_node: 2, device: cpu}
+placement: {pools: {all: 2}, roles: {actor: all}}
+model: {path: model}
+algorithm: {advantage: grpo}
+batch: {prompts_per_step: 4, samples_per_prompt: 2, samples_per_update: 8}
+actor: {dtype: float32, max_tokens_per_device: 128, optimizer: {lr: 1e-3}}
+rollout: {max_prompt_tokens: 16, max_response_tokens: 8, vllm: {kv_cache_memory_bytes: 67108864}}
+data: {train: {sums: {dataset: "toy:addition"}}}
+reward: {functions: {answer: {name: gsm8k}}, num_workers: 1}
+training: {steps: 1}
+"""
+REACHED = "everything before the machines is in order"
+Break = Callable[[], None]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("bad-inputs") / "model", seed=1)
+
+
+@pytest.fixture(autouse=True)
+def run_that_would_work(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(made, "model")
+    Path("run.yaml").write_text(CONFIG)
+
+    def nobody_gets_here(*_: object) -> None:
+        raise PlacementError(REACHED)
+
+    monkeypatch.setattr(team, "ray_cluster", nobody_gets_here)
+
+
+def write(path: str, text: str | bytes) -> Break:
+    def change() -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(text.encode() if isinstance(text, str) else text)
+
+    return change
+
+
+def json_with(path: str, **changes: object) -> Break:
+    def change() -> None:
+        values = json.loads(Path(path).read_text()) | changes
+        Path(path).write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+    return change
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Break:
+    def apply() -> None:
+        tensors = load_file("model/model.safetensors")
+        change(tensors)
+        save_file(tensors, "model/model.safetensors", {"format": "pt"})
+
+    return apply
+
+
+def remove(path: str) -> Break:
+    return lambda: shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink()
+
+
+def cut_short() -> None:
+    path = Path("model/model.safetensors")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def shortened(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
+
+
+def of_integers(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].int()
+
+
+def link_to_nowhere() -> None:
+    Path("runs").symlink_to("nowhere/at/all")
+
+
+def nothing() -> None:
+    """The overrides alone make the case."""
+
+
+HEAD, NORM = "lm_head.weight", "model.norm.weight"
+SOURCE = "data.train={sums: null, mine: {dataset: rows.jsonl, columns: {ability: null, extra_info: null}}}"
+CASES: dict[str, tuple[Break, list[str], str]] = {
+    "no model directory": (remove("model"), [], "neither a directory here nor a model in the local cache"),
+    "no config.json": (remove("model/config.json"), [], "model/config.json"),
+    "config.json is no JSON": (write("model/config.json", "{"), [], "is not JSON"),
+    "another family": (json_with("model/config.json", model_type="gpt2"), [], "gpt2"),
+    "heads that tp does not divide": (
+        nothing,
+        ["actor.parallel.tp=2", "model.path=model", "rollout.tp=3"],
+        "rollout.tp",
+    ),
+    "a layer too many": (
+        json_with("model/config.json", num_hidden_layers=3, layer_types=None),
+        [],
+        "tensors are not those of a qwen3",
+    ),
+    "a wider model": (json_with("model/config.json", hidden_size=256), [], "has shape"),
+    "no weights": (remove("model/model.safetensors"), [], "model.safetensors"),
+    "weights cut short": (cut_short, [], "model.safetensors"),
+    "weights that are no safetensors": (write("model/model.safetensors", b"PK" * 99), [], "model.safetensors"),
+    "a tensor is missing": (weights(lambda tensors: tensors.pop(NORM)), [], f"{NORM} is missing"),
+    "a tensor too many": (weights(lambda t: t.update(x=torch.zeros(2))), [], "x is unexpected"),
+    "a tensor of another shape": (weights(shortened), [], f"{HEAD} has shape"),
+    "a tensor of integers": (weights(of_integers), [], f"{NORM} holds I32"),
+    "tokenizer.json is no JSON": (write("model/tokenizer.json", "{"), [], "tokenizer.json: not JSON"),
+    "tokenizer.json of something else": (write("model/tokenizer.json", '{"model": 1}'), [], "tokenizer"),
+    "no tokenizer": (remove("model/tokenizer.json"), [], "tokenizer"),
+    "no chat template": (remove("model/chat_template.jinja"), [], "chat template"),
+    "a broken chat template": (write("model/chat_template.jinja", "{% for %}"), [], "chat template"),
+    "no data file": (nothing, [SOURCE], "rows.jsonl"),
+    "an empty data file": (write("rows.jsonl", ""), [SOURCE], "rows.jsonl"),
+    "an unknown toy task": (nothing, ["data.train.sums.dataset=toy:subtraction"], "no toy task"),
+    "an unknown reward": (nothing, ["reward.functions.answer.name=gsm9k"], "gsm8k"),
+    "a reward module that is not there": (nothing, ["reward.functions.answer.name=nowhere:score"], "nowhere"),
+    "a reward option that is not there": (nothing, ["reward.functions.answer.options={strict: 1}"], "strict"),
+    "run.dir under a file": (write("runs", ""), [], "runs"),
+    "run.dir that leads nowhere": (link_to_nowhere, [], "runs"),
+    "something else in the run directory": (write("runs/small/thesis.txt", "x"), [], "holds something already"),
+    "a checkpoint without a manifest": (write("runs/small/checkpoints/step-000003/x", ""), [], REACHED),
+    "an unwritable place": (nothing, ["run.dir=/proc/mine"], "/proc"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_it_says(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    change, overrides, message = CASES[case]
+    change()
+    capsys.readouterr()
+    assert main(["train", "run.yaml", "--quiet", *overrides]) in (1, 2)
+    said = capsys.readouterr().err
+    assert message in said, said
+    assert "Traceback" not in said
+    assert (REACHED in said) == (message == REACHED), said
+
+
+def test_a_run_that_would_work_comes_as_far_as_the_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "run.yaml", "--quiet"]) == 1
+    assert REACHED in capsys.readouterr().err
+
+
+def test_two_processes_in_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/small").mkdir(parents=True)
+    lock = os.open("runs/small/.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        assert main(["train", "run.yaml", "--quiet"]) == 2
+    finally:
+        os.close(lock)
+    assert "another process is running this run" in capsys.readouterr().err
