@@ -1,7 +1,7 @@
 # Everything a developer runs. A fresh clone needs Python 3.11 or 3.12 and nothing else: each target first makes
 # .venv (a few minutes, once). `make PYTHON=/path/to/python3.12 install` chooses another Python.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint bench clean
+.PHONY: help install demo test test-slow lint bench docs clean
 
 # An environment that stands keeps its Python; otherwise the first that really runs and can make environments.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
@@ -34,6 +34,9 @@ lint: install ## style, types, and the rules of the house
 
 bench: install ## every benchmark in turn, in about half an hour; results in benchmarks/results
 	$(BIN)/python benchmarks/everything.py
+
+docs: install ## write anew what of the documentation follows from the code
+	$(BIN)/python -m tests.docs.generate
 
 clean: ## remove .venv and every cache
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build ./*.egg-info
