@@ -116,10 +116,12 @@ class ResourcePoolManager:
             if time.monotonic() - began > self._deadlines.resources_s:
                 message = self._what_is_missing(waiting)
                 self.release()
-                fix = (
-                    "add or free the nodes named here, or make the pools smaller: `mrl plan CONFIG --search --nodes N`"
+                num_alive = sum(bool(node["Alive"]) for node in ray.nodes())
+                search = (
+                    f"`mrl plan CONFIG --search --nodes {num_alive}` has the layouts that fit on those that are there"
                 )
-                raise PlacementError(message, fix=f"{fix} has the layouts that fit on N")
+                fix = f"add or free the nodes named here, or make the pools smaller: {search}"
+                raise PlacementError(message, fix=fix)
             next(iter(waiting.values()))[0].wait(_LONGEST_POLL_S)
         for pool in self.pools.values():
             pool.order()

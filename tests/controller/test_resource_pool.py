@@ -51,7 +51,10 @@ def test_missing_devices_are_named_at_the_deadline(run_context: RunContext) -> N
     assert 'pool "score": 2 CPU slots on 1 node; still waiting for 2, each on one node' in message
     assert f"Ray has {NUM_DEVICES} CPU on 1 nodes, 0 of them free:" in message
     assert "2 of 3 nodes have not joined" in message
-    assert "fix: add or free the nodes named here, or make the pools smaller" in message
+    assert (
+        "fix: add or free the nodes named here, or make the pools smaller: `mrl plan CONFIG --search --nodes 1`"
+        in message
+    )
 
 
 def test_nodes_are_ordered_as_people_number_them() -> None:
