@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="ppo")
     parser.add_argument("--tp", type=int, default=2, help="tensor parallel size of the actor (default 2)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size of the actor (default 1)")
-    parser.add_argument("--steps", type=int, default=70, help="of reinforcement learning (default 70)")
+    parser.add_argument("--steps", type=int, default=60, help="of reinforcement learning (default 60)")
     parser.add_argument("--dir", help="a new directory for its files (default runs/demo-DATE)")
 
 

@@ -101,7 +101,7 @@ class DemoSettings:
     algorithm: str = "ppo"
     tp: int = 2
     pp: int = 1
-    steps: int = 70
+    steps: int = 60
 
 
 @dataclass(frozen=True)
