@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from mrl.config.run_directory import CHECKPOINTS
+from mrl.config.run_directory import CHECKPOINTS, steps_in
 from mrl.events import EventLog, RunRestarted
 
 EXIT_LOST, EXIT_NO_PLACE = 76, 77
@@ -53,8 +53,7 @@ def supervise(arguments: Sequence[str], directory: Path, max_restarts: int) -> i
 
 def _newest(directory: Path) -> int:
     """The step of the newest checkpoint; 0 where there is none."""
-    numbers = [path.name.removeprefix("step-") for path in directory.glob(f"{CHECKPOINTS}/step-*")]
-    return max((int(number) for number in numbers if number.isdigit()), default=0)
+    return max(steps_in(directory / CHECKPOINTS), default=0)
 
 
 def _attempt(command: Sequence[str]) -> int:

@@ -15,6 +15,18 @@ from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError, Problem
 
 CHECKPOINTS = "checkpoints"
+_STEP = "step-"
+
+
+def checkpoint_of(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return checkpoints / f"{_STEP}{step:06d}"
+
+
+def steps_in(checkpoints: Path) -> list[int]:
+    """The steps that have a checkpoint there, whole or damaged, the newest last."""
+    found = [path.name.removeprefix(_STEP) for path in checkpoints.glob(f"{_STEP}*")]
+    return sorted(int(number) for number in found if number.isdigit())
 
 
 @contextmanager
@@ -44,7 +56,7 @@ def _hold(lock: int, directory: Path) -> None:
 
 
 def _prepare(resolved: Resolved[Any], directory: Path, may_go_on: bool) -> None:
-    goes_on = may_go_on and (any(directory.glob(f"{CHECKPOINTS}/step-*")) or _began_here(resolved, directory))
+    goes_on = may_go_on and (bool(steps_in(directory / CHECKPOINTS)) or _began_here(resolved, directory))
     others = [path for path in directory.iterdir() if path.name != ".lock"]
     if others and not goes_on:
         fix = "choose another run.name or run.dir, or move that directory away"

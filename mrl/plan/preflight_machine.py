@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.arithmetic import longest_sample_tokens, samples_per_step
-from mrl.config.run_directory import CHECKPOINTS
+from mrl.config.run_directory import CHECKPOINTS, steps_in
 from mrl.config.schema import Config
 from mrl.errors import ModelError, SetupError
 from mrl.plan.known_models import model_spec
@@ -70,7 +70,7 @@ def check_disk(config: Config) -> Iterator[Finding]:
         yield Finding("skip", about, f"{free / _GIB:.1f} GiB free in {config.run.dir}; {error.what}", error.fix)
         return
     parameters = len(config.trained_roles()) * num_parameters
-    num_there = len(list(Path(config.run.dir, config.run.name, CHECKPOINTS).glob("step-*")))
+    num_there = len(steps_in(Path(config.run.dir, config.run.name, CHECKPOINTS)))
     each, num = parameters * _CHECKPOINT_BYTES_PER_PARAMETER, max(1, config.training.keep + 2 - num_there)
     what = f"{free / _GIB:.1f} GiB free in {config.run.dir}; {num} more checkpoints of {each / _GIB:.2f} GiB"
     if each * num > free:

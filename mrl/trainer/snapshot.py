@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mrl.config.run_directory import checkpoint_of, steps_in
 from mrl.errors import CheckpointError
 from mrl.events import EventLog, Saved, Warned
 from mrl.trainer.model_role import ModelRole
@@ -36,14 +37,14 @@ class Snapshot:
 
 def find_snapshot(directory: Path, which: str) -> Path:
     """The checkpoint that is called `latest`, `best`, or by its step, whole as far as its manifests tell."""
-    steps = _steps(directory)
+    steps = steps_in(directory)
     best = directory / "best"
     if which == "latest" and steps:
-        path = _path(directory, steps[-1])
+        path = checkpoint_of(directory, steps[-1])
     elif which == "best" and best.is_file():
         path = directory / best.read_text(encoding="utf-8")
     elif which.isdigit() and int(which) in steps:
-        path = _path(directory, int(which))
+        path = checkpoint_of(directory, int(which))
     else:
         there = ", ".join(map(str, steps)) or "none"
         fix = "choose latest, or one of these steps" if steps else "save one: training.save_every"
@@ -62,12 +63,12 @@ class Snapshots:
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, whole or damaged."""
-        return _steps(self._directory)
+        return steps_in(self._directory)
 
     def save(self, step: int, roles: Mapping[str, ModelRole], state: Mapping[str, Any], is_best: bool) -> Path:
         """Write a checkpoint, on disk and visible when this returns; then remove those that are not kept."""
         began = time.monotonic()
-        target, staged = _path(self._directory, step), self._directory / f"{_STAGED}-{step:06d}"
+        target, staged = checkpoint_of(self._directory, step), self._directory / f"{_STAGED}-{step:06d}"
         for leftover in self._directory.glob(f"{_STAGED}-*"):
             self._events.write(Warned("checkpoint", f"{leftover.name} was left by a save that did not end; removed"))
             shutil.rmtree(leftover)
@@ -106,21 +107,12 @@ class Snapshots:
         pointer = self._directory / "best"
         best = pointer.read_text(encoding="utf-8") if pointer.exists() else ""
         for step in self.steps()[: -self._keep]:
-            if _path(self._directory, step).name != best:
-                shutil.rmtree(_path(self._directory, step))
-
-
-def _steps(directory: Path) -> list[int]:
-    found = [path.name.removeprefix("step-") for path in directory.glob("step-*")]
-    return sorted(int(number) for number in found if number.isdigit())
-
-
-def _path(directory: Path, step: int) -> Path:
-    return directory / f"step-{step:06d}"
+            if checkpoint_of(self._directory, step).name != best:
+                shutil.rmtree(checkpoint_of(self._directory, step))
 
 
 def _read(directory: Path, step: int) -> Snapshot:
-    path = _path(directory, step)
+    path = checkpoint_of(directory, step)
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != _FORMAT or manifest["step"] != step:
@@ -130,7 +122,7 @@ def _read(directory: Path, step: int) -> Snapshot:
                 raise ValueError(f"{name}/{MANIFEST} is not what was saved")
         return Snapshot(path, step, dict(manifest["state"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        older = f"; the one before is step {_steps(directory)[-2]}" if len(_steps(directory)) > 1 else ""
+        older = f"; the one before is step {steps_in(directory)[-2]}" if len(steps_in(directory)) > 1 else ""
         raise CheckpointError(
             f"the newest checkpoint is damaged: {error}{older}",
             where=str(path),
