@@ -1,16 +1,17 @@
 # Everything a developer runs. A fresh clone needs Python 3.11 or 3.12 and nothing else: each target first makes
 # .venv (a few minutes, once). `make PYTHON=/path/to/python3.12 install` chooses another Python.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint bench docs clean
+.PHONY: help install demo test test-slow test-py312 lint bench docs clean
 
 # An environment that stands keeps its Python; otherwise the first that really runs and can make environments.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
 PYTHON ?= $(shell for python in .venv/bin/python python3.11 python3.12 python3; do \
             if $$python -c '$(SUPPORTED)' >/dev/null 2>&1; then echo $$python; break; fi; done)
 BIN := .venv/bin
+PYTHON312 ?= python3.12
 
 help: ## print this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 install: ## make .venv with the whole CPU stack; nothing to do when it is complete
 	@python='$(PYTHON)'; if [ -z "$$python" ]; then \
@@ -26,6 +27,11 @@ test: install ## all tests but the slow ones
 test-slow: install ## the slow tests
 	$(BIN)/python -m pytest -m slow
 
+test-py312: ## the parity table and the engine's tests once more: Python 3.12, megatron-core 0.19, torch for CUDA
+	@$(PYTHON312) -I launch/install.py .venv-py312
+	.venv-py312/bin/python -m pytest tests/engine tests/models
+	.venv-py312/bin/python benchmarks/parity.py --json benchmarks/results/parity-py312.json
+
 lint: install ## style, types, and the rules of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,5 +45,5 @@ docs: install ## write anew what of the documentation follows from the code
 	$(BIN)/python -m tests.docs.generate
 
 clean: ## remove .venv and every cache
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build ./*.egg-info
+	rm -rf .venv .venv-py312 .pytest_cache .ruff_cache .mypy_cache .hypothesis build ./*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

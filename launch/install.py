@@ -1,4 +1,4 @@
-"""Makes `.venv`, the environment of `make`: run by `make install` with the Python that the environment gets.
+"""Makes `.venv`, the environment of `make`, or the one named: `make install` runs this with the Python it shall have.
 
 An environment counts only when its stamp does: the stamp is written last, and holds a digest of everything that
 the environment was made from. Anything else, such as what an interrupted installation leaves, is removed and made
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENT = ROOT / ".venv"
+ENVIRONMENT = ROOT / (sys.argv[1] if len(sys.argv) > 1 else ".venv")
 STAMP = ENVIRONMENT / "mrl-installed"
 REQUIREMENTS = (ROOT / "requirements-cpu.txt", ROOT / "requirements-dev.txt")
 PYTHON = os.path.realpath(sys.executable)  # now: sys.executable may be a link inside the environment that gets removed
@@ -28,7 +28,7 @@ def main() -> int:
     if not (3, 11) <= sys.version_info[:2] < (3, 13):
         print(f"mrl needs Python 3.11 or 3.12; {PYTHON} is {sys.version.split()[0]}", file=sys.stderr)
         return 2
-    lock = os.open(ROOT / ".venv.lock", os.O_RDWR | os.O_CREAT)
+    lock = os.open(ENVIRONMENT.with_name(f"{ENVIRONMENT.name}.lock"), os.O_RDWR | os.O_CREAT)
     wait_for(lock)
     stack, package = digest(*REQUIREMENTS, Path(__file__)), digest(ROOT / "pyproject.toml")
     stamp = STAMP.read_text() if STAMP.is_file() else ""
