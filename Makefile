@@ -1,7 +1,7 @@
 # Everything a developer runs. A fresh clone needs Python 3.11 or 3.12 and nothing else: each target first makes
 # .venv (a few minutes, once). `make PYTHON=/path/to/python3.12 install` chooses another Python.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-py312 lint bench docs clean
+.PHONY: help install demo test test-slow test-extras test-py312 lint bench docs clean
 
 # An environment that stands keeps its Python; otherwise the first that really runs and can make environments.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
@@ -27,6 +27,12 @@ test: install ## all tests but the slow ones
 test-slow: install ## the slow tests
 	$(BIN)/python -m pytest -m slow
 
+test-extras: install ## the tests of what is optional, with all of it installed into .venv-extras
+	@cmp -s requirements-extras.txt .venv-extras/complete || { rm -rf .venv-extras && $(BIN)/python -m pip install --quiet --no-deps \
+	  --disable-pip-version-check --target .venv-extras --requirement requirements-extras.txt \
+	  && cp requirements-extras.txt .venv-extras/complete; }
+	PYTHONPATH=.venv-extras $(BIN)/python -m pytest tests/rewards/test_functions.py tests/data/test_reasoning_gym.py tests/observe/test_trackers.py
+
 test-py312: ## the parity table and the engine's tests once more: Python 3.12, megatron-core 0.19, torch for CUDA
 	@$(PYTHON312) -I launch/install.py .venv-py312
 	.venv-py312/bin/python -m pytest tests/engine tests/models
@@ -45,5 +51,5 @@ docs: install ## write anew what of the documentation follows from the code
 	$(BIN)/python -m tests.docs.generate
 
 clean: ## remove .venv and every cache
-	rm -rf .venv .venv-py312 .pytest_cache .ruff_cache .mypy_cache .hypothesis build ./*.egg-info
+	rm -rf .venv .venv-py312 .venv-extras .pytest_cache .ruff_cache .mypy_cache .hypothesis build ./*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
