@@ -122,6 +122,15 @@ class PlacementError(MrlError):
     """Roles, pools and devices that do not fit the machines at hand."""
 
 
+class TooFewDevices(PlacementError):
+    """Ray has not got the devices of all pools, or does not hand them out."""
+
+    def __init__(self, what: str, num_nodes: int, *, fix: str) -> None:
+        super().__init__(what, fix=fix)
+        self.num_nodes = num_nodes
+        """Machines that are there."""
+
+
 class WorkerError(MrlError):
     """A worker that died, raised, or did not answer in time; the message names the culprit."""
 

@@ -6,10 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from mrl.cli.plan import fits_on
 from mrl.cli.supervise import ATTEMPT, EXIT_LOST, EXIT_NO_PLACE, supervise
 from mrl.config.load import Resolved, load_config
 from mrl.config.schema import Config
-from mrl.errors import PlacementError, WorkerDied, WorkerSilent
+from mrl.errors import PlacementError, TooFewDevices, WorkerDied, WorkerSilent
 from mrl.plan.preflight import refuse
 
 EXAMPLE = "mrl train configs/laptop-ppo.yaml model.path=my-model training.steps=20"
@@ -34,6 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return _train(resolved, quiet=arguments.quiet)
     except (WorkerDied, WorkerSilent, PlacementError) as error:
+        if isinstance(error, TooFewDevices):
+            error.fix = "\n".join([error.fix, *fits_on(resolved, error.num_nodes)])
         if not arguments.attempt:
             raise
         print(resolved.secrets.hide(str(error)), file=sys.stderr)

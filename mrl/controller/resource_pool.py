@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mrl.config.schema import ClusterConfig, DeadlinesConfig, PlacementConfig
 from mrl.controller.crew import NodeView
 from mrl.controller.node_agent import NodeAgent
-from mrl.errors import PlacementError, did_you_mean
+from mrl.errors import PlacementError, TooFewDevices, did_you_mean
 from mrl.events import EventLog, PoolReady, Warned
 
 _LONGEST_POLL_S = 0.2
@@ -117,11 +117,9 @@ class ResourcePoolManager:
                 message = self._what_is_missing(waiting)
                 self.release()
                 num_alive = sum(bool(node["Alive"]) for node in ray.nodes())
-                search = (
-                    f"`mrl plan CONFIG --search --nodes {num_alive}` has the layouts that fit on those that are there"
-                )
+                search = f"`mrl plan CONFIG --search --nodes {num_alive}` has all that fit on those that are there"
                 fix = f"add or free the nodes named here, or make the pools smaller: {search}"
-                raise PlacementError(message, fix=fix)
+                raise TooFewDevices(message, num_alive, fix=fix)
             next(iter(waiting.values()))[0].wait(_LONGEST_POLL_S)
         for pool in self.pools.values():
             pool.order()

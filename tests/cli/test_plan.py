@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mrl.cli.main import main
-from mrl.errors import ModelError
+from mrl.errors import ModelError, TooFewDevices
 from mrl.plan.known_models import known_config, model_spec
 from tests.models.published import LLAMA_31_70B, MIXTRAL_8X22B, QWEN3_8B, QWEN3_235B, QWEN25_05B
 
@@ -159,3 +159,20 @@ def test_it_answers_at_once_and_without_anything_heavy(arguments: tuple[str, ...
         seconds.append(time.perf_counter() - began)
         assert finished.returncode == 0, finished.stderr
     assert min(seconds) < 5
+
+
+def test_a_run_with_too_few_nodes_says_what_fits_on_those_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(resolved: object, *, quiet: bool) -> int:
+        raise TooFewDevices("6 of 8 nodes have joined", 6, fix="add the others")
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("mrl.cli.train._train", start)
+    assert main(["train", "configs/grpo-llama3.1-70b-8n8g.yaml"]) == 1
+    said = capsys.readouterr().err
+    assert "6 of 8 nodes have joined\n  fix: add the others\nOn 4 nodes of h100-80gb this fits (predicted):\n" in said
+    (change,) = [line for line in said.splitlines() if "cluster.nodes=4" in line]
+    assert "placement.pools={all: 32}" in change
+    assert main(["train", "configs/ppo-llama3.1-70b-8n8g.yaml"]) == 1
+    assert "No layout of these models fits on 6 or fewer nodes of h100-80gb." in capsys.readouterr().err

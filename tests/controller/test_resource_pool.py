@@ -12,7 +12,7 @@ import pytest
 from mrl.config.schema import ClusterConfig, DeadlinesConfig, PlacementConfig
 from mrl.controller import ResourcePoolManager, RunContext, ray_cluster
 from mrl.controller.resource_pool import _natural
-from mrl.errors import PlacementError
+from mrl.errors import PlacementError, TooFewDevices
 from mrl.events import PoolReady, read_events
 from tests.conftest import NUM_DEVICES
 
@@ -43,8 +43,9 @@ def test_missing_devices_are_named_at_the_deadline(run_context: RunContext) -> N
     cluster = ClusterConfig(nodes=3, devices_per_node=2, device="cpu", ray_address="auto")
     placement = PlacementConfig(pools={"train": 4, "score": 2}, roles={"actor": "train", "critic": "score"})
     manager = ResourcePoolManager(placement, cluster, DeadlinesConfig(resources_s=1))
-    with pytest.raises(PlacementError) as caught:
+    with pytest.raises(TooFewDevices) as caught:
         manager.create(run_context.run_directory, run_context.events)
+    assert caught.value.num_nodes == 1
     message = str(caught.value)
     assert message.startswith("Ray did not hand out all devices within 1 s\n")
     assert 'pool "train": 4 CPU slots on 2 nodes; still waiting for 2 + 2, each on one node' in message
