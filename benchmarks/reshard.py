@@ -6,7 +6,8 @@
 
 The workers are stand-ins without an engine, on a thread of each rank: they take what is handed over as vLLM's workers
 do, copy it, and answer with digests, and every bit is compared with the model's file. `gather` is the way that other
-trainers take, timed in turns with ours, on four ranks.
+trainers take, timed in turns with ours, on four ranks: with the same proof of arrival, and as they have it, without
+any. Of the small models it is the number of messages and calls that takes the time; of the larger one also the bytes.
 """
 
 from __future__ import annotations
@@ -45,10 +46,18 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }
+LARGER: dict[str, Any] = {
+    "vocab_size": 8000,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 12,
+}
+LARGER_BUCKET_BYTES = 16 << 20
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("llama", {}),
     "tied": ("qwen2", {}),
     "moe": ("qwen3_moe", {"num_experts": 16, "moe_intermediate_size": 32, "mlp_only_layers": [], "head_dim": 8}),
+    "dense 42M": ("llama", LARGER),
 }
 
 
@@ -103,12 +112,13 @@ def layouts(num_ranks: int, moe: bool) -> Iterator[ParallelConfig]:
 def cells(models: dict[str, Path], sockets: Path, repeats: int) -> Iterator[Cell]:
     """The whole table: tensors of the right names, and at its end some rows with real Megatron models."""
     for name, model in models.items():
-        moe = name == "moe"
+        moe, larger = name == "moe", name == "dense 42M"
+        bucket_bytes = LARGER_BUCKET_BYTES if larger else BUCKET_BYTES
         engines = [EngineSizes(tp) for tp in (1, 2, 4)] + ([EngineSizes(tp, tp) for tp in (2, 4)] if moe else [])
-        for num_ranks in (4, 8):
+        for num_ranks in (4,) if larger else (4, 8):
             for parallel in layouts(num_ranks, moe):
                 for sizes in engines:
-                    case = ReshardCase(str(model), parallel, sizes, BUCKET_BYTES, str(sockets), repeats=repeats)
+                    case = ReshardCase(str(model), parallel, sizes, bucket_bytes, str(sockets), repeats=repeats)
                     yield Cell(name, num_ranks, case)
 
 
@@ -157,16 +167,18 @@ def row_of(cell: Cell, ranks: list[RankOutcome]) -> dict[str, Any]:
         "least_bytes": least,
         "ratio": received / least if least else 1.0,
         "transfers": sum(report.num_transfers for report in reports),
-        "extra_buckets": max(report.extra_bytes for report in reports) / BUCKET_BYTES,
+        "extra_buckets": max(report.extra_bytes for report in reports) / cell.case.bucket_bytes,
         "wrong_tensors": len(wrong),
         "seconds": statistics.median(ranks[0].seconds),
     }
     if cell.case.gather:
-        gather_s = statistics.median(ranks[0].gather_seconds)
+        proven_s, believed_s = (statistics.median(ranks[0].gather_seconds[proven]) for proven in (True, False))
         row |= {
             "gather_bytes": sum(outcome.gather_bytes for outcome in ranks),
-            "gather_s": gather_s,
-            "speedup": gather_s / row["seconds"],
+            "gather_s": proven_s,
+            "gather_unproven_s": believed_s,
+            "speedup": proven_s / row["seconds"],
+            "speedup_unproven": believed_s / row["seconds"],
         }
     return row
 
@@ -179,9 +191,11 @@ def measured(bench: Benchmark, quick: bool, repeats: int) -> None:
             bench.row(**row_of(cell, ranks))
     for name, most in (("ratio", 1.05), ("extra_buckets", 2), ("wrong_tensors", 0)):
         bench.goal(f"largest {name}", max(row[name] for row in bench.rows), at_most=most)
-    split = [row["speedup"] for row in bench.rows if "speedup" in row and {"pp", "ep"} & _axes(row["training"])]
-    bench.goal("least speedup over gathering everything where pp or ep is above 1", min(split), at_least=3)
-    print(f"median of these speedups: {statistics.median(split):.3g}")
+    split = [row for row in bench.rows if "speedup" in row and {"pp", "ep"} & _axes(row["training"])]
+    for column, how in (("speedup", "with the same proof"), ("speedup_unproven", "of which nothing is proven")):
+        found = [row[column] for row in split]
+        bench.goal(f"least speedup over gathering everything, {how}, where pp or ep is above 1", min(found), at_least=3)
+        print(f"median of these speedups: {statistics.median(found):.3g}")
 
 
 def _axes(layout: str) -> set[str]:

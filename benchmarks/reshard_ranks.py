@@ -31,7 +31,7 @@ from mrl.models.hf_reader import HfReader, load_shard, slices
 from mrl.models.layout import Layout, RankPlace
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.table import shards_of
-from mrl.rollout.digest import digest
+from mrl.rollout.digest import Digests
 from mrl.rollout.handover import HandoverReceiver
 
 LIMIT_S = 60.0
@@ -68,7 +68,8 @@ class RankOutcome:
     """Tensors of the worker that are not those of the model's file, to the bit."""
     error: str
     seconds: list[float]
-    gather_seconds: list[float]
+    gather_seconds: dict[bool, list[float]]
+    """By whether arrival was proven, as ours is."""
     gather_bytes: int
 
 
@@ -99,9 +100,11 @@ def carry_out(case: ReshardCase, resharder: Resharder, held: dict[tuple[int, str
         path = Path(case.sockets, f"{worker}.sock")
         stand_in = StandIn(path, num_versions, case.fault if worker == 0 else "")
         if case.gather:
-            everything = GatherEverything(resharder.planner, path.with_suffix(".all"), num_versions, case.bucket_bytes)
+            everything = GatherEverything(
+                resharder.planner, path.with_suffix(".all"), 2 * num_versions, case.bucket_bytes
+            )
     seconds: list[float] = []
-    gather_seconds: list[float] = []
+    gather_seconds: dict[bool, list[float]] = {True: [], False: []}
     for version in range(1, num_versions + 1):
         for tensor in held.values():
             tensor.neg_()  # as different as two versions can be, and as easily foretold
@@ -111,15 +114,17 @@ def carry_out(case: ReshardCase, resharder: Resharder, held: dict[tuple[int, str
             except RolloutError as raised:
                 error = str(raised)
         if everything is not None:
-            with together(gather_seconds):
-                everything.run(held)
+            for proven, timed in gather_seconds.items():
+                with together(timed):
+                    everything.run(held, proven)
     wrong: list[str] = []
     if stand_in is not None and worker is not None:
         expected = fused_of(case, worker % case.sizes.tp, (-1.0) ** num_versions)
         wrong = _differing(stand_in.finished(), expected)
         wrong += _differing(everything.finished(), expected) if everything is not None else []
     num_bytes = everything.bytes_received if everything is not None else 0
-    return RankOutcome(report, wrong, error, seconds[1:], gather_seconds[1:], num_bytes)
+    gathered = {proven: timed[1:] for proven, timed in gather_seconds.items()}
+    return RankOutcome(report, wrong, error, seconds[1:], gathered, num_bytes)
 
 
 @contextmanager
@@ -216,12 +221,19 @@ class StandIn(threading.Thread):
             arrived: dict[str, Tensor] = {}
             for number, bucket in enumerate(self._receiver.buckets()):
                 if fault is not skip_a_bucket or number != 1:
-                    arrived |= {name: tensor.clone() for name, tensor in bucket.tensors.items()}
+                    arrived |= {name: self._taken(name, tensor) for name, tensor in bucket.tensors.items()}
             if fault:
                 fault(arrived, self.held)
             self.held = arrived
-            self._receiver.reply({name: digest(tensor) for name, tensor in arrived.items()})
+            digests = Digests()
+            for name, tensor in arrived.items():
+                digests.add(name, tensor)
+            self._receiver.reply(digests.read())
         self._receiver.close()
+
+    def _taken(self, name: str, tensor: Tensor) -> Tensor:
+        """Where the worker keeps it: in place from the second version on, as vLLM's workers do; faults need both."""
+        return tensor.clone() if self._fault or name not in self.held else self.held[name].copy_(tensor)
 
 
 Fault = Callable[[dict[str, Tensor], dict[str, Tensor]], None]

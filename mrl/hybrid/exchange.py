@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -14,10 +16,12 @@ from mrl.hybrid.layout import Move, PlannedBucket, RankPlan
 from mrl.hybrid.overlaps import Part, Slice, num_elements
 from mrl.hybrid.wires import Addressed, Wires
 from mrl.models.hf_reader import slices
+from mrl.models.parameters import Box
 
 Held = Mapping[tuple[int, str], Tensor]
 """Local Megatron parameters by pipeline chunk and name."""
 _NUM_BUFFERS = 4
+_index = cache(slices)  # layers of a kind share their boxes
 
 
 class Step(NamedTuple):
@@ -117,18 +121,18 @@ class Exchange:
         for move in moves:
             matrix = matrices[move.tensor]
             for each in move.part.slices:
-                matrix[slices(each.target)].copy_(self._source(move, each))
+                matrix[_index(each.target)].copy_(self._source(move, each))
 
     def _source(self, move: Move, each: Slice) -> Tensor:
-        return self._held[move.home.chunk, move.home.prefix + each.name][slices(each.source)]
+        return self._held[move.home.chunk, move.home.prefix + each.name][_index(each.source)]
 
     def _pack(self, moves: Sequence[Move], buffer: Tensor) -> Tensor:
         end = 0
         for move in moves:
             for each in move.part.slices:
-                source = self._source(move, each)
-                start, end = end, end + source.numel()
-                buffer[start:end].view(source.shape).copy_(source)
+                shape, strides, size = _contiguous(each.source)
+                buffer.as_strided(shape, strides, buffer.storage_offset() + end).copy_(self._source(move, each))
+                end += size
         return buffer[:end]
 
 
@@ -143,6 +147,15 @@ def _finish(
     end = 0
     for move in moves:
         for each in move.part.slices:
-            target = matrices[move.tensor][slices(each.target)]
-            start, end = end, end + target.numel()
-            target.copy_(buffer[start:end].view(target.shape))
+            shape, strides, size = _contiguous(each.target)
+            packed = buffer.as_strided(shape, strides, buffer.storage_offset() + end)
+            matrices[move.tensor][_index(each.target)].copy_(packed)
+            end += size
+
+
+@cache
+def _contiguous(box: Box) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, strides and elements of a box that lies by itself."""
+    shape = tuple(stop - start for start, stop in box)
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return shape, strides, math.prod(shape)

@@ -59,6 +59,11 @@ class HybridEngine:
         if self._take_turns:
             self._fleet.sleep()
 
+    @property
+    def full_tensors_because(self) -> str:
+        """Why the engines' parameters cannot be written directly and whole tensors travel; empty where they can."""
+        return self._fleet.full_tensors_because
+
     def connect(self) -> None:
         """Tell the trainer's ranks, whose models are there by now, which engine is on whose device."""
         config, tp = self._config, self._config.rollout.tp
@@ -68,7 +73,7 @@ class HybridEngine:
         nodes += [node for node, _ in self._porters.where()] if self._porters else []
         hosts = tuple(range(first, first + num_workers))
         route = WeightRoute(
-            layout=RolloutLayout(EngineSizes(tp), hosts, tuple(nodes.index(node) for node in nodes)),
+            layout=RolloutLayout(self._engine_sizes(), hosts, tuple(nodes.index(node) for node in nodes)),
             sockets=self._sockets,
             engines=tuple(REPLICA.format(worker // tp) for worker in range(num_workers)),
             dtype=self._settings(0).dtype,
@@ -142,6 +147,12 @@ class HybridEngine:
             "mrl.rollout.replica:RolloutReplica", self._config.rollout.engine, settings, limit_s
         )
         return RayWorkerGroup(settings.replica, worker, Mesh(1), self._context, seat)
+
+    def _engine_sizes(self) -> EngineSizes:
+        """How the engines are split. Where they cannot be written directly, each of their ranks takes whole tensors."""
+        tp, spec = self._config.rollout.tp, read_spec(self._config.model.path)
+        whole_experts = spec.moe is not None and self._config.rollout.vllm.get("enable_expert_parallel", False)
+        return EngineSizes(tp, ep=tp if whole_experts else 1, whole=bool(self.full_tensors_because))
 
     def _settings(self, index: int) -> EngineSettings:
         rollout, path = self._config.rollout, self._config.model.path

@@ -20,7 +20,7 @@ from mrl.hybrid.exchange import Exchange, Held, steps
 from mrl.hybrid.layout import BucketSizes, PlannedBucket, Planner
 from mrl.hybrid.wires import Wires
 from mrl.models.hf_reader import slices
-from mrl.rollout.digest import digest
+from mrl.rollout.digest import Digests
 from mrl.rollout.handover import ALIGNMENT_BYTES, NUM_SLOTS, HandoverSender, Placed, Slot
 
 T = TypeVar("T")
@@ -136,8 +136,8 @@ class Delivery:
 
     def __init__(self, sender: HandoverSender, version: int, dtype: torch.dtype) -> None:
         self._sender, self._version, self._dtype = sender, version, dtype
-        self._sent: dict[str, str] = {}
-        self._open: tuple[Slot, list[Placed]] | None = None
+        self._digests = Digests()
+        self._open: tuple[Slot, list[Placed], list[Tensor]] | None = None
         self.failure = ""
         self._attempt(lambda: sender.begin(version))
 
@@ -147,8 +147,9 @@ class Delivery:
         if slot is None:
             return None
         placed = [Placed(each.name, self._dtype, each.fused.shape, each.offset) for each in bucket.tensors]
-        self._open = slot, placed
-        matrices = [view.view(-1, view.shape[-1]) if view.ndim > 1 else view for view in _views(self._open)]
+        views = [each.view(slot.buffer) for each in placed]
+        self._open = slot, placed, views
+        matrices = [view.view(-1, view.shape[-1]) if view.ndim > 2 else view for view in views]
         for matrix, each in zip(matrices, bucket.tensors, strict=True):
             for box in each.fused.padding:
                 matrix[slices(box)] = 0
@@ -157,21 +158,22 @@ class Delivery:
     def hand_over(self) -> None:
         """The bucket is filled: the worker may read it."""
         assert self._open is not None, "a bucket is handed over after it was opened"
-        slot, placed = self._open
-        for each, view in zip(placed, _views(self._open), strict=True):
-            self._sent[each.name] = digest(view)
+        slot, placed, views = self._open
+        for each, view in zip(placed, views, strict=True):
+            self._digests.add(each.name, view)
         self._attempt(lambda: self._sender.send(slot, placed))
 
     def end(self) -> None:
         """Wait for the worker to have taken everything in, and compare what it holds with what was sent."""
         held = self._attempt(self._sender.end)
         self._sender.close()
-        if held is None or held == self._sent:
+        sent = self._digests.read()
+        if held is None or held == sent:
             return
-        both = self._sent.keys() & held.keys()
+        both = sent.keys() & held.keys()
         found = {
-            "differ": [name for name in self._sent if name in both and held[name] != self._sent[name]],
-            "are missing": [name for name in self._sent if name not in both],
+            "differ": [name for name in sent if name in both and held[name] != sent[name]],
+            "are missing": [name for name in sent if name not in both],
             "were not sent": [name for name in held if name not in both],
         }
         what = "; ".join(f"{len(names)} {how}: {_few(names)}" for how, names in found.items() if names)
@@ -189,11 +191,6 @@ class Delivery:
             self.failure = str(error)
             self._sender.close()
             return None
-
-
-def _views(opened: tuple[Slot, list[Placed]]) -> list[Tensor]:
-    slot, placed = opened
-    return [each.view(slot.buffer) for each in placed]
 
 
 def _few(names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mrl.controller import RayWorkerGroup
 from mrl.errors import MrlError, RolloutError, WorkerError, WorkerRaised
-from mrl.events import EventLog, ReplicaLost, ReplicaServes, Warned
+from mrl.events import EventLog, ReplicaLost, ReplicaServes
 from mrl.rollout.assignment import Assignment
 from mrl.rollout.engine import EngineSettings, Part, check_request
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
@@ -41,8 +41,6 @@ class RolloutFleet:
         self._settle()
         self.full_tensors_because = str(self._replicas[0].full_tensors_because())
         """Why whole Hugging Face tensors must be sent instead of fused and sharded ones; empty where they need not."""
-        if self.full_tensors_because:
-            events.write(Warned("rollout", f"weights travel as whole tensors: {self.full_tensors_because}"))
 
     def update(self, version: int) -> None:
         """Bring every replica to this version. One that dies meanwhile is replaced by the next `stream`."""

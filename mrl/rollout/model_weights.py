@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.platforms import current_platform
 
 from mrl.errors import RolloutError, did_you_mean
-from mrl.rollout.digest import digest
+from mrl.rollout.digest import Digests
 
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _PLAIN_MOE_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
@@ -76,7 +76,7 @@ class FusedWeights:
         self._missing = {
             f"{prefix}.{name}": (owner, name) for prefix, owner in _owners(model).items() for name in owner.slots
         }
-        self._digests: dict[str, str] = {}
+        self._digests = Digests()
 
     @torch.no_grad()
     def write(self, name: str, tensor: Tensor) -> None:
@@ -95,7 +95,7 @@ class FusedWeights:
             held = held.to(tensor.dtype)  # kernels may want a bias with more digits than it was sent with
         else:
             held = owner.fresh[attribute] = tensor.to(held.device, copy=True)
-        self._digests[name] = digest(held)
+        self._digests.add(name, held)
         owner.num_written += 1
         if owner.num_written == len(owner.slots):
             _pack(owner)
@@ -105,17 +105,17 @@ class FusedWeights:
         if self._missing:
             some = ", ".join(sorted(self._missing)[:5])
             raise RolloutError(f"{len(self._missing)} of the model's parameters were not sent: {some}")
-        return self._digests
+        return self._digests.read()
 
 
 def load_full_tensors(model: Module, model_config: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Have vLLM cut, fuse and convert whole Hugging Face tensors; the digest of each as it was handed to vLLM."""
-    digests: dict[str, str] = {}
+    digests = Digests()
 
     def own(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
             kept = tensor.clone()  # vLLM holds on to tensors until it has all of a module's
-            digests[name] = digest(kept)
+            digests.add(name, kept)
             yield name, kept
 
     owners = _owners(model)
@@ -131,7 +131,7 @@ def load_full_tensors(model: Module, model_config: Any, tensors: Iterable[tuple[
     for owner in owners.values():
         for module in owner.sharers if current_platform.is_cpu() else ():
             module.quant_method.process_weights_after_loading(module)  # type: ignore[operator, union-attr]
-    return digests
+    return digests.read()
 
 
 def _is_complete(module: Module) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from mrl.errors import RolloutError
-from mrl.rollout.digest import digest
+from mrl.rollout.digest import Digests
 from mrl.rollout.engine import EngineSettings, Part, RolloutEngine, socket_path
 from mrl.rollout.handover import HandoverReceiver
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
@@ -91,10 +91,13 @@ class TransformersEngine(RolloutEngine):
 
     def _load(self, version: int) -> dict[str, str]:
         tensors: dict[str, Tensor] = {}
+        digests = Digests()
         for bucket in self._handover.buckets():
             if bucket.version != version:
                 raise RolloutError(f"the trainer sends version {bucket.version}, but version {version} was asked for")
-            tensors |= {name: tensor.clone() for name, tensor in bucket.tensors.items()}
+            for name, tensor in bucket.tensors.items():
+                tensors[name] = tensor.clone()
+                digests.add(name, tensors[name])
         model, report = type(self.model).from_pretrained(
             None, state_dict=tensors, config=self.model.config, dtype=self.model.dtype, output_loading_info=True
         )
@@ -102,7 +105,7 @@ class TransformersEngine(RolloutEngine):
             if report[wrong]:
                 raise RolloutError(f"{wrong.replace('_', ' ')} among the tensors: {sorted(report[wrong])[:5]}")
         self.model = model.to(self.settings.device)
-        return {name: digest(tensor) for name, tensor in tensors.items()}
+        return digests.read()
 
     def _sleep(self) -> None:
         """There is no memory to give back."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from mrl.errors import RolloutError
-from mrl.rollout.digest import digest
+from mrl.rollout.digest import digest, weighted_sums
 from mrl.rollout.requests import Sampling, request_seed
 
 
@@ -25,12 +27,18 @@ def test_what_vllm_would_change_in_silence_is_refused(wrong: dict[str, float]) -
         Sampling(**wrong)  # type: ignore[arg-type]
 
 
+def on_a_gpu(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What the digest of a tensor on a GPU is made of, computed here."""
+    return tensor.dtype, tensor.shape, *weighted_sums(tensor.contiguous().view(-1)).tolist()
+
+
+@pytest.mark.parametrize("of", [digest, on_a_gpu])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_digest_is_of_every_bit(dtype: torch.dtype) -> None:
+def test_a_digest_is_of_every_bit(dtype: torch.dtype, of: Callable[[torch.Tensor], object]) -> None:
     noise = torch.Generator().manual_seed(0)
     tensor = torch.randn(1100, 1001, generator=noise).to(dtype)  # more than one chunk, and not a whole number of them
-    seen = {digest(tensor)}
-    assert digest(tensor.clone()) in seen
+    seen = {of(tensor)}
+    assert of(tensor.clone()) in seen
 
     def changed() -> torch.Tensor:
         return tensor.clone()
@@ -44,7 +52,7 @@ def test_a_digest_is_of_every_bit(dtype: torch.dtype) -> None:
     exchanged = changed()
     exchanged[0, [0, 1]] = exchanged[0, [1, 0]]
     others = [flipped, negative_zero, zero, swapped, exchanged, tensor.flip(0), tensor.t(), tensor.view(-1), tensor[1:]]
-    seen |= {digest(other) for other in others}
+    seen |= {of(other) for other in others}
     assert len(seen) == 1 + len(others)
 
 
