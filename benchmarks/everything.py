@@ -58,6 +58,10 @@ ENTRIES = (
 )
 
 
+SIMULATED = {entry.name for entry in ENTRIES if entry.simulated} | {"reshard_plans"}
+"""Benchmarks whose figures are computed rather than measured."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of one benchmark."""

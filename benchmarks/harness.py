@@ -15,8 +15,9 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,7 @@ class Benchmark:
         versions = machine.versions()
         return {
             "benchmark": self.name,
+            "command": command(sys.argv),
             "machine": described,
             "versions": versions,
             "rows": self.rows,
@@ -123,6 +125,15 @@ class Benchmark:
         if arguments.json:
             arguments.json.write_text(json.dumps(self.report(), indent=2) + "\n")
         return 0 if all(goal["met"] for goal in self.goals) else 1
+
+
+def command(words: Sequence[str]) -> str:
+    """What reproduces a run: its command line, but for where the results went."""
+    file, *arguments = words
+    if "--json" in arguments:
+        at = arguments.index("--json")
+        del arguments[at : at + 2]
+    return " ".join(["python", f"benchmarks/{Path(file).name}", *arguments])
 
 
 def parser(description: str) -> argparse.ArgumentParser:

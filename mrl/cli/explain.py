@@ -45,8 +45,8 @@ def explain(resolved: Resolved[Config], *, all_ranks: bool) -> Iterator[str]:
     """The explanation, line by line, without secrets."""
     config = resolved.config
     lines = [f"{resolved.path}", "", *_batch(config), *_placement(config)]
-    for role in config.trained_roles():
-        lines += ["", *_trained_role(config, role, all_ranks=all_ranks)]
+    for role in config.model_roles():
+        lines += ["", *_model_role(config, role, all_ranks=all_ranks)]
     lines += ["", *_rollout(config, all_ranks=all_ranks)]
     if resolved.warnings:
         lines += ["", "Not checked:", *(f"  - {warning}" for warning in resolved.warnings)]
@@ -116,8 +116,11 @@ def _has_reference(config: Config) -> bool:
     return config.algorithm.kl.where != "none"
 
 
-def _trained_role(config: Config, role: str, *, all_ranks: bool) -> Iterator[str]:
-    mesh, share, model = role_mesh(config, role), role_batch(config, role), config.trained_roles()[role]
+def _model_role(config: Config, role: str, *, all_ranks: bool) -> Iterator[str]:
+    mesh, share, model = role_mesh(config, role), role_batch(config, role), config.model_roles()[role]
+    per, samples = "update", f"samples_per_update {config.batch.samples_per_update}"
+    if role not in config.trained_roles():
+        per, samples = "step", f"samples per step {samples_per_step(config.batch)}"
     chunks = f" ({model.parallel.vpp} model chunks each)" if model.parallel.vpp > 1 else ""
     sequence = ", sequence parallel" if model.parallel.sequence_parallel else ""
     yield (
@@ -130,12 +133,14 @@ def _trained_role(config: Config, role: str, *, all_ranks: bool) -> Iterator[str
     )
     if role == "actor" and _has_reference(config):
         yield "  The reference model is this role's frozen copy: same processes, same layout."
+    if role not in config.trained_roles():
+        yield "  It is frozen: it scores whole steps."
     room = share.tokens_per_micro_batch
     yield from _aligned(
         [
             (
-                "samples per update and data-parallel rank",
-                f"samples_per_update {config.batch.samples_per_update} / dp {mesh.dp}",
+                f"samples per {per} and data-parallel rank",
+                f"{samples} / dp {mesh.dp}",
                 f"{share.samples_per_rank}",
             ),
             (
@@ -144,7 +149,7 @@ def _trained_role(config: Config, role: str, *, all_ranks: bool) -> Iterator[str
                 f"{room} tokens",
             ),
             (
-                "micro-batches per update, at most",
+                f"micro-batches per {per}, at most",
                 f"{share.samples_per_rank} / floor({room} / longest sample {share.longest_sample_tokens}), rounded up",
                 f"{share.most_micro_batches}",
             ),

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = find_snapshot(directory / "checkpoints", arguments.checkpoint)
     is_actor = arguments.role == "actor"
-    source = Path(config.model.path if is_actor else config.model.critic or config.model.path)
+    source = Path(config.model_of(arguments.role)[1])
     dtype = DTYPES[arguments.dtype or roles[arguments.role].dtype]
     saved, out = found / arguments.role, Path(arguments.out)
     number = export_checkpoint(saved, source, "lm" if is_actor else "score", dtype, out)

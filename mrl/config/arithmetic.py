@@ -12,7 +12,7 @@ from mrl.config.sft import AnyConfig
 
 @dataclass(frozen=True)
 class RoleBatch:
-    """What one data-parallel rank of a role does in one update."""
+    """What one data-parallel rank of a role does in one update; a frozen role does a whole step at once."""
 
     samples_per_rank: int
     tokens_per_micro_batch: int
@@ -62,14 +62,15 @@ def make_mesh(parallel: ParallelConfig, world_size: int) -> Mesh:
 
 def role_mesh(config: AnyConfig, role: str) -> Mesh:
     """The layout of a role over the devices of its pool."""
-    return make_mesh(config.trained_roles()[role].parallel, role_devices(config, role))
+    return make_mesh(config.model_roles()[role].parallel, role_devices(config, role))
 
 
 def role_batch(config: Config, role: str) -> RoleBatch:
-    """The share of an update that one data-parallel rank of a role works on."""
-    model = config.trained_roles()[role]
+    """The share of an update, or of a step, that one data-parallel rank of a role works on."""
+    model, batch = config.model_roles()[role], config.batch
+    samples = batch.samples_per_update if role in config.trained_roles() else samples_per_step(batch)
     return RoleBatch(
-        samples_per_rank=config.batch.samples_per_update // role_mesh(config, role).dp,
+        samples_per_rank=samples // role_mesh(config, role).dp,
         tokens_per_micro_batch=model.max_tokens_per_device * model.parallel.cp,
         longest_sample_tokens=longest_sample_tokens(config.rollout),
     )

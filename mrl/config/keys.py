@@ -117,9 +117,12 @@ def describe_type(annotation: Any) -> str:
 
 def _field_docs(section: type) -> dict[str, str]:
     """Field -> the docstring under it; Python keeps none of these at run time, so the source is read."""
-    (statement,) = ast.parse(inspect.getsource(section)).body
-    assert isinstance(statement, ast.ClassDef), f"{section} is not written as a class"
-    return dict(_docs_of(statement))
+    docs: dict[str, str] = {}
+    for declared in filter(dataclasses.is_dataclass, reversed(section.__mro__)):
+        (statement,) = ast.parse(inspect.getsource(declared)).body
+        assert isinstance(statement, ast.ClassDef), f"{declared} is not written as a class"
+        docs |= dict(_docs_of(statement))
+    return docs
 
 
 def _docs_of(statement: ast.ClassDef) -> Iterator[tuple[str, str]]:

@@ -101,12 +101,16 @@ def _check_sft(config: SftConfig) -> Checked:
 
 
 def _check_model(config: AnyConfig, problems: list[Problem], warnings: list[str]) -> Checked:
-    shape = read_model_shape(config.model.path)
-    if isinstance(shape, Problem):
-        problems.append(shape)
-    else:
-        warnings += unchecked(config, shape)
-        problems += check_model_rules(config, shape) if shape is not None else ()
+    roles_of: dict[tuple[str, str], list[str]] = {}
+    for role in config.model_roles():
+        roles_of.setdefault(config.model_of(role), []).append(role)
+    for (key, path), roles in roles_of.items():
+        shape = read_model_shape(key, path)
+        if isinstance(shape, Problem):
+            problems.append(shape)
+            continue
+        warnings += unchecked(path, shape)
+        problems += check_model_rules(config, roles, shape) if shape is not None else ()
     return problems, warnings
 
 

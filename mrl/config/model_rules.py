@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mrl.config.model_shape import ModelShape
 from mrl.config.nearest import near_divisors, nearest
-from mrl.config.schema import Config, TrainedModelConfig
+from mrl.config.schema import Config, MegatronModelConfig
 from mrl.config.sft import AnyConfig
 from mrl.errors import Problem
 
 
-def check_model_rules(config: AnyConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Every problem between the layouts and the model."""
-    for role, model in config.trained_roles().items():
+def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape) -> Iterator[Problem]:
+    """Every problem between a model and the layouts of the roles that begin with it."""
+    for role in roles:
+        model = config.model_roles()[role]
         yield from _layers(role, model, shape)
         yield from _heads(f"{role}.parallel.tp", model.parallel.tp, shape)
         yield from _experts(role, model, shape)
-    if isinstance(config, Config):
+    if isinstance(config, Config) and "actor" in roles:
         yield from _heads("rollout.tp", config.rollout.tp, shape)
 
 
-def unchecked(config: AnyConfig, shape: ModelShape | None) -> Iterator[str]:
+def unchecked(path: str, shape: ModelShape | None) -> Iterator[str]:
     """What the rules could not check, and why."""
     if shape is None:
-        yield f'layers, heads and experts against the layouts: "{config.model.path}" is not a directory on this machine'
+        yield f'layers, heads and experts against the layouts: "{path}" is not a directory on this machine'
         return
     for what, size in (("layers", shape.layers), ("attention heads", shape.heads)):
         if size is None:
             yield f"{what} against the layouts: the model's config.json does not give their number"
 
 
-def _layers(role: str, model: TrainedModelConfig, shape: ModelShape) -> Iterator[Problem]:
+def _layers(role: str, model: MegatronModelConfig, shape: ModelShape) -> Iterator[Problem]:
     pp, vpp = model.parallel.pp, model.parallel.vpp
     if shape.layers is None:
         return
@@ -48,7 +49,7 @@ def _layers(role: str, model: TrainedModelConfig, shape: ModelShape) -> Iterator
     yield Problem("", f"{role}.parallel.{key}", what, nearest(f"{role}.parallel.{key}", sizes))
 
 
-def _uneven(role: str, model: TrainedModelConfig, layers: int, ends: list[int]) -> Iterator[Problem]:
+def _uneven(role: str, model: MegatronModelConfig, layers: int, ends: list[int]) -> Iterator[Problem]:
     """Stages that were given their layers, and the rest in equal parts."""
     rest, num_others, vpp = layers - sum(ends), model.parallel.pp - len(ends), model.parallel.vpp
     stages = [*ends, *([rest // num_others] if num_others > 0 else [])]
@@ -71,7 +72,7 @@ def _heads(key: str, tp: int, shape: ModelShape) -> Iterator[Problem]:
         yield Problem("", key, what, nearest(key, near_divisors(tp, shape.kv_heads)))
 
 
-def _experts(role: str, model: TrainedModelConfig, shape: ModelShape) -> Iterator[Problem]:
+def _experts(role: str, model: MegatronModelConfig, shape: ModelShape) -> Iterator[Problem]:
     at, key = model.parallel, f"{role}.parallel.ep"
     if shape.experts is None:
         for name, size in (("ep", at.ep), ("etp", at.etp)):

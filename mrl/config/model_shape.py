@@ -29,23 +29,21 @@ class ModelShape:
     experts: int | None = None
 
 
-def read_model_shape(path: str) -> ModelShape | Problem | None:
-    """The shape of a local model, None for one that is on the hub, or what is wrong with the path."""
+def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
+    """The shape of a local model, None for one that is on the hub, or what is wrong with the path under this key."""
     directory = os.path.expanduser(path)
     if not os.path.exists(directory):
         if _HUB_NAME.fullmatch(path):
             return None
-        return Problem("", "model.path", f'"{path}" is neither a directory here nor a name on the hub')
+        return Problem("", key, f'"{path}" is neither a directory here nor a name on the hub')
     file = Path(directory, "config.json")
     try:
         sizes = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        return Problem(
-            "", "model.path", f'"{file}" cannot be read: {error.strerror}', "is it a Hugging Face model directory?"
-        )
+        return Problem("", key, f'"{file}" cannot be read: {error.strerror}', "is it a Hugging Face model directory?")
     except (ValueError, RecursionError):
-        return Problem("", "model.path", f'"{file}" is not JSON')
+        return Problem("", key, f'"{file}" is not JSON')
     if not isinstance(sizes, dict):
-        return Problem("", "model.path", f'"{file}" holds no keys and values')
+        return Problem("", key, f'"{file}" holds no keys and values')
     found = {field: next((sizes[name] for name in names if name in sizes), None) for field, names in _NAMES.items()}
     return ModelShape(**{field: size if isinstance(size, int) and size > 0 else None for field, size in found.items()})

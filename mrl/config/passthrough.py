@@ -98,10 +98,11 @@ def check_passthrough(config: AnyConfig) -> tuple[list[Problem], list[str]]:
 
 
 def _sections(config: AnyConfig) -> Iterator[tuple[KeyPath, Target, dict[str, Any]]]:
-    for role, model in config.trained_roles().items():
+    for role, model in config.model_roles().items():
         yield (role, "megatron"), _TRANSFORMER, model.megatron
-        yield (role, "ddp"), _DDP, model.ddp
-        yield (role, "optimizer"), _OPTIMIZER, model.optimizer
+    for role, trained in config.trained_roles().items():
+        yield (role, "ddp"), _DDP, trained.ddp
+        yield (role, "optimizer"), _OPTIMIZER, trained.optimizer
     if isinstance(config, Config):
         yield ("rollout", "vllm"), _ENGINE, config.rollout.vllm
 

@@ -30,23 +30,42 @@ BUILT_IN: Mapping[str, Mapping[str, object]] = {
 
 def check_reward_rules(config: Config) -> Iterator[Problem]:
     """Every problem of the reward section."""
-    functions = config.reward.functions
-    if not functions:
-        yield Problem("", "reward.functions", "names no function", "add one: reward.functions.answer.name=gsm8k")
-    elif all(function.weight == 0 for function in functions.values()):
-        yield Problem(
-            "", "reward.functions", "every weight is 0, and so would be every reward", "give one another weight"
-        )
+    functions, model = config.reward.functions, config.reward_model
+    weights = [function.weight for function in functions.values()]
+    if not functions and model is None:
+        fix = "add one: reward.functions.answer.name=gsm8k, or a reward_model section"
+        yield Problem("", "reward.functions", "names no function", fix)
+    elif not any(weights) and (model is None or model.weight == 0):
+        key = "reward.functions" if functions else "reward_model.weight"
+        yield Problem("", key, "every weight is 0, and so would be every reward", "give one another weight")
+    elif not any(weights) and config.validation.every:
+        what = "validation goes by reward.functions alone, and none of them has a weight"
+        yield Problem("", "validation.every", what, "give one a weight, or validation.every=0")
+    if model is not None:
+        yield from _scored_late(config)
     for label, function in functions.items():
         key = f"reward.functions.{label}"
         if label == "score":
             yield Problem("", key, "metrics call the weighted sum so", "choose another name for this function")
+        if label == "model" and model is not None:
+            yield Problem("", key, "metrics call the reward model so", "choose another name for this function")
         if function.name in BUILT_IN:
             yield from _options(key, function)
         elif not _is_path(function.name):
             near = did_you_mean(function.name, BUILT_IN)
             fix = f"{near}{'' if near.endswith('?') else '.'} Or name your own as package.module:function"
             yield Problem("", f"{key}.name", f'unknown reward function "{function.name}"', fix)
+
+
+def _scored_late(config: Config) -> Iterator[Problem]:
+    """The reward model scores when the rollout is over, so nothing within the rollout can read its scores."""
+    why = "compares scores during the rollout, and the reward model scores after it"
+    if config.algorithm.dynamic_sampling is not None:
+        key = "algorithm.dynamic_sampling"
+        yield Problem("", key, why, f"{key}=null, or reward_model=null")
+    if config.algorithm.advantage == "remax":
+        what = "remax needs the score of a greedy answer too, which the reward model does not see"
+        yield Problem("", "algorithm.advantage", what, "algorithm.advantage=rloo, or reward_model=null")
 
 
 def _is_path(name: str) -> bool:

@@ -7,7 +7,7 @@ is missing: the other rule reports that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
 from mrl.config.arithmetic import longest_sample_tokens, role_devices, samples_per_step
@@ -18,7 +18,7 @@ from mrl.errors import Problem, did_you_mean
 
 AnyTyped = TypeVar("AnyTyped", bound=Config | SftConfig)
 Rule = Callable[[AnyTyped], Iterator[Problem]]
-_ROLES = ("actor", "critic", "rollout")
+_ROLES = ("actor", "critic", "reward_model", "rollout")
 
 
 def check_rules(rules: Sequence[Rule[AnyTyped]], config: AnyTyped) -> Iterator[Problem]:
@@ -58,17 +58,17 @@ def several_nodes_share_a_ray_cluster(config: AnyConfig) -> Iterator[Problem]:
 
 
 def roles_have_pools(config: AnyConfig) -> Iterator[Problem]:
-    """Each role that is trained has a pool, and each pool a role."""
-    placement, trained = config.placement, config.trained_roles()
+    """Each role that has a model has a pool, and each pool a role."""
+    placement, models = config.placement, config.model_roles()
     for role, pool in placement.roles.items():
         key = f"placement.roles.{role}"
         if role not in _ROLES:
             yield Problem("", key, "unknown role", did_you_mean(role, _ROLES))
-        elif role not in trained and (role != "rollout" or isinstance(config, SftConfig)):
+        elif role not in models and (role != "rollout" or isinstance(config, SftConfig)):
             yield Problem("", key, f"there is no {role} section", f"add one, or set {key}=null")
         if pool not in placement.pools:
             yield Problem("", key, f'there is no pool "{pool}"', did_you_mean(pool, placement.pools))
-    for role in trained:
+    for role in models:
         if role not in placement.roles:
             fix = f"placement.roles.{role}={next(iter(placement.pools), 'POOL')}"
             yield Problem("", "placement.roles", f"the {role} has no pool", fix)
@@ -82,7 +82,7 @@ def roles_have_pools(config: AnyConfig) -> Iterator[Problem]:
 def layouts_fit_their_pools(config: AnyConfig) -> Iterator[Problem]:
     """The devices of a role are a multiple of what its dense and its expert layout need."""
     for role, devices in _placed(config):
-        at = config.trained_roles()[role].parallel
+        at = config.model_roles()[role].parallel
         for formula, size in (("tp x cp x pp", at.tp * at.cp * at.pp), ("etp x ep x pp", at.etp * at.ep * at.pp)):
             if devices % size:
                 pool = config.placement.roles[role]
@@ -99,14 +99,14 @@ def tensor_parallel_stays_in_a_node(config: Config) -> Iterator[Problem]:
     """Tensor parallelism needs the links inside a machine."""
     here = config.cluster.devices_per_node
     for role, devices in _placed(config):
-        yield from _stays_in_a_node(f"{role}.parallel.tp", config.trained_roles()[role].parallel.tp, devices, here)
+        yield from _stays_in_a_node(f"{role}.parallel.tp", config.model_roles()[role].parallel.tp, devices, here)
     for _, devices in _engines_placed(config):
         yield from _stays_in_a_node("rollout.tp", config.rollout.tp, devices, here)
 
 
 def uneven_stages_need_a_pipeline(config: AnyConfig) -> Iterator[Problem]:
     """A first or last stage of its own size is one of several."""
-    for role, model in config.trained_roles().items():
+    for role, model in config.model_roles().items():
         for end in ("first", "last"):
             key = f"{role}.parallel.{end}_stage_layers"
             if getattr(model.parallel, f"{end}_stage_layers") and model.parallel.pp == 1:
@@ -123,7 +123,7 @@ def _stays_in_a_node(key: str, tp: int, devices: int, here: int) -> Iterator[Pro
 
 def options_need_their_axis(config: AnyConfig) -> Iterator[Problem]:
     """Sequence parallelism and interleaving do nothing without the axis that they refine."""
-    for role, model in config.trained_roles().items():
+    for role, model in config.model_roles().items():
         at = model.parallel
         if at.sequence_parallel and at.tp == 1:
             key = f"{role}.parallel.sequence_parallel"
@@ -165,7 +165,7 @@ def steps_split_over_ranks(config: Config) -> Iterator[Problem]:
     # Where the update is right by itself, what is proposed for the step fits it as well.
     multiple = batch.samples_per_update if batch.samples_per_update % common == 0 else common
     step = multiple // math.gcd(multiple, batch.samples_per_prompt)
-    for roles, dp in _data_parallel_sizes(config):
+    for roles, dp in _data_parallel_sizes(config, config.model_roles()):
         if total % dp:
             size = f"data-parallel size {dp} ({roles})"
             what = f"prompts_per_step x samples_per_prompt = {total} is not a multiple of {size}"
@@ -186,7 +186,7 @@ def updates_split_the_step(config: Config) -> Iterator[Problem]:
     if step_splits and total % update:
         yield Problem("", key, f"{update} does not divide prompts_per_step x samples_per_prompt = {total}", fix)
         return
-    for roles, dp in _data_parallel_sizes(config):
+    for roles, dp in _data_parallel_sizes(config, config.trained_roles()):
         if update % dp:
             yield Problem("", key, f"{update} is not a multiple of data-parallel size {dp} ({roles})", fix)
 
@@ -194,7 +194,7 @@ def updates_split_the_step(config: Config) -> Iterator[Problem]:
 def samples_fit_a_micro_batch(config: Config) -> Iterator[Problem]:
     """The longest sample fits into one micro-batch."""
     rollout, longest = config.rollout, longest_sample_tokens(config.rollout)
-    for role, model in config.trained_roles().items():
+    for role, model in config.model_roles().items():
         limit, cp = model.max_tokens_per_device, model.parallel.cp
         if longest > limit * cp:
             key = f"{role}.max_tokens_per_device"
@@ -246,7 +246,7 @@ def settings_have_what_they_need(config: Config) -> Iterator[Problem]:
 
 def _placed(config: AnyConfig) -> Iterator[tuple[str, int]]:
     """The roles that have a pool, with its devices."""
-    for role in config.trained_roles():
+    for role in config.model_roles():
         if config.placement.roles.get(role) in config.placement.pools:
             yield role, role_devices(config, role)
 
@@ -259,11 +259,13 @@ def _engines_placed(config: Config) -> Iterator[tuple[str, int]]:
         yield role, pools[roles[role]]
 
 
-def _data_parallel_sizes(config: Config) -> Iterator[tuple[str, int]]:
-    """The data-parallel sizes that occur, each with the names of its roles."""
+def _data_parallel_sizes(config: Config, among: Collection[str]) -> Iterator[tuple[str, int]]:
+    """The data-parallel sizes that occur among these roles, each with the names of its roles."""
     roles_of: dict[int, list[str]] = {}
     for role, devices in _placed(config):
-        at = config.trained_roles()[role].parallel
+        if role not in among:
+            continue
+        at = config.model_roles()[role].parallel
         if devices % (at.tp * at.cp * at.pp) == 0:
             roles_of.setdefault(devices // (at.tp * at.cp * at.pp), []).append(role)
     for dp, roles in roles_of.items():
@@ -271,7 +273,7 @@ def _data_parallel_sizes(config: Config) -> Iterator[tuple[str, int]]:
 
 
 def _common_data_parallel_size(config: Config) -> int:
-    return math.lcm(*(dp for _, dp in _data_parallel_sizes(config)))
+    return math.lcm(*(dp for _, dp in _data_parallel_sizes(config, config.model_roles())))
 
 
 LAYOUT_RULES: tuple[Rule[AnyConfig], ...] = (

@@ -130,21 +130,37 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainedModelConfig:
-    """A model that Megatron trains."""
+class MegatronModelConfig:
+    """A model that Megatron runs."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """What weights and activations are held in; gradients and optimizer state are float32."""
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     max_tokens_per_device: Count
     """Tokens of one micro-batch on one device: the one memory knob, micro-batches follow from it."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Passed on to Megatron's TransformerConfig."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModelConfig(MegatronModelConfig):
+    """A model that Megatron trains."""
+
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ddp: dict[str, Any] = field(default_factory=dict)
     """Passed on to Megatron's DistributedDataParallelConfig."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Passed on to Megatron's OptimizerConfig."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig(MegatronModelConfig):
+    """A frozen model that scores responses. It reads the policy's own token ids, so its tokens must be the policy's."""
+
+    path: Text
+    """A directory in Hugging Face format, with a head of one output (`score.weight`)."""
+    weight: float = 1.0
+    """What its score is multiplied by before it is added to that of the reward functions; 0 only records it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,8 +257,8 @@ class RewardFunctionConfig:
 class RewardConfig:
     """How responses are scored: by functions, in worker processes."""
 
-    functions: dict[PlainName, RewardFunctionConfig]
-    """What metrics call each function -> which one it is."""
+    functions: dict[PlainName, RewardFunctionConfig] = field(default_factory=dict)
+    """What metrics call each function -> which one it is; there may be none where a reward model scores."""
     num_workers: Count = 4
     """Processes that score at the same time, one sample each."""
     limit_s: Seconds = 10.0
@@ -275,12 +291,14 @@ class Config:
     model: ModelConfig
     algorithm: AlgorithmConfig
     data: DataConfig
-    reward: RewardConfig
+    reward: RewardConfig = field(default_factory=RewardConfig)
     batch: BatchConfig
     actor: TrainedModelConfig
     """The policy."""
     critic: TrainedModelConfig | None = None
     """The value model; null where the advantage needs none."""
+    reward_model: RewardModelConfig | None = None
+    """A model that scores responses, beside the reward functions or in their place; null where these suffice."""
     rollout: RolloutConfig
     sync: SyncConfig = field(default_factory=SyncConfig)
     training: TrainingConfig
@@ -289,3 +307,16 @@ class Config:
     def trained_roles(self) -> dict[str, TrainedModelConfig]:
         """The roles that Megatron trains, by name."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
+
+    def model_roles(self) -> dict[str, MegatronModelConfig]:
+        """The roles that Megatron runs, trained or frozen, by name."""
+        frozen = {"reward_model": self.reward_model} if self.reward_model is not None else {}
+        return {**self.trained_roles(), **frozen}
+
+    def model_of(self, role: str) -> tuple[str, str]:
+        """The key that says which model a role begins with, and what it says."""
+        if role == "reward_model" and self.reward_model is not None:
+            return "reward_model.path", self.reward_model.path
+        if role == "critic" and self.model.critic is not None:
+            return "model.critic", self.model.critic
+        return "model.path", self.model.path

@@ -10,6 +10,7 @@ from mrl.config.schema import (
     Config,
     DataConfig,
     DeadlinesConfig,
+    MegatronModelConfig,
     ModelConfig,
     PlacementConfig,
     RunConfig,
@@ -61,6 +62,14 @@ class SftConfig:
     def trained_roles(self) -> dict[str, TrainedModelConfig]:
         """The roles that Megatron trains, by name."""
         return {"actor": self.actor}
+
+    def model_roles(self) -> dict[str, MegatronModelConfig]:
+        """The roles that Megatron runs."""
+        return {"actor": self.actor}
+
+    def model_of(self, role: str) -> tuple[str, str]:
+        """The key that says which model a role begins with, and what it says."""
+        return "model.path", self.model.path
 
 
 AnyConfig = Config | SftConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +33,8 @@ class ChatTokenizer(Protocol):
 
     def __len__(self) -> int: ...
 
+    def get_vocab(self) -> Mapping[str, int]: ...
+
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool, **options: Any
     ) -> str: ...
@@ -40,8 +42,11 @@ class ChatTokenizer(Protocol):
     def decode(self, token_ids: list[int]) -> str: ...
 
 
-def load_tokenizer(path: str) -> ChatTokenizer:
-    """The tokenizer of a model, from its directory or the local cache of the hub; never from the network."""
+def load_tokenizer(path: str, *, renders: bool = True) -> ChatTokenizer:
+    """The tokenizer of a model, from its directory or the local cache of the hub; never from the network.
+
+    One that `renders` prompts has a chat template and an end-of-sequence token.
+    """
     _check_files(Path(path))
     from transformers import AutoTokenizer
 
@@ -53,8 +58,25 @@ def load_tokenizer(path: str) -> ChatTokenizer:
             raise DataError(what, where=path, fix="download the model first: mrl never does") from error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(f"the tokenizer cannot be loaded: {reason}", where=path) from error
-    _check_tokenizer(tokenizer, path)
+    if renders:
+        _check_tokenizer(tokenizer, path)
     return tokenizer
+
+
+def compare_tokenizer(policy: ChatTokenizer, path: str) -> Iterator[str]:
+    """Refuse a model to which the policy's token ids mean other tokens; warn where its chat template is another."""
+    mine, other = policy.get_vocab(), load_tokenizer(path, renders=False)
+    theirs = other.get_vocab()
+    if different := [token for token, number in mine.items() if theirs.get(token) != number]:
+        token = different[0]
+        raise DataError(
+            f"{len(different)} of the policy's {len(mine)} tokens have other ids or none: {token!r} is "
+            f"{mine[token]} to the policy and {theirs.get(token, 'unknown')} here",
+            where=path,
+            fix="a reward model with the policy's tokenizer: it is given token ids, and no text is tokenised anew",
+        )
+    if other.chat_template != policy.chat_template:
+        yield f"the chat template of {path} is not the policy's, in whose form it will read prompts"
 
 
 class PromptEncoder:

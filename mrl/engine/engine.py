@@ -13,7 +13,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from mrl.config.schema import TrainedModelConfig
+from mrl.config.schema import MegatronModelConfig, TrainedModelConfig
 from mrl.data.balance import RowCost
 from mrl.data.packing import PackingRules
 from mrl.engine import weights
@@ -34,12 +34,11 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """The model, its head, how to run it, and whether it is trained."""
+    """The model, its head, and how to run it; it is trained where the settings are those of training."""
 
     spec: ModelSpec
     head: Head
-    settings: TrainedModelConfig
-    trained: bool = True
+    settings: MegatronModelConfig
     new_head: bool = False
     """A score head that the files lack begins at zero."""
 
@@ -77,8 +76,8 @@ class MegatronEngine:
         request = self.request
         reader.check(request.spec, request.head, request.new_head)
         weights.load(self.models, reader, request.spec, request.head, self.groups)
-        if request.trained:
-            self.optimizer = Optimizer(self.models, self.request.settings)
+        if isinstance(request.settings, TrainedModelConfig):
+            self.optimizer = Optimizer(self.models, request.settings)
         self.memory = DeviceMemory(self.models, self.optimizer, self.groups.device)
 
     @torch.no_grad()

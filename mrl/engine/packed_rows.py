@@ -28,13 +28,15 @@ Lengths = npt.NDArray[np.int64]
 class TokenRows:
     """Whole sequences: their tokens one after another, and columns with one value per *response* token.
 
-    The response of a row is its last `response_lengths` tokens; at least one token stands before it.
+    The response of a row is its last `response_lengths` tokens; at least one token stands before it. What is scored
+    is the place before each of them, which predicts it; or its own, where the token is to be judged in its turn.
     """
 
     tokens: Tensor
     lengths: Lengths
     response_lengths: Lengths
     columns: Mapping[str, Tensor]
+    before: bool = True
 
     def __post_init__(self) -> None:
         if int(self.lengths.sum()) != self.tokens.numel() or len(self.lengths) != len(self.response_lengths):
@@ -62,6 +64,7 @@ class TokenRows:
             self.lengths[index],
             self.response_lengths[index],
             {name: column[answers] for name, column in self.columns.items()},
+            self.before,
         )
 
 
@@ -96,7 +99,8 @@ class MicroBatch:
     """One micro-batch as a rank sees it.
 
     `tokens` are this context rank's, as Megatron's embedding takes them. `score_at` are the places among them whose
-    hidden state predicts a response token, `labels` those tokens, `score_to` their places among all response tokens.
+    hidden state is scored for a response token, `labels` those tokens, `score_to` their places among all response
+    tokens.
     """
 
     rows: TokenRows
@@ -122,10 +126,10 @@ def pack(rows: TokenRows, cut: Cut, device: torch.device) -> MicroBatch:
     tokens = torch.zeros(int(stored.sum()), dtype=torch.int64)
     tokens[_places(starts[: len(rows.lengths)], rows.lengths)] = rows.tokens.to("cpu", torch.int64)
     here = _local_places(stored, starts, cut)
-    scores = _places(starts[: len(rows.lengths)] + rows.lengths - rows.response_lengths - 1, rows.response_lengths)
+    answers = _places(starts[: len(rows.lengths)] + rows.lengths - rows.response_lengths, rows.response_lengths)
     position = np.full(int(stored.sum()), -1)
     position[here] = np.arange(len(here))
-    score_at = position[scores]
+    score_at = position[answers - rows.before]
     mine = np.flatnonzero(score_at >= 0)
     ends = torch.from_numpy(np.append(0, np.cumsum(stored)).astype(np.int32)).to(device)
     longest = int(stored.max())
@@ -143,7 +147,7 @@ def pack(rows: TokenRows, cut: Cut, device: torch.device) -> MicroBatch:
         params=params,
         score_at=torch.from_numpy(score_at[mine]).to(device),
         score_to=torch.from_numpy(mine).to(device),
-        labels=tokens[scores[mine] + 1].to(device),
+        labels=tokens[answers[mine]].to(device),
     )
 
 

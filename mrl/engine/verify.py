@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mrl.config.schema import ParallelConfig, TrainedModelConfig
+from mrl.config.schema import MegatronModelConfig, ParallelConfig
 from mrl.engine.local_world import run_on_ranks
 from mrl.engine.parity import Difference, ParityCase, RankResult, measure, together, transformers_scores
 from mrl.models.small import small_config
@@ -51,7 +51,7 @@ def fewest_ranks(parallel: ParallelConfig, dp: int) -> int:
 
 
 def verify_layout(
-    model: Mapping[str, Any], head: Head, settings: TrainedModelConfig, num_ranks: int, directory: Path
+    model: Mapping[str, Any], head: Head, settings: MegatronModelConfig, num_ranks: int, directory: Path
 ) -> Verified:
     """Measure a role; `model` is what the `config.json` of its model holds."""
     parallel = settings.parallel

@@ -11,6 +11,7 @@ from mrl.observe.health import findings
 Lines = Sequence[dict[str, Any]]
 _CURVES = (
     ("critic/score/mean", "score"),
+    ("reward/model/mean", "score of the reward model"),
     ("response_length/mean", "response length"),
     ("reward/kl", "KL to the reference"),
     ("actor/entropy_mean", "entropy"),

@@ -41,7 +41,7 @@ import math
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-from mrl.config.schema import TrainedModelConfig
+from mrl.config.schema import MegatronModelConfig
 from mrl.models.layout import Layout
 from mrl.models.parameters import padded_vocab
 from mrl.models.spec import ModelSpec
@@ -72,7 +72,7 @@ class Layer:
         return float(sum(astuple(self)))
 
 
-def layer_bytes(spec: ModelSpec, model: TrainedModelConfig, has_experts: bool) -> Layer:
+def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) -> Layer:
     """What one layer keeps per token of a device."""
     at, item = model.parallel, ITEM_BYTES[model.dtype]
     t, s = at.tp, at.tp if at.sequence_parallel else 1
@@ -95,7 +95,7 @@ def layer_bytes(spec: ModelSpec, model: TrainedModelConfig, has_experts: bool) -
     return Layer(hidden, 2 * hidden, attention, hidden, mlp, activation)
 
 
-def stage_activations(spec: ModelSpec, model: TrainedModelConfig, stage: int, num_micro_batches: int) -> int:
+def stage_activations(spec: ModelSpec, model: MegatronModelConfig, stage: int, num_micro_batches: int) -> int:
     """What the layers of a pipeline stage keep at their worst moment, and make again."""
     layout, tokens = Layout.of(model.parallel), model.max_tokens_per_device
     pp, vpp = layout.pp, layout.vpp
@@ -111,14 +111,14 @@ def stage_activations(spec: ModelSpec, model: TrainedModelConfig, stage: int, nu
     return math.ceil((kept * in_flight + working) * tokens * (1 + ASSUMPTIONS.allocator_share))
 
 
-def forward_activations(spec: ModelSpec, model: TrainedModelConfig) -> int:
+def forward_activations(spec: ModelSpec, model: MegatronModelConfig) -> int:
     """Of a forward pass without backward: the tensors of one layer."""
     kinds = {spec.has_experts(layer) for layer in range(spec.num_layers)}
     widest = max(layer_bytes(spec, model, kind).total for kind in kinds)
     return math.ceil(widest * model.max_tokens_per_device * (1 + ASSUMPTIONS.allocator_share))
 
 
-def head_bytes(spec: ModelSpec, model: TrainedModelConfig, head: Head, *, backward: bool) -> int:
+def head_bytes(spec: ModelSpec, model: MegatronModelConfig, head: Head, *, backward: bool) -> int:
     """Of the last stage's head, if every token of a micro-batch is scored."""
     tokens, item = model.max_tokens_per_device, ITEM_BYTES[model.dtype]
     hidden = tokens * spec.hidden * (item + (4 + item if backward else 0))

@@ -50,7 +50,7 @@ def advise(subject: Subject, most: int = 4) -> list[Advice]:
 def _ladders(subject: Subject) -> Iterator[list[Changes]]:
     """Kinds of change, those that cost least first; of each kind the steps, the smallest first."""
     config = subject.config
-    roles = config.trained_roles()
+    roles = config.model_roles()
     utilization = config.rollout.vllm.get("gpu_memory_utilization", DEFAULT_UTILIZATION)
     lower = [round(utilization - 0.05 * step, 2) for step in range(1, 13)]
     yield [{"rollout.vllm.gpu_memory_utilization": each} for each in lower if each >= 0.3]
@@ -67,7 +67,13 @@ def _ladders(subject: Subject) -> Iterator[list[Changes]]:
         }
         for share in shares
     ]
-    yield [{f"{role}.megatron.{key}": value for role in roles for key, value in FULL_RECOMPUTATION.items()}]
+    yield [
+        {
+            f"{role}.megatron.{key}": value
+            for role in config.trained_roles()
+            for key, value in FULL_RECOMPUTATION.items()
+        }
+    ]
     yield [{"rollout.tp": config.rollout.tp * factor} for factor in (2, 4, 8)]
     for axis in ("tp", "pp"):
         yield [_split_more(subject, axis, factor) for factor in (2, 4, 8)]
@@ -78,7 +84,7 @@ def _ladders(subject: Subject) -> Iterator[list[Changes]]:
 
 def _split_more(subject: Subject, axis: str, factor: int) -> Changes:
     changes: Changes = {}
-    for role, model in subject.config.trained_roles().items():
+    for role, model in subject.config.model_roles().items():
         size = getattr(model.parallel, axis) * factor
         changes[f"{role}.parallel.{axis}"] = size
         if axis == "tp" and size > 1:

@@ -1,7 +1,7 @@
 """READ THIS FIRST. What every role has on a device in every phase of a step, and whether it fits.
 
 The phases of a pool follow `HybridEngine`: before the engines take weights the actor gives up gradients and optimizer,
-before they generate its parameters too; afterwards they sleep. A critic on the same devices leaves them for as long.
+before they generate its parameters too; afterwards they sleep. Other roles on the same devices leave them for as long.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _ORIGINS = {
     "gradients": "of the same elements, in float32 unless ddp.grad_reduce_in_fp32 is false",
     "optimizer": "float32 weights and Adam's two moments of the elements that the rank owns",
 }
-HEADS: dict[str, Head] = {"actor": "lm", "critic": "score"}
+HEADS: dict[str, Head] = {"actor": "lm", "critic": "score", "reward_model": "score"}
+
+_SCORING = {"actor": "log-probs", "critic": "values", "reward_model": "reward model"}
+"""What the phase is called in which a role runs without learning."""
 
 
 @dataclass(frozen=True)
@@ -90,20 +93,21 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Role:
-    """A trained role at one pipeline stage."""
+    """A role at one pipeline stage."""
 
     name: str
     stage: int
     weights: WeightBytes
     train: tuple[Item, ...]
-    """What a training step has beside the weights."""
+    """What a training step has beside the weights; nothing where the role is frozen."""
     score: tuple[Item, ...]
     """What a forward pass has beside the weights."""
 
     def held(self, *parts: str) -> Iterator[Item]:
         """Those of parameters, gradients and optimizer state."""
         for part in parts:
-            yield Item(self.name, part, getattr(self.weights, part), f"{_ORIGINS[part]}, stage {self.stage}")
+            if num_bytes := getattr(self.weights, part):  # a frozen role has parameters alone
+                yield Item(self.name, part, num_bytes, f"{_ORIGINS[part]}, stage {self.stage}")
 
     def everything(self) -> Iterator[Item]:
         """All three, and what the process takes for itself."""
@@ -112,8 +116,8 @@ class Role:
 
     @property
     def alone_bytes(self) -> int:
-        """What training takes if nobody else is on the device."""
-        return sum(item.num_bytes for item in (*self.everything(), *self.train))
+        """What its work takes if nobody else is on the device."""
+        return sum(item.num_bytes for item in (*self.everything(), *(self.train or self.score)))
 
     def reserve(self) -> Item:
         """What the process takes whatever it does."""
@@ -121,7 +125,7 @@ class Role:
 
 
 Stages = dict[str, tuple[Role, ...]]
-"""The trained roles, each at all of its pipeline stages."""
+"""The roles, each at all of its pipeline stages."""
 
 
 def plan_memory(subject: Subject, stages: Stages | None = None) -> MemoryPlan:
@@ -141,12 +145,12 @@ def plan_memory(subject: Subject, stages: Stages | None = None) -> MemoryPlan:
 
 def role_stages(subject: Subject, role: str) -> tuple[Role, ...]:
     """A role at each of its pipeline stages."""
-    stages = range(subject.config.trained_roles()[role].parallel.pp)
+    stages = range(subject.config.model_roles()[role].parallel.pp)
     return tuple(_role(subject.config, subject.specs[role], role, stage) for stage in stages)
 
 
 def _role(config: Config, spec: ModelSpec, name: str, stage: int) -> Role:
-    model, head = config.trained_roles()[name], HEADS[name]
+    model, head = config.model_roles()[name], HEADS[name]
     batch = role_batch(config, name)
     tokens = f"{model.max_tokens_per_device} tokens of a micro-batch on a device"
     item = partial(Item, name)
@@ -161,7 +165,7 @@ def _role(config: Config, spec: ModelSpec, name: str, stage: int) -> Role:
     if stage == Layout.of(model.parallel).pp - 1:
         train.append(item("head", head_bytes(spec, model, head, backward=True), f"{tokens}, if all are scored"))
         score.append(item("head", head_bytes(spec, model, head, backward=False), f"{tokens}, if all are scored"))
-    return Role(name, stage, held, tuple(train), tuple(score))
+    return Role(name, stage, held, tuple(train) if name in config.trained_roles() else (), tuple(score))
 
 
 def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMemory) -> Iterator[Phase]:
@@ -190,10 +194,10 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
         if any(role.name == "actor" for role in roles):
             yield Phase("weights", pool, (*everything, buckets))
     for role in roles:
-        is_critic = role.name == "critic"
-        if is_critic or needs_old_log_probs(config) or has_reference(config):
-            yield Phase("values" if is_critic else "log-probs", pool, (*everything, *beside, *role.score))
-        yield Phase(f"train {role.name}", pool, (*everything, *beside, *role.train))
+        if role.name != "actor" or needs_old_log_probs(config) or has_reference(config):
+            yield Phase(_SCORING[role.name], pool, (*everything, *beside, *role.score))
+        if role.train:
+            yield Phase(f"train {role.name}", pool, (*everything, *beside, *role.train))
 
 
 def has_reference(config: Config) -> bool:

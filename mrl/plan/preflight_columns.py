@@ -19,6 +19,7 @@ _ROOT = Path(__file__).parents[2]
 _WORKERS = {
     "actor": ("mrl/workers/actor.py", "ActorRolloutRefWorker"),
     "critic": ("mrl/workers/critic.py", "CriticWorker"),
+    "reward_model": ("mrl/workers/reward_model.py", "RewardModelWorker"),
 }
 _TRAINER = "mrl/trainer/ppo.py"
 
@@ -49,6 +50,7 @@ def stages(config: Config) -> list[Stage]:
     actor = ("old_log_probs",) * (updates_per_step(config.batch) > 1) + ("ref_log_probs",) * in_loss
     actor += ("rollout_log_probs",) * (algorithm.correction is not None)
     found = [
+        (config.reward_model is not None, Stage("reward_model", "compute_rm_score")),
         (needs_old_log_probs(config), Stage("actor", "compute_log_prob")),
         (algorithm.kl.where != "none", Stage("actor", "compute_ref_log_prob")),
         (has_critic, Stage("critic", "compute_values")),

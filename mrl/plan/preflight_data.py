@@ -16,6 +16,7 @@ from mrl.plan.preflight import Finding, Verdict, guarded
 from mrl.rewards.manager import RewardManager
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
+from mrl.trainer.model_scores import check_reward_model
 
 _MOST_ROWS = 256
 _NUM_SCORED = 4
@@ -35,6 +36,7 @@ def check_data(config: Config, *, all_rows: bool) -> Iterator[Finding]:
         yield Finding("skip", "data", "prompts and rewards need the tokenizer")
         return
     yield Finding("ok", "tokenizer", f"{len(tokenizer)} tokens, ends with id {tokenizer.eos_token_id}, chat template")
+    yield from guarded("reward_model", _check_reward_model(config, tokenizer))
     scored: dict[str, list[Prompt]] = {}
     for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
         for name, source in sources.items():
@@ -44,6 +46,14 @@ def check_data(config: Config, *, all_rows: bool) -> Iterator[Finding]:
             yield from guarded(key, _check_source(config, {key: source}, tokenizer, look, scored[key]))
     yield from guarded("data.train", _check_number(config, tokenizer))
     yield from guarded("rewards", _check_rewards(config, scored, tokenizer))
+
+
+def _check_reward_model(config: Config, tokenizer: ChatTokenizer) -> Iterator[Finding]:
+    if config.reward_model is not None:
+        warnings = list(check_reward_model(config, tokenizer))
+        yield from (Finding("warn", "reward_model", warning) for warning in warnings)
+        if not warnings:
+            yield Finding("ok", "reward_model", f"{config.reward_model.path} reads the policy's tokens")
 
 
 def _check_number(config: Config, tokenizer: ChatTokenizer) -> Iterator[Finding]:
@@ -103,6 +113,9 @@ def _all_rows(dataset: RLHFDataset) -> list[Prompt | Unusable]:
 
 def _check_rewards(config: Config, prompts: Mapping[str, list[Prompt]], tokenizer: ChatTokenizer) -> Iterator[Finding]:
     """The right answers, scored in the workers that will score the responses: a sane reward gives them something."""
+    if not config.reward.functions:
+        yield Finding("skip", "rewards", "there is no reward function: the reward model alone scores")
+        return
     reward = dataclasses.replace(config.reward, on_failure="drop", max_failed_share=1.0)  # to see them all
     with tempfile.TemporaryDirectory() as directory:
         events = EventLog(Path(directory, "events.jsonl"))

@@ -1,6 +1,6 @@
 """The fastest placements and layouts that fit, by the plan's own memory and time.
 
-The time of a step is a sum over the actor, the critic and the engines, and a role's part depends on its own layout and
+The time of a step is a sum over the roles and the engines, and a role's part depends on its own layout and
 pool alone. So combinations are looked at in the order of these sums, and only until no later one can be faster:
 what is found is what trying out all of them would find. What binds the parts, memory and rules, is checked as
 combinations come up.
@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from mrl.config.arithmetic import longest_sample_tokens, samples_per_step
-from mrl.config.schema import ParallelConfig, RolloutConfig, TrainedModelConfig
+from mrl.config.schema import MegatronModelConfig, ParallelConfig, RolloutConfig
 from mrl.errors import ModelError
 from mrl.models.layout import Layout
 from mrl.models.rollout_table import EngineSizes
@@ -56,10 +56,10 @@ class Option:
     """A choice for one part: its section of the configuration, how to write that, and the seconds of that part."""
 
     seconds: float
-    section: TrainedModelConfig | RolloutConfig
+    section: MegatronModelConfig | RolloutConfig
     changes: Changes
     stages: tuple[Role, ...] = ()
-    """Of a trained role: what it holds."""
+    """Of a role with a model: what it holds."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ def _in_order(choices: list[Placement]) -> Iterator[tuple[float, Placement, dict
 
 
 def placements(subject: Subject, lengths: Lengths) -> Iterator[Placement]:
-    """The four kinds: everything together; the critic apart; the engines apart; everybody apart."""
-    config = subject.config
+    """The four kinds: everything together; the actor's guests apart; the engines apart; everybody apart."""
+    config, guests = subject.config, [role for role in subject.specs if role != "actor"]
     total = config.cluster.nodes * config.cluster.devices_per_node
     kinds: list[tuple[str, dict[str, int], dict[str, str]]] = [
         ("colocated", {"all": total}, dict.fromkeys(subject.specs, "all"))
@@ -143,11 +143,12 @@ def placements(subject: Subject, lengths: Lengths) -> Iterator[Placement]:
             continue
         together = dict.fromkeys(subject.specs, "train")
         kinds.append(("split", {"train": part, "rollout": rest}, {**together, "rollout": "rollout"}))
-        if "critic" not in subject.specs:
+        if not guests:
             continue
-        kinds.append(("hybrid", {"actor": part, "critic": rest}, {"actor": "actor", "critic": "critic"}))
-        if rest >= 2:
-            own = {"actor": part, "critic": rest // 2, "rollout": rest - rest // 2}
+        beside = dict.fromkeys(guests, guests[0])
+        kinds.append(("hybrid", {"actor": part, guests[0]: rest}, {"actor": "actor", **beside}))
+        if (each := rest // (len(guests) + 1)) > 0:
+            own = {"actor": part, **dict.fromkeys(guests, each), "rollout": rest - each * len(guests)}
             kinds.append(("standalone", own, {name: name for name in own}))
     for name, pools, roles in kinds:
         changes = {"placement.pools": pools, "placement.roles": roles, "rollout.replicas": None}
@@ -164,19 +165,21 @@ def _role_options(placed: Subject, role: str, lengths: Lengths) -> Iterator[Opti
     config, memory_bytes = placed.config, placed.hardware.memory_bytes
     devices = config.placement.pools[config.placement.roles[role]]
     for layout in _layouts(placed, placed.specs[role], role, devices):
-        for recomputation in (dict.fromkeys(FULL_RECOMPUTATION), FULL_RECOMPUTATION):
+        ways = (dict.fromkeys(FULL_RECOMPUTATION), FULL_RECOMPUTATION) if role in config.trained_roles() else ({},)
+        for recomputation in ways:
             changes = {f"{role}.parallel.{name}": size for name, size in layout.items()}
             changes |= {f"{role}.megatron.{name}": value for name, value in recomputation.items()}
             subject = placed.unchecked(changes)
             stages = role_stages(subject, role)
             if all(stage.alone_bytes <= memory_bytes for stage in stages):
                 seconds = sum(phase.seconds for phase in role_phases(subject, role, lengths))
-                yield Option(seconds, subject.config.trained_roles()[role], changes, stages)
+                yield Option(seconds, subject.config.model_roles()[role], changes, stages)
 
 
 def _layouts(placed: Subject, spec: ModelSpec, role: str, devices: int) -> Iterator[dict[str, Any]]:
-    config, model = placed.config, placed.config.trained_roles()[role]
+    config, model = placed.config, placed.config.model_roles()[role]
     here, longest = config.cluster.devices_per_node, longest_sample_tokens(config.rollout)
+    samples_per_update = config.batch.samples_per_update
     experts = [n for n in range(1, spec.moe.num_experts + 1) if spec.moe.num_experts % n == 0] if spec.moe else [1]
     stages = [n for n in range(1, _MOST_STAGES + 1) if spec.num_layers % n == 0]
     # Context parallelism costs more than it brings where a sample fits without.
@@ -185,7 +188,7 @@ def _layouts(placed: Subject, spec: ModelSpec, role: str, devices: int) -> Itera
         if tp > here or devices % (tp * cp * pp) or devices % (ep * pp) or (vpp > 1 and pp == 1):
             continue
         dp = devices // (tp * cp * pp)
-        if samples_per_step(config.batch) % dp or config.batch.samples_per_update % dp:
+        if samples_per_step(config.batch) % dp or (role in config.trained_roles() and samples_per_update % dp):
             continue
         try:
             Layout.of(ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep)).check(spec)

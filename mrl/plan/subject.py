@@ -33,7 +33,7 @@ class Subject:
 
     config: Config
     specs: dict[str, ModelSpec]
-    """The model of each trained role."""
+    """The model of each role that Megatron runs."""
     hardware: Hardware
 
     def problems(self) -> Iterator[Problem]:
@@ -43,13 +43,12 @@ class Subject:
             shape = ModelShape(
                 spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.moe.num_experts if spec.moe else None
             )
-            found = check_model_rules(self.config, shape)
-            yield from (problem for problem in found if problem.key.startswith((role, "rollout")))
+            yield from check_model_rules(self.config, [role], shape)
 
     def check_layouts(self) -> None:
         """Refuse layouts that the tables cannot tell."""
         for role, spec in self.specs.items():
-            Layout.of(self.config.trained_roles()[role].parallel).check(spec)
+            Layout.of(self.config.model_roles()[role].parallel).check(spec)
         EngineSizes(self.config.rollout.tp).check(self.specs["actor"])
 
     def varied(self, changes: Mapping[str, Any]) -> Subject | None:
@@ -85,9 +84,9 @@ class Subject:
 
     def not_modelled(self) -> Iterator[str]:
         """Settings that change memory or time in ways that are not counted."""
-        for role, model in self.config.trained_roles().items():
+        for role, model in self.config.model_roles().items():
             for section, names in _NOT_MODELLED.items():
-                values = getattr(model, section)
+                values = getattr(model, section, {})  # a frozen role has no optimizer
                 yield from (f"{role}.{section}.{name}" for name in names if values.get(name))
         names = ("quantization", "enable_expert_parallel", "kv_cache_dtype", "cpu_offload_gb", "speculative_config")
         yield from (f"rollout.vllm.{name}" for name in names if self.config.rollout.vllm.get(name))
@@ -99,9 +98,7 @@ def make_subject(resolved: Resolved[Config], hardware_name: str, model: str | No
     if config.cluster.device != "gpu":
         wrong = Problem("", "cluster.device", "a plan is about GPUs, not CPU slots", "cluster.device=gpu")
         raise ConfigError([_at_origin(wrong, resolved)])
-    specs = {"actor": model_spec(model or config.model.path)}
-    if config.critic is not None:
-        specs["critic"] = model_spec(model or config.model.critic or config.model.path)
+    specs = {role: model_spec(model or config.model_of(role)[1]) for role in config.model_roles()}
     subject = Subject(config, specs, hardware(hardware_name))
     if problems := list(subject.problems()):
         raise ConfigError([_at_origin(problem, resolved) for problem in problems])

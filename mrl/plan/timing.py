@@ -90,9 +90,12 @@ def plan_time(subject: Subject, lengths: Lengths) -> TimePlan:
 
 
 def role_phases(subject: Subject, role: str, lengths: Lengths) -> Iterator[TimedPhase]:
-    """The phases in which a trained role works."""
+    """The phases in which a role works."""
     config = subject.config
     forward = partial(_work, subject, role, lengths, trains=False)
+    if role == "reward_model":
+        yield TimedPhase("reward model", forward())
+        return
     if role == "critic":
         yield TimedPhase("values", forward())
     elif needs_old_log_probs(config):
@@ -156,7 +159,7 @@ def _decode_step_s(subject: Subject, engine: EngineMemory, batch: float, lengths
 def _work(subject: Subject, role: str, lengths: Lengths, *, trains: bool) -> dict[str, float]:
     """Forward, or forward and backward with optimizer steps, of all samples of a step."""
     config, spec, device = subject.config, subject.specs[role], subject.hardware
-    model, mesh = config.trained_roles()[role], role_mesh(config, role)
+    model, mesh = config.model_roles()[role], role_mesh(config, role)
     num_updates = updates_per_step(config.batch) if trains else 1
     samples = samples_per_step(config.batch) * (config.batch.epochs_per_step if trains else 1)
     # Backward takes twice the work of forward, and recomputation is a forward pass more.
@@ -176,7 +179,7 @@ def _work(subject: Subject, role: str, lengths: Lengths, *, trains: bool) -> dic
 
 
 def _layer_launches_s(subject: Subject, role: str) -> float:
-    spec, model = subject.specs[role], subject.config.trained_roles()[role]
+    spec, model = subject.specs[role], subject.config.model_roles()[role]
     num_routed, expert_s = sum(map(spec.has_experts, range(spec.num_layers))), ASSUMPTIONS.expert_layer_s
     if spec.moe and not model.megatron.get("moe_grouped_gemm"):
         expert_s += spec.moe.num_experts / model.parallel.ep * ASSUMPTIONS.lone_expert_s
@@ -186,7 +189,7 @@ def _layer_launches_s(subject: Subject, role: str) -> float:
 def _link_s_per_token(subject: Subject, role: str, mesh: Mesh) -> float:
     """Of one token forward through all layers: what tensor ranks gather and add up, the keys and values that context
     ranks pass around, what goes from stage to stage, what experts are sent and give back."""
-    spec, model = subject.specs[role], subject.config.trained_roles()[role]
+    spec, model = subject.specs[role], subject.config.model_roles()[role]
     hidden, keys = (ITEM_BYTES[model.dtype] * size for size in (spec.hidden, spec.num_kv_heads * spec.head_dim))
     tensor = 4 * hidden * (mesh.tp - 1) / mesh.tp * _s_per_byte(subject, mesh.tp)
     context = 2 * keys / mesh.tp * (mesh.cp - 1) * _s_per_byte(subject, mesh.tp * mesh.cp)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from mrl.config.mesh import Mesh
-from mrl.config.schema import TrainedModelConfig
+from mrl.config.schema import MegatronModelConfig, TrainedModelConfig
 from mrl.models.families import FAMILIES
 from mrl.models.layout import Layout, RankPlace
 from mrl.models.rollout_table import EngineSizes, embedding_tensors, head_tensors, layer_tensors
@@ -51,9 +51,14 @@ class WeightBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def stage_weights(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, stage: int) -> WeightBytes:
-    """What a rank of that pipeline stage holds when the model is trained with Megatron's distributed optimizer."""
+def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head: Head, stage: int) -> WeightBytes:
+    """What a rank of that pipeline stage holds; of a trained model with Megatron's distributed optimizer."""
     item = ITEM_BYTES[model.dtype]
+    if not isinstance(model, TrainedModelConfig):
+        layout = Layout.of(model.parallel)
+        held = [elements for _, elements in _dense(spec, layout, stage, head)]
+        held += [elements for chunk in range(layout.vpp) for elements in _experts(spec, layout, stage, chunk)]
+        return WeightBytes(sum(held) * item, 0, 0, 0)
     found = buffers(spec, model, mesh, head, stage)
     padded = sum(buffer.num_padded for buffer in found)
     # float32 weights beside those of the model, and Adam's two moments.

@@ -31,7 +31,9 @@ class Scored:
 class Generator:
     """Generates and scores."""
 
-    def __init__(self, config: Config, hybrid: HybridEngine, rewards: RewardManager, tokenizer: ChatTokenizer) -> None:
+    def __init__(
+        self, config: Config, hybrid: HybridEngine, rewards: RewardManager | None, tokenizer: ChatTokenizer
+    ) -> None:
         self._config = config
         self._hybrid = hybrid
         self._rewards = rewards
@@ -52,13 +54,16 @@ class Generator:
         for response in self._hybrid.generate(requests, sampling):
             row = row_of[response.key]
             responses[row], samples[row] = response, self._sample(batch, row, response)
-            tickets[row] = self._rewards.submit(samples[row])
-        scored = self._rewards.drain()
+            if self._rewards is not None:
+                tickets[row] = self._rewards.submit(samples[row])
         rows = range(len(requests))
-        outcomes = [scored[tickets[row]] for row in rows]
+        outcomes: list[Outcome] = [Score(0.0, {}, 0.0)] * len(rows)  # where only a reward model scores, later
+        if self._rewards is not None:
+            scored = self._rewards.drain()
+            outcomes = [scored[tickets[row]] for row in rows]
         columns = self._columns(batch, [responses[row] for row in rows], [samples[row] for row in rows], outcomes)
         kept = [row for row in rows if isinstance(outcomes[row], Score)]
-        metrics = reward_metrics([samples[row] for row in rows], outcomes)
+        metrics = reward_metrics([samples[row] for row in rows], outcomes) if self._rewards is not None else {}
         return Scored(batch.union(columns).take(kept), metrics)
 
     def _requests(self, batch: DataProto, step: int) -> list[GenerationRequest]:

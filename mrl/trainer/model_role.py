@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from mrl.config.schema import TrainedModelConfig
+from mrl.config.schema import MegatronModelConfig
 from mrl.controller import RayWorkerGroup
 from mrl.data.packing import PackingRules, plan_step
 from mrl.protocol import DataProto
 
 
 class ModelRole:
-    """The actor or the critic. Rows go where the work is even; they come back in the batch's own order."""
+    """A role's model. Rows go where the work is even; they come back in the batch's own order."""
 
-    def __init__(self, group: RayWorkerGroup, settings: TrainedModelConfig) -> None:
+    def __init__(self, group: RayWorkerGroup, settings: MegatronModelConfig) -> None:
         self.group = group
         self._max_tokens = settings.max_tokens_per_device
         facts = group.init_model()[0]

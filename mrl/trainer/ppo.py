@@ -24,6 +24,7 @@ from mrl.trainer.audit import audit_step
 from mrl.trainer.dynamic_sampling import full_batch
 from mrl.trainer.generation import Scored
 from mrl.trainer.model_role import mean_of
+from mrl.trainer.model_scores import add_model_scores
 from mrl.trainer.run import Run
 from mrl.trainer.team import Team, make_team
 from mrl.workers.messages import WholeBatch
@@ -54,6 +55,9 @@ class RayPPOTrainer:
         """Start all roles for the length of the block, and go on from the run's checkpoint where there is one."""
         with make_team(self.config, self.run.directory, self.run.events, self.clock) as self.team:
             self.actor, self.critic, self.hybrid = self.team.actor, self.team.critic, self.team.hybrid
+            self.reward_model = self.team.reward_model
+            if reason := self.hybrid.full_tensors_because:
+                self.run.warn("rollout", f"weights travel as whole tensors: {reason}")
             self.num_steps_done = self.run.resume(self.team)
             yield self.team
 
@@ -81,6 +85,10 @@ class RayPPOTrainer:
         algorithm = self.config.algorithm
         with self.clock("rollout"), self.hybrid.rollout_mode():  # Megatron's layout -> vLLM's, and back to sleep
             samples = self.collect(step)  # responses, rollout_log_probs, scores
+        if self.reward_model is not None:
+            with self.clock("reward_model"):
+                written = self.reward_model.run("compute_rm_score", samples.batch)
+                samples = add_model_scores(self.config, samples, written)
         batch, metrics = store(samples.batch.select(*self._learnt_from(samples.batch))), dict(samples.metrics)
         if needs_old_log_probs(self.config):
             with self.clock("old_log_prob"):

@@ -16,8 +16,8 @@ from mrl.trainer.model_role import ModelRole
 def of_batch(batch: DataProto, max_response_tokens: int) -> dict[str, float]:
     """Scores, lengths, and how many groups teach nothing."""
     scores = np.asarray(batch.packed("scores"), dtype=np.float64)
-    figures = _figures("critic/score", scores) | _figures("response_length", batch.lengths("responses"))
-    figures |= _figures("prompt_length", batch.lengths("prompts"))
+    figures = figures_of("critic/score", scores) | figures_of("response_length", batch.lengths("responses"))
+    figures |= figures_of("prompt_length", batch.lengths("prompts"))
     figures["response_length/clip_ratio"] = float((batch.lengths("responses") >= max_response_tokens).mean())
     uids, group = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)
     lowest, highest = np.full(len(uids), np.inf), np.full(len(uids), -np.inf)
@@ -50,7 +50,8 @@ def of_training(role: ModelRole, name: str, seconds: float, num_tokens: int) -> 
     return {f"perf/{name}_tflops": rate / 1e12} | ({f"perf/{name}_mfu": rate / peak} if peak else {})
 
 
-def _figures(name: str, values: npt.NDArray[np.generic]) -> dict[str, float]:
+def figures_of(name: str, values: npt.NDArray[np.generic]) -> dict[str, float]:
+    """Mean, largest and smallest."""
     return {
         f"{name}/mean": float(values.mean()),
         f"{name}/max": float(values.max()),

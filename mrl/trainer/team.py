@@ -15,7 +15,7 @@ from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolMan
 from mrl.data.chat import load_tokenizer
 from mrl.data.prompt_loader import PromptLoader, Skips
 from mrl.data.rlhf_dataset import open_dataset
-from mrl.events import EventLog
+from mrl.events import EventLog, Warned
 from mrl.hybrid.hybrid_engine import HybridEngine
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
@@ -23,6 +23,7 @@ from mrl.observe.clock import Clock
 from mrl.rewards.manager import RewardManager
 from mrl.trainer.generation import Generator
 from mrl.trainer.model_role import ModelRole
+from mrl.trainer.model_scores import check_reward_model
 from mrl.trainer.validation import Validator
 from mrl.workers.messages import ModelSetup
 
@@ -33,6 +34,7 @@ class Team:
 
     actor: ModelRole
     critic: ModelRole | None
+    reward_model: ModelRole | None
     hybrid: HybridEngine
     prompts: PromptLoader
     generator: Generator
@@ -59,29 +61,32 @@ def make_team(config: Config, directory: Path, events: EventLog, clock: Clock) -
     """Start everything. What can fail cheaply comes first: prompts and rewards before any device is asked for."""
     with ExitStack() as stack:
         tokenizer = load_tokenizer(config.model.path)
-        for name in config.trained_roles():
+        for name in config.model_roles():
             check_model(_setup(name, config))
+        for warning in check_reward_model(config, tokenizer):
+            events.write(Warned("reward_model", warning))
         prompts = PromptLoader(
             open_dataset(config.data.train, config.data, config.rollout, tokenizer), config.data, config.batch, events
         )
         validation = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
-        rewards = stack.enter_context(RewardManager(config.reward, events))
+        rewards = stack.enter_context(RewardManager(config.reward, events)) if config.reward.functions else None
         with clock("start"):
             stack.enter_context(ray_cluster(config.cluster))
             resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
             resources.create(directory, events)
             stack.callback(resources.release)
             context = RunContext(directory, events, config.deadlines, resources)
-            groups = {name: _start(name, config, context) for name in config.trained_roles()}
+            groups = {name: _start(name, config, context) for name in config.model_roles()}
             for group in groups.values():
                 stack.callback(group.shutdown)
             hybrid = HybridEngine(config, groups, context)  # the engines sleep before the models load
             stack.callback(hybrid.close)
-            roles = {name: ModelRole(group, config.trained_roles()[name]) for name, group in groups.items()}
+            roles = {name: ModelRole(group, config.model_roles()[name]) for name, group in groups.items()}
             hybrid.connect()
         generator = Generator(config, hybrid, rewards, tokenizer)
         validator = Validator(config, validation, generator, Skips(config.data.max_bad_rows, events))
-        yield Team(roles["actor"], roles.get("critic"), hybrid, prompts, generator, validator, _kl_controller(config))
+        frozen, kl = roles.get("reward_model"), _kl_controller(config)
+        yield Team(roles["actor"], roles.get("critic"), frozen, hybrid, prompts, generator, validator, kl)
 
 
 def check_model(setup: ModelSetup) -> None:
@@ -92,9 +97,9 @@ def check_model(setup: ModelSetup) -> None:
 
 def _setup(role: str, config: Config) -> ModelSetup:
     return ModelSetup(
-        path=config.model.path if role == "actor" else config.model.critic or config.model.path,
+        path=config.model_of(role)[1],
         head="lm" if role == "actor" else "score",
-        settings=config.trained_roles()[role],
+        settings=config.model_roles()[role],
         seed=config.training.seed,
         timeout_s=config.deadlines.call_s,
         new_head=role == "critic" and config.model.critic is None,
@@ -108,8 +113,10 @@ def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
     if role == "actor":
         arguments = [setup, config.algorithm, config.rollout.temperature, horizon]
         worker = RayClassWithInitArgs("mrl.workers.actor:ActorRolloutRefWorker", *arguments)
-    else:
+    elif role == "critic":
         worker = RayClassWithInitArgs("mrl.workers.critic:CriticWorker", setup, config.algorithm, horizon)
+    else:
+        worker = RayClassWithInitArgs("mrl.workers.reward_model:RewardModelWorker", setup)
     return RayWorkerGroup(role, worker, role_mesh(config, role), context)
 
 

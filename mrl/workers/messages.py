@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mrl.config.schema import TrainedModelConfig
+from mrl.config.schema import MegatronModelConfig
 from mrl.data.packing import PackingRules
 
 MicroBatchSizes = list[list[int]]
@@ -15,11 +15,11 @@ MicroBatchSizes = list[list[int]]
 
 @dataclass(frozen=True)
 class ModelSetup:
-    """A model, and how this run trains it."""
+    """A model, and how this run trains or only runs it."""
 
     path: str
     head: Literal["lm", "score"]
-    settings: TrainedModelConfig
+    settings: MegatronModelConfig
     seed: int
     timeout_s: float
     new_head: bool = False

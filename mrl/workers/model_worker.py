@@ -1,4 +1,4 @@
-"""What actor, critic and SFT workers share: a Megatron engine, and the way from a batch to its rows and back."""
+"""What the workers of all models share: a Megatron engine, and the way from a batch to its rows and back."""
 
 from __future__ import annotations
 

@@ -28,6 +28,10 @@ from mrl.plan.preflight_machine import check_disk, check_nodes
 
 ROOT = Path(__file__).parents[2]
 LAPTOP = str(ROOT / "configs" / "laptop-ppo.yaml")
+REWARD_MODEL = (
+    "reward_model={path: some/model, max_tokens_per_device: 512}",
+    "placement.roles.reward_model=laptop",
+)
 HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "tensordict", "pyarrow", "numpy")
 OFFLINE = f"""
 import sys
@@ -117,8 +121,10 @@ def test_declarations_are_read_as_python_has_them() -> None:
     from mrl.controller.dispatch import registered_methods
     from mrl.workers.actor import ActorRolloutRefWorker
     from mrl.workers.critic import CriticWorker
+    from mrl.workers.reward_model import RewardModelWorker
 
-    for role, worker in (("actor", ActorRolloutRefWorker), ("critic", CriticWorker)):
+    workers = {"actor": ActorRolloutRefWorker, "critic": CriticWorker, "reward_model": RewardModelWorker}
+    for role, worker in workers.items():
         declared = preflight_columns.declared_columns(role)
         batches = {name: spec for name, spec in registered_methods(worker).items() if spec.reads}
         assert batches
@@ -128,7 +134,7 @@ def test_declarations_are_read_as_python_has_them() -> None:
 
 def test_the_stages_are_those_of_the_trainer() -> None:
     step = (ROOT / "mrl" / "trainer" / "ppo.py").read_text()
-    full = config_of("algorithm.kl.where=both")
+    full = config_of("algorithm.kl.where=both", *REWARD_MODEL)
     called = [stage.method for stage in preflight_columns.stages(full)]
     in_trainer = [
         text.partition('"')[0]
@@ -147,6 +153,7 @@ def test_the_stages_are_those_of_the_trainer() -> None:
         ("algorithm.kl.where=loss", "batch.samples_per_update=32"),
         ("algorithm.correction={}", "batch.samples_per_update=32"),
         ("algorithm.advantage=remax", "critic=null", "placement.roles.critic=null"),
+        (*REWARD_MODEL, "reward.functions.answer=null"),
     ],
 )
 def test_configurations_that_load_have_all_columns(overrides: tuple[str, ...]) -> None:

@@ -106,6 +106,14 @@ def test_no_reference_without_divergence(explain: Callable[..., str]) -> None:
     assert "  laptop  4  actor, rollout, critic take turns\n" in text
 
 
+def test_a_reward_model_works_on_whole_steps(explain: Callable[..., str]) -> None:
+    section = "reward_model={path: some/model, max_tokens_per_device: 1024, parallel: {tp: 2, pp: 2}}"
+    text = explain("configs/laptop-ppo.yaml", section, "placement.roles.reward_model=laptop")
+    assert "rollout, reference (kl.where: reward), critic, reward_model take turns\n" in text
+    assert "reward_model: 4 ranks = tp 2 x cp 1 x dp 1 x pp 2\n  It is frozen: it scores whole steps.\n" in text
+    assert "samples per step and data-parallel rank  samples per step 32 / dp 1 " in text
+
+
 def test_mistakes_and_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("MRL_TEST_TOKEN", "canary-5up3r-hidden")

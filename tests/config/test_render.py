@@ -117,17 +117,18 @@ actor:
     etp: 1                                       # default
     sequence_parallel: false                     # default
   dtype: bfloat16                                # default
+  max_tokens_per_device: 1024                    # run.yaml:21
+  megatron: {}                                   # default
   schedule:
     warmup_steps: 0                              # default
     decay: constant                              # default
     decay_steps: null                            # default
     min_lr_ratio: 0.0                            # default
-  max_tokens_per_device: 1024                    # run.yaml:21
-  megatron: {}                                   # default
   ddp: {}                                        # default
   optimizer:
     lr: 1e-06                                    # run.yaml:22
 critic: null                                     # command line
+reward_model: null                               # default
 rollout:
   tp: 1                                          # default
   replicas: null                                 # default
@@ -217,7 +218,7 @@ def test_schema_lists_every_key_once_with_its_meaning() -> None:
     assert "  device: cpu | gpu; required\n" in text
     assert "  ray_address: one line of text | null; default null\n" in text
     assert "    Its keys are those of actor.\n" in text
-    assert text.count("max_tokens_per_device:") == 1
+    assert text.count("max_tokens_per_device:") == 2, "of actor and critic, and of the reward model"
 
 
 def test_every_key_of_the_schema_has_a_meaning() -> None:

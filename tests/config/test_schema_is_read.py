@@ -7,7 +7,7 @@ whose type is a configuration dataclass, followed through attribute chains, call
 from __future__ import annotations
 
 import ast
-import dataclasses
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,12 @@ class Known:
     """What all sources together declare: attributes and methods of classes, and what functions return."""
 
     attributes: dict[str, dict[str, Type]] = field(default_factory=dict)
+    bases: dict[str, list[str]] = field(default_factory=dict)
     returns: dict[str, Type] = field(default_factory=dict)
+
+    def lineage(self, name: str) -> list[str]:
+        """A class of mrl with those that it inherits from, itself first."""
+        return [name, *(above for base in self.bases[name] if base in self.bases for above in self.lineage(base))]
 
     def type_of(self, annotation: ast.expr | None) -> Type | None:
         """The type that an annotation names, where it is a class of mrl or a dictionary of one."""
@@ -67,8 +72,9 @@ class Scope:
                 base = self.infer(value)
                 if base is None or base.of_dict:
                     return None
-                self.reads.add((base.name, attribute))
-                return self.known.attributes[base.name].get(attribute)
+                lineage = self.known.lineage(base.name)
+                self.reads |= {(name, attribute) for name in lineage}
+                return next(filter(None, (self.known.attributes[name].get(attribute) for name in lineage)), None)
             case ast.Subscript(value=value) | ast.Call(func=ast.Attribute(value=value, attr="get")):
                 base = self.infer(value)
                 return Type(base.name) if base is not None and base.of_dict else None
@@ -109,6 +115,8 @@ def declare(trees: list[ast.Module]) -> Known:
     """Classes, their annotated attributes, what methods and functions return, and what __init__ gives self."""
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     known = Known({definition.name: {} for definition in classes})
+    for definition in classes:
+        known.bases[definition.name] = [base.id for base in definition.bases if isinstance(base, ast.Name)]
     for tree in trees:
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and (found := known.type_of(node.returns)):
@@ -203,7 +211,8 @@ def sources_of_mrl() -> dict[str, str]:
 
 def keys_of_the_schema() -> set[Read]:
     sections = {schema.Config, *(key.section or key.entries for key in schema_keys())} - {None}
-    return {(section.__name__, entry.name) for section in sections for entry in dataclasses.fields(section)}
+    declaring = {base for section in sections for base in section.__mro__}
+    return {(base.__name__, name) for base in declaring for name in inspect.get_annotations(base)}
 
 
 def test_every_key_is_read() -> None:

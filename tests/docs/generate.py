@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.everything import SIMULATED
+from benchmarks.harness import shown
 from mrl.algos.core_algos import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, RATIO_LEVELS
 from mrl.config.arithmetic import num_engines, role_mesh
 from mrl.config.keys import ENTRY, KeyPath, describe_type, dotted, fields_of
@@ -25,7 +27,10 @@ from mrl.plan.preflight_columns import declared_columns, stages
 from tests.docs.blocks import ROOT, pages
 
 _MADE = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_EVERYTHING_ON = ("algorithm.kl.where=both", "algorithm.correction={}")
+_EVERYTHING_ON = (
+    *("algorithm.kl.where=both", "algorithm.correction={}"),
+    *("reward_model={path: some/model, max_tokens_per_device: 512}", "placement.roles.reward_model=laptop"),
+)
 _FROM_ELSEWHERE = {
     "response_mask": "nothing in mrl today",
     "baseline_scores": "rollout and rewards, of a greedy answer",
@@ -33,6 +38,7 @@ _FROM_ELSEWHERE = {
 }
 
 WHEN = {
+    "compute_rm_score": "there is a reward model",
     "compute_log_prob": "several updates a step, KL in the reward, or a correction",
     "compute_ref_log_prob": "`algorithm.kl.where` is not `none`",
     "compute_values": "there is a critic",
@@ -50,7 +56,8 @@ COLUMNS = {
     "values": ("tokens", "the critic's value of the state before each response token"),
     "advantages": ("tokens", "how much better each token did than expected"),
     "returns": ("tokens", "what the critic is trained towards"),
-    "scores": ("one number", "the reward of the response, the weighted sum of the functions"),
+    "scores": ("one number", "the reward of the response: the weighted sum of the functions and the reward model"),
+    "rm_scores": ("one number", "what the reward model says of the response; the driver adds it to the scores"),
     "baseline_scores": ("one number", "ReMax: the score of the greedy answer to the same prompt"),
     "position": ("one number", "where the row stands in the batch, so that shards can be put together"),
 }
@@ -81,7 +88,7 @@ def columns() -> str:
     """Every column that workers read or write, with who writes it."""
     writers: dict[str, list[str]] = {}
     known = set()
-    for role in ("actor", "critic"):
+    for role in ("reward_model", "actor", "critic"):
         for method, declared in declared_columns(role).items():
             known |= {*declared.reads, *declared.optional, *declared.writes}
             for name in declared.writes:
@@ -222,8 +229,27 @@ def presets() -> str:
     return table(("preset", "model", "GPUs", "actor", "engines"), rows())
 
 
+def results() -> str:
+    """Every goal of the benchmarks as it was measured last."""
+
+    def rows() -> Iterator[Sequence[str]]:
+        for file in sorted((ROOT / "benchmarks/results").glob("*.json")):
+            report = json.loads(file.read_text(encoding="utf-8"))
+            if "benchmark" not in report:  # the file of all together
+                continue
+            said = f"`{report['command']}`" + (" (simulated)" if report["benchmark"] in SIMULATED else "")
+            if report["benchmark"] == "parity":
+                said += f", megatron-core {report['versions']['megatron-core']}"
+            for goal in report["goals"]:
+                verdict = "met" if goal["met"] else "**missed**"
+                yield said, f"{goal['name']} {goal['goal']}", shown(goal["value"]), verdict
+                said = ""
+
+    return table(("command", "goal", "value", ""), rows())
+
+
 MAKERS: dict[str, Callable[[], str]] = {
-    maker.__name__: maker for maker in (calls, columns, schema, sft_schema, site_schema, names, files, presets)
+    maker.__name__: maker for maker in (calls, columns, schema, sft_schema, site_schema, names, files, presets, results)
 }
 
 

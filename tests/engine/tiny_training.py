@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from mrl.config.schema import ParallelConfig, ScheduleConfig, TrainedModelConfig
+from mrl.config.schema import MegatronModelConfig, ParallelConfig, ScheduleConfig, TrainedModelConfig
 from mrl.engine.engine import EngineRequest, MegatronEngine, Rows
 from mrl.engine.loss import LossFunction, LossInput, LossOutput
 from mrl.engine.packed_rows import TokenRows
@@ -32,14 +32,16 @@ def build(
     schedule: ScheduleConfig | None = None,
 ) -> MegatronEngine:
     """An engine with the weights of a tiny model."""
-    settings = TrainedModelConfig(
-        parallel=layout,
-        dtype=dtype,
-        max_tokens_per_device=64,
-        optimizer={"lr": 1e-2, "weight_decay": 0.01},
-        schedule=schedule or ScheduleConfig(),
-    )
-    engine = MegatronEngine(EngineRequest(read_spec(path), head, settings, trained), groups)
+    settings = MegatronModelConfig(parallel=layout, dtype=dtype, max_tokens_per_device=64)
+    if trained:
+        settings = TrainedModelConfig(
+            parallel=layout,
+            dtype=dtype,
+            max_tokens_per_device=64,
+            optimizer={"lr": 1e-2, "weight_decay": 0.01},
+            schedule=schedule or ScheduleConfig(),
+        )
+    engine = MegatronEngine(EngineRequest(read_spec(path), head, settings), groups)
     engine.load(HfReader(path))
     return engine
 

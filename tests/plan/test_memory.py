@@ -11,14 +11,14 @@ from mrl.config.arithmetic import make_mesh
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
 from mrl.models.layout import Layout, RankPlace
 from mrl.models.rollout_table import EngineSizes, rollout_tensors
-from mrl.models.table import shards_of
+from mrl.models.table import hf_tensors, shards_of
 from mrl.plan.activations import layer_bytes, stage_activations
 from mrl.plan.advice import advise
 from mrl.plan.engine_memory import RESERVE
 from mrl.plan.known_models import model_spec
 from mrl.plan.memory import MemoryPlan, Phase, plan_memory
 from mrl.plan.weights import buffers, engine_elements
-from tests.plan.planning import PRESETS, subject_of
+from tests.plan.planning import PRESETS, REWARD_MODEL, subject_of
 
 LLAMA_8B, QWEN_MOE = model_spec("Llama-3.1-8B"), model_spec("Qwen3-30B-A3B")
 
@@ -121,6 +121,18 @@ def test_phases_follow_the_hybrid_engine() -> None:
     assert size(rollout, "critic", "optimizer") == 0 < size(train, "critic", "optimizer"), "a guest of the actor leaves"
     assert {item.what for item in train.items if item.role == "rollout"} == {RESERVE}, "the engine sleeps"
     assert size(train, "actor", "gradients") == 2 * size(train, "actor", "parameters")
+
+
+def test_a_reward_model_has_parameters_alone_and_leaves_for_the_rollout() -> None:
+    plan = plan_memory(subject_of("ppo-llama3.1-8b-1n8g", **REWARD_MODEL))
+    assert [each.name for each in plan.phases][-3:] == ["values", "train critic", "reward model"]
+    scoring, rollout = phase(plan, "reward model"), phase(plan, "rollout")
+    held = sum(math.prod(shape) for shape in hf_tensors(LLAMA_8B, "score").values()) * 2
+    assert size(scoring, "reward_model", "parameters") == held
+    assert size(rollout, "reward_model", "parameters") == 0
+    assert not {item.what for item in scoring.items if item.role == "reward_model"} & {"gradients", "optimizer"}
+    without = plan_memory(subject_of("ppo-llama3.1-8b-1n8g"))
+    assert plan.host_bytes_per_node - without.host_bytes_per_node == 8 * held
 
 
 def test_memory_that_does_not_take_turns_adds_up() -> None:

@@ -10,7 +10,7 @@ from benchmarks import plan as published
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.subject import Subject
 from mrl.plan.timing import Lengths, TimedPhase, TimePlan, assumed_lengths, plan_time
-from tests.plan.planning import PRESETS, subject_of
+from tests.plan.planning import PRESETS, REWARD_MODEL, subject_of
 
 LENGTHS = Lengths(prompt=512, response=2048)
 DENSE = "grpo-qwen3-32b-4n8g"
@@ -89,6 +89,13 @@ def test_a_smaller_cache_makes_more_rounds() -> None:
 def test_what_need_not_be_computed_takes_no_time() -> None:
     names = [each.name for each in timed(algorithm__kl__where="none", batch__samples_per_update=2048).phases]
     assert names == ["weights", "rollout", "train actor"]
+
+
+def test_a_reward_model_goes_forward_once() -> None:
+    plan = timed("ppo-llama3.1-8b-1n8g", **REWARD_MODEL)
+    scoring, values = phase(plan, "reward model"), phase(plan, "values")
+    assert scoring.parts["matrix products"] == values.parts["matrix products"], "the same model on the same devices"
+    assert "train reward_model" not in {phase.name for phase in plan.phases}
 
 
 def test_engines_apart_need_no_way_to_the_host() -> None:

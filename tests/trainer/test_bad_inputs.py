@@ -101,12 +101,41 @@ def link_to_nowhere() -> None:
     Path("runs").symlink_to("nowhere/at/all")
 
 
+def scorer(change: Callable[[dict[str, torch.Tensor]], object] = lambda tensors: None, *others: Break) -> Break:
+    """A reward model made from the policy, with these changes."""
+
+    def make() -> None:
+        shutil.copytree("model", "scorer")
+        tensors = load_file("scorer/model.safetensors")
+        del tensors[HEAD]
+        tensors["score.weight"] = torch.ones(1, len(tensors[NORM]))
+        change(tensors)
+        save_file(tensors, "scorer/model.safetensors", {"format": "pt"})
+        for other in others:
+            other()
+
+    return make
+
+
+def fewer_tokens(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:-1].clone()
+
+
+def tokens_swapped() -> None:
+    path = Path("scorer/tokenizer.json")
+    values = json.loads(path.read_text())
+    vocab = values["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    path.write_text(json.dumps(values))
+
+
 def nothing() -> None:
     """The overrides alone make the case."""
 
 
 HEAD, NORM = "lm_head.weight", "model.norm.weight"
 SOURCE = "data.train={sums: null, mine: {dataset: rows.jsonl, columns: {ability: null, extra_info: null}}}"
+REWARD_MODEL = ["reward_model={path: scorer, max_tokens_per_device: 64}", "placement.roles.reward_model=all"]
 CASES: dict[str, tuple[Break, list[str], str]] = {
     "no model directory": (remove("model"), [], "neither a directory here nor a model in the local cache"),
     "no config.json": (remove("model/config.json"), [], "model/config.json"),
@@ -141,6 +170,23 @@ CASES: dict[str, tuple[Break, list[str], str]] = {
     "an unknown reward": (nothing, ["reward.functions.answer.name=gsm9k"], "gsm8k"),
     "a reward module that is not there": (nothing, ["reward.functions.answer.name=nowhere:score"], "nowhere"),
     "a reward option that is not there": (nothing, ["reward.functions.answer.options={strict: 1}"], "strict"),
+    "a reward model that works": (scorer(), REWARD_MODEL, REACHED),
+    "a reward model without a head": (scorer(lambda t: t.pop("score.weight")), REWARD_MODEL, "score.weight is missing"),
+    "a reward model of other tokens": (
+        scorer(lambda t: None, tokens_swapped),
+        REWARD_MODEL,
+        "2 of the policy's 262 tokens have other ids or none",
+    ),
+    "a reward model without a tokenizer": (
+        scorer(lambda t: None, remove("scorer/tokenizer.json")),
+        REWARD_MODEL,
+        "the directory has no tokenizer",
+    ),
+    "a reward model of fewer tokens": (
+        scorer(fewer_tokens, json_with("scorer/config.json", vocab_size=261)),
+        REWARD_MODEL,
+        "has embeddings for 261 tokens, but the policy writes 262",
+    ),
     "run.dir under a file": (write("runs", ""), [], "runs"),
     "run.dir that leads nowhere": (link_to_nowhere, [], "runs"),
     "something else in the run directory": (write("runs/small/thesis.txt", "x"), [], "holds something already"),

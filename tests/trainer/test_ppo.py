@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mrl.cli.main import main
 from mrl.events import RunRestarted, Saved, read_events
@@ -166,6 +166,34 @@ def test_the_placements_give_the_same_numbers(config: Path) -> None:
         other, _ = train(config, name, "training.steps=2", placement, "cluster.devices_per_node=5")
         assert [without_sync(line) for line in other] == [without_sync(line) for line in colocated], name
         assert all(line["sync/bytes_between_ranks"] == line["sync/least_bytes"] > 0 for line in other), name
+
+
+@pytest.mark.slow
+def test_a_reward_model_scores_beside_the_functions_or_alone(config: Path) -> None:
+    """On the actor's devices, which it leaves for the rollout, or elsewhere in another layout: the same numbers."""
+    scorer = config.parent / "scorer"
+    shutil.copytree(config.parent / "model", scorer)
+    shape = AutoConfig.from_pretrained(scorer, num_labels=1)
+    AutoModelForSequenceClassification.from_config(shape).save_pretrained(scorer)
+    common = (
+        *("training.steps=2", "training.save_every=0", "cluster.devices_per_node=4"),
+        *("algorithm.advantage=grpo", "critic=null", "placement.roles.critic=null"),
+        f"reward_model={{path: {scorer}, dtype: float32, max_tokens_per_device: 64, weight: 10}}",
+    )
+    beside, _ = train(config, "rm-beside", *common, "placement.roles.reward_model=all")
+    for line in beside:
+        assert line["reward/model/min"] < line["reward/model/mean"] < line["reward/model/max"]
+        whole = line["reward/score/mean"] + 10 * line["reward/model/mean"]
+        assert line["critic/score/mean"] == pytest.approx(whole, abs=1e-6)
+    metrics = read_metrics(config.parent / "runs" / "rm-beside" / "metrics.jsonl")
+    assert all(line["timing_s/reward_model"] > 0 for line in metrics)
+
+    apart = ("placement.pools.scoring=2", "placement.roles.reward_model=scoring", "reward_model.parallel.tp=2")
+    alone, _ = train(config, "rm-alone", *common, *apart, "reward.functions.length=null")
+    assert alone[0]["reward/model/mean"] == pytest.approx(beside[0]["reward/model/mean"], abs=1e-5)
+    assert alone[0]["critic/score/mean"] == pytest.approx(10 * alone[0]["reward/model/mean"], abs=1e-5)
+    assert not any(name.startswith("reward/score") for name in alone[0]), "no function scored"
+    assert alone[0]["actor/grad_norm"] > 0
 
 
 def without_sync(metrics: dict[str, Any]) -> dict[str, Any]:

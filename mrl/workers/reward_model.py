@@ -1,0 +1,28 @@
+"""`RewardModelWorker`: a rank of the frozen model that scores responses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from mrl.controller import Dispatch, register
+from mrl.engine.scores import ScoreRequest
+from mrl.protocol import DataProto
+from mrl.workers.messages import MicroBatchSizes
+from mrl.workers.model_worker import ModelWorker, token_rows
+
+
+class RewardModelWorker(ModelWorker):
+    """A rank of the reward model."""
+
+    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("rm_scores",))
+    def compute_rm_score(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """The score of each response, which is the head's output at its last token."""
+        whole = token_rows(batch, {})
+        rows = replace(whole, response_lengths=np.ones_like(whole.response_lengths), columns={}, before=False)
+        scores = self.engine.forward(rows, self.micro_batches(sizes), ScoreRequest())
+        if scores is None:
+            return None
+        assert scores.values_T is not None, "a score head gives values"
+        return DataProto.from_dict({"rm_scores": scores.values_T.float().cpu()}, row_ids=batch.row_ids)
