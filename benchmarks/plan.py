@@ -19,7 +19,10 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, parser
 from mrl.config.algorithm import AlgorithmConfig, KlConfig

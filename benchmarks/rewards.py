@@ -16,6 +16,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from benchmarks.harness import Benchmark, parser
 from mrl.config.schema import RewardConfig, RewardFunctionConfig
 from mrl.events import EventLog

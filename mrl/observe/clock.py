@@ -12,9 +12,16 @@ from mrl.events import EventLog, PhaseBegin, PhaseEnd
 class Clock:
     """Times phases; a phase inside another is timed as part of both. `lap` gives the step's seconds and starts anew."""
 
-    def __init__(self, events: EventLog, on_phase: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        events: EventLog,
+        on_phase: Callable[[str], None] | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
         self._events = events
         self._on_phase = on_phase
+        self.progress = progress
+        """Called with what is done of how much, within a phase."""
         self._seconds: dict[str, float] = {}
         self._began = time.perf_counter()
         self.step = 0

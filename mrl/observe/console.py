@@ -1,11 +1,14 @@
-"""What a run prints: on a terminal a line that lives while a step runs, and one aligned line per step everywhere."""
+"""What a run prints: one aligned line per step, and on a terminal a panel beneath them while a step runs."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Mapping
 from typing import TextIO
+
+from mrl.observe.panel import Panel, Shown
 
 COLUMNS = (  # heading, metric, format
     ("score", "critic/score/mean", "{:.3f}"),
@@ -19,8 +22,9 @@ COLUMNS = (  # heading, metric, format
     ("s/step", "timing_s/step", "{:.2f}"),
 )
 _WIDTH = 9
-_BARS = "▁▂▃▄▅▆▇█"
 _HEADING_EVERY = 20
+_REDRAWN_EVERY_S = 0.1
+_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
 
 
 class Console:
@@ -32,9 +36,7 @@ class Console:
         self._quiet = quiet
         self._is_live = self._stream.isatty() and not quiet
         self._num_lines = 0
-        self._scores: list[float] = []
-        self._step_seconds: list[float] = []
-        self._step = 0
+        self._panel, self._num_drawn, self._drawn_at = Panel(num_steps), 0, 0.0
 
     def say(self, text: str) -> None:
         """A line of its own."""
@@ -44,19 +46,18 @@ class Console:
 
     def phase(self, name: str) -> None:
         """The step has come to this phase; only a terminal shows it."""
-        if self._is_live:
-            bars = sparkline(self._scores[-30:])
-            self._clear()
-            self._stream.write(f"step {self._step + 1}/{self._num_steps}  {name:<14} score {bars}{self._left()}")
-            self._stream.flush()
+        self._panel.phase, self._panel.done, self._panel.total = name, 0, 0
+        self._draw()
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The line of a step."""
-        self._step = step
-        if "critic/score/mean" in metrics:
-            self._scores.append(metrics["critic/score/mean"])
-        if "timing_s/step" in metrics:
-            self._step_seconds.append(metrics["timing_s/step"])
+    def progress(self, done: int, total: int) -> None:
+        """So much of the phase is done."""
+        self._panel.done, self._panel.total = done, total
+        if time.monotonic() - self._drawn_at > _REDRAWN_EVERY_S:
+            self._draw()
+
+    def step(self, step: int, metrics: Mapping[str, float], sample: Shown | None = None) -> None:
+        """The line of a step; one of its samples is shown on a terminal."""
+        self._panel.finish(step, metrics, sample)
         if self._quiet:
             return
         if self._num_lines % _HEADING_EVERY == 0:
@@ -66,25 +67,20 @@ class Console:
         number = f"{step}/{self._num_steps}"
         self.say(f"{number:>{2 * _width(self._num_steps) + 1}}" + "".join(f"{cell:>{_WIDTH}}" for cell in cells))
 
-    def _left(self) -> str:
-        recent = self._step_seconds[-10:]
-        if not recent:
-            return ""
-        left = sum(recent) / len(recent) * (self._num_steps - self._step)
-        return f"  left {time.strftime('%H:%M:%S', time.gmtime(left))}"
+    def _draw(self) -> None:
+        if not self._is_live:
+            return
+        self._clear()
+        lines = self._panel.lines(shutil.get_terminal_size().columns)
+        drawn = "".join(f"{line}\n" for line in lines)
+        self._stream.write(f"{_NO_WRAP}{drawn}{_WRAP}")  # a wide letter must not make two lines of one
+        self._stream.flush()
+        self._num_drawn, self._drawn_at = len(lines), time.monotonic()
 
     def _clear(self) -> None:
-        if self._is_live:
-            self._stream.write("\r\x1b[2K")
-
-
-def sparkline(values: list[float]) -> str:
-    """The course of the values in one line of bars."""
-    if not values:
-        return ""
-    low, high = min(values), max(values)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in values)
+        if self._num_drawn:
+            self._stream.write(f"\x1b[{self._num_drawn}F\x1b[J")  # to the first line of the panel; all below goes
+            self._num_drawn = 0
 
 
 def _width(number: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,12 +32,18 @@ class Generator:
     """Generates and scores."""
 
     def __init__(
-        self, config: Config, hybrid: HybridEngine, rewards: RewardManager | None, tokenizer: ChatTokenizer
+        self,
+        config: Config,
+        hybrid: HybridEngine,
+        rewards: RewardManager | None,
+        tokenizer: ChatTokenizer,
+        progress: Callable[[int, int], None],
     ) -> None:
         self._config = config
         self._hybrid = hybrid
         self._rewards = rewards
         self._tokenizer = tokenizer
+        self._progress = progress
         stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         rollout, validation = config.rollout, config.validation
         self.training = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, stop)
@@ -56,6 +62,7 @@ class Generator:
             responses[row], samples[row] = response, self._sample(batch, row, response)
             if self._rewards is not None:
                 tickets[row] = self._rewards.submit(samples[row])
+            self._progress(len(responses), len(requests))
         rows = range(len(requests))
         outcomes: list[Outcome] = [Score(0.0, {}, 0.0)] * len(rows)  # where only a reward model scores, later
         if self._rewards is not None:

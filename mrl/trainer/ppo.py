@@ -23,7 +23,7 @@ from mrl.trainer import step_metrics
 from mrl.trainer.audit import audit_step
 from mrl.trainer.dynamic_sampling import full_batch
 from mrl.trainer.generation import Scored
-from mrl.trainer.model_role import mean_of
+from mrl.trainer.model_role import ModelRole, mean_of
 from mrl.trainer.model_scores import add_model_scores
 from mrl.trainer.run import Run
 from mrl.trainer.team import Team, make_team
@@ -105,10 +105,10 @@ class RayPPOTrainer:
         updates: dict[str, list[dict[str, float]]] = {}
         if self.critic is not None:
             with self.clock("update_critic"):
-                updates["critic"] = [self.critic.update("update_critic", rows) for rows in self.updates(batch)]
+                updates["critic"] = self.update(self.critic, "update_critic", batch)
         if step > self.config.training.critic_warmup_steps:
             with self.clock("update_actor"):
-                updates["actor"] = [self.actor.update("update_actor", rows) for rows in self.updates(batch)]
+                updates["actor"] = self.update(self.actor, "update_actor", batch)
             self.hybrid.weights_changed()
         for role, of_role in updates.items():
             metrics |= mean_of(of_role, role)
@@ -161,6 +161,15 @@ class RayPPOTrainer:
         position = DataProto.from_dict({"position": torch.arange(len(batch))}, row_ids=batch.row_ids)
         role = self.critic or self.actor
         return role.evenly("compute_advantages", batch.union(position), WholeBatch(uids, self.team.kl.coef))
+
+    def update(self, role: ModelRole, method: str, batch: DataProto) -> list[dict[str, float]]:
+        """All optimizer steps of a role; what each says."""
+        parts = self.updates(batch)
+        figures: list[dict[str, float]] = []
+        for rows in parts:
+            self.clock.progress(len(figures), len(parts))
+            figures.append(role.update(method, rows))
+        return figures
 
     def updates(self, batch: DataProto) -> list[DataProto]:
         """The rows of each optimizer step, drawn anew in each epoch over the batch."""

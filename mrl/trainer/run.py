@@ -23,6 +23,7 @@ from mrl.events import EventLog, RunStarted, Warned
 from mrl.observe.clock import Clock
 from mrl.observe.console import Console
 from mrl.observe.metrics import MetricsFile
+from mrl.observe.panel import Shown
 from mrl.observe.trackers import Tracker, open_trackers
 from mrl.protocol import DataProto
 from mrl.redaction import redact
@@ -43,7 +44,7 @@ class Run:
         self.directory, self.console = directory, console
         self.config = resolved.config
         self.events = EventLog(directory / "events.jsonl")
-        self.clock = Clock(self.events, console.phase)
+        self.clock = Clock(self.events, console.phase, console.progress)
         self.snapshots = Snapshots(directory / "checkpoints", self.config.training.keep, self.events)
         self._metrics: MetricsFile
         self.trackers: list[Tracker] = []
@@ -83,7 +84,7 @@ class Run:
     def record(self, step: int, batch: DataProto, metrics: Mapping[str, float]) -> None:
         """Write down what a step did."""
         self._metrics.write(step, metrics)
-        self.console.step(step, metrics)
+        self.console.step(step, metrics, _shown(batch))
         for tracker in self.trackers:
             tracker.log(step, metrics)
         every = self.config.training.samples_every
@@ -144,6 +145,11 @@ def open_run(resolved: Resolved[Config], console: Console) -> Iterator[Run]:
             for tracker in run.trackers:
                 tracker.close()
             run.events.close()
+
+
+def _shown(batch: DataProto) -> Shown:
+    columns = batch.non_tensor_batch
+    return Shown(columns["prompt_text"][0], columns["response_text"][0], float(batch.batch["scores"][0]))
 
 
 def _texts(batch: DataProto) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def make_team(config: Config, directory: Path, events: EventLog, clock: Clock) -
             stack.callback(hybrid.close)
             roles = {name: ModelRole(group, config.model_roles()[name]) for name, group in groups.items()}
             hybrid.connect()
-        generator = Generator(config, hybrid, rewards, tokenizer)
+        generator = Generator(config, hybrid, rewards, tokenizer, clock.progress)
         validator = Validator(config, validation, generator, Skips(config.data.max_bad_rows, events))
         frozen, kl = roles.get("reward_model"), _kl_controller(config)
         yield Team(roles["actor"], roles.get("critic"), frozen, hybrid, prompts, generator, validator, kl)

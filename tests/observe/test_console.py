@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 
-from mrl.observe.console import Console, sparkline
+import pytest
+
+from mrl.observe.console import Console
+from mrl.observe.panel import Panel, Shown, sparkline
 
 
 class Terminal(io.StringIO):
@@ -25,13 +28,45 @@ def test_elsewhere_one_aligned_line_per_step() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
-def test_a_terminal_shows_the_phase_and_what_is_left() -> None:
+def test_a_terminal_has_a_panel_beneath_the_lines() -> None:
     stream = Terminal()
     console = Console(11, stream)
-    console.step(1, {"critic/score/mean": 0.1, "timing_s/step": 6.0})
+    metrics = {"critic/score/mean": 0.1, "timing_s/step": 6.0, "timing_s/rollout": 4.5, "timing_s/advantage": 0.01}
+    console.step(1, metrics, Shown("2+3=", "6\x1b[2J", 0.5))
     console.phase("update_actor")
-    assert "step 2/11  update_actor" in stream.getvalue()
-    assert stream.getvalue().endswith("left 00:01:00")
+    console.progress(1, 4)  # too soon after the last drawing
+    lines = drawn(stream)
+    assert lines[0].startswith("step 2/11  ██░")
+    assert lines[0].endswith("left 00:01:00")
+    assert lines[1:] == [
+        "  update_actor  ",
+        "  last step 6.00 s: rollout 4.50 s (75%)",
+        "  score ▁ 0.1",
+        "  2+3= -> 6·[2J  (score 0.50)",
+    ]
+
+
+def test_the_panel_gives_way_to_what_is_said_and_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mrl.observe.console._REDRAWN_EVERY_S", 0.0)
+    stream = Terminal()
+    console = Console(11, stream)
+    console.phase("rollout")
+    console.progress(128, 512)
+    assert drawn(stream)[1] == "  rollout         ██████░░░░░░░░░░░░░░░░░░ 128/512"
+    console.say("a warning")
+    assert stream.getvalue().endswith("\x1b[2F\x1b[Ja warning\n")
+    console.say("another")
+    assert stream.getvalue().endswith("a warning\nanother\n")
+
+
+def drawn(stream: Terminal) -> list[str]:
+    """The lines of the panel as it was drawn last."""
+    return stream.getvalue().rpartition("\x1b[?7l")[2].removesuffix("\x1b[?7h").splitlines()
+
+
+def test_no_line_is_wider_than_the_terminal() -> None:
+    panel = Panel(5, sample=Shown("long " * 50, "longer " * 50, 1.0))
+    assert max(len(line) for line in panel.lines(40)) == 39
 
 
 def test_quiet_prints_only_what_must_be_said() -> None:
