@@ -123,10 +123,20 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
     """Make the model, warm it up by SFT, train it by rewards, and measure it before and after."""
     seconds: dict[str, float] = {}
     settings.directory.mkdir(parents=True, mode=0o700)
+    model = warm_model(settings, console, seconds)
+    return learn(settings, model, console, seconds)
+
+
+def warm_model(settings: DemoSettings, console: Console, seconds: dict[str, float]) -> Path:
+    """A new model after its SFT."""
     console.say("making a model of 400,000 parameters that knows nothing")
     initial = _timed(seconds, "model", lambda: make_model(settings.directory / "initial", settings.seed))
     console.say(f"SFT on the answers of a teacher of whom {MISTAKES:.0%} are wrong")
-    model = _timed(seconds, "sft", lambda: _warm_start(settings, initial, console))
+    return _timed(seconds, "sft", lambda: _warm_start(settings, initial, console))
+
+
+def learn(settings: DemoSettings, model: Path, console: Console, seconds: dict[str, float]) -> DemoResult:
+    """Train a warmed-up model by rewards."""
     config = settings.directory / "demo.yaml"
     config.write_text(demo_yaml(settings, model, config), encoding="utf-8")
     console.say(f"{settings.algorithm}: {settings.steps} steps of 512 samples, as {config} says")

@@ -182,12 +182,15 @@ def attempts(path: str, other: str, directory: str) -> dict[str, str]:
         file = target / "good" / "rank-00001.safetensors"
         good = file.read_bytes()
         for name, content in {
+            "removed": None,
             "changed": good[:-1] + bytes([good[-1] ^ 1]),
             "shortened": good[:-1],
             "restored": good,
         }.items():
             torch.distributed.barrier()
-            if first:
+            if first and content is None:
+                file.unlink()
+            elif first:
                 file.write_bytes(content)
             torch.distributed.barrier()
             attempt(name, checkpoint.load, target / "good")
@@ -213,6 +216,7 @@ def test_what_is_refused_is_refused_on_all_ranks(outcome: Outcome) -> None:
         first["extra"] == "JSON cannot hold what was given to be saved: Object of type Tensor is not JSON serializable"
     )
     assert "is no checkpoint" in first["nothing"]
+    assert second["removed"] == second["removed, no hashes"] == f"{file}: is missing"
     assert second["changed"] == f"{file}: is damaged: it is not what was written (sha256)"
     assert first["changed"] == f"loading failed on 1 of 4 ranks; rank 1: {second['changed']}"
     assert first["changed, no hashes"] == second["changed, no hashes"] == ""

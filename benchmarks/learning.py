@@ -1,0 +1,44 @@
+"""Each algorithm on the demo's task, from the same half-taught model: sampled accuracy before and after.
+
+    python benchmarks/learning.py [--seed 1] [--steps 60] [--only NAME ...] [--json FILE]
+
+The task is the sum of two numbers from 10 to 49; accuracy is that of answers sampled at temperature 1 to problems that
+are never trained on. All algorithms have the step sizes that PPO has in `mrl demo`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import Benchmark, parser
+from mrl.observe.console import Console
+from mrl.trainer.demo import ALGORITHMS, GOAL, DemoSettings, learn, warm_model
+
+
+def main() -> int:
+    """One model, and every algorithm on it."""
+    options = parser("Each algorithm on the demo's task.")
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--steps", type=int, default=60)
+    options.add_argument("--only", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), metavar="NAME")
+    arguments = options.parse_args()
+    bench = Benchmark("learning")
+    with tempfile.TemporaryDirectory() as directory:
+        here, console = Path(directory), Console(arguments.steps, quiet=True)
+        model = warm_model(DemoSettings(here, arguments.seed), console, {})
+        for algorithm in arguments.only:
+            seconds: dict[str, float] = {}
+            (here / algorithm).mkdir()
+            settings = DemoSettings(here / algorithm, arguments.seed, algorithm, steps=arguments.steps)
+            result = learn(settings, model, console, seconds)
+            bench.row(algorithm=algorithm, before=result.before, after=result.after, seconds=seconds[algorithm])
+            bench.goal(f"{algorithm}: sampled accuracy after {arguments.steps} steps", result.after, at_least=GOAL)
+    return bench.finish(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
