@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import Benchmark, Timing, interleave, parser, speedup, table
+from benchmarks.harness import Benchmark, Timing, command, interleave, parser, speedup, table
 
 
 def test_candidates_take_turns_in_alternating_order_after_a_warm_up() -> None:
@@ -73,7 +73,7 @@ def test_the_file_holds_everything_but_the_name_of_the_machine(
     file = tmp_path / "result.json"
     assert bench.finish(parser("x").parse_args(["--json", str(file)])) == 0
     written = json.loads(file.read_text())
-    assert list(written) == ["benchmark", "machine", "versions", "rows", "goals"]
+    assert list(written) == ["benchmark", "command", "machine", "versions", "rows", "goals"]
     assert written["benchmark"] == "data_plane"
     assert written["rows"] == [{"name": "hop", "ours_s": 0.5}]
     assert written["goals"] == [{"name": "hops per second", "goal": ">= 1", "value": 2.0, "met": True}]
@@ -85,6 +85,11 @@ def test_the_file_holds_everything_but_the_name_of_the_machine(
         "hop   0.5",
         "met     hops per second: 2, goal >= 1",
     ]
+
+
+def test_the_command_is_what_reproduces_a_run() -> None:
+    words = ["/somewhere/benchmarks/data.py", "--rows", "5", "--json", "out.json", "--repeats", "2"]
+    assert command(words) == "python benchmarks/data.py --rows 5 --repeats 2"
 
 
 def test_rows_align_and_may_lack_columns() -> None:

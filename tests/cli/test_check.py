@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -136,10 +137,7 @@ def test_the_stages_are_those_of_the_trainer() -> None:
     step = (ROOT / "mrl" / "trainer" / "ppo.py").read_text()
     full = config_of("algorithm.kl.where=both", *REWARD_MODEL)
     called = [stage.method for stage in preflight_columns.stages(full)]
-    in_trainer = [
-        text.partition('"')[0]
-        for text in step.split('.run("')[1:] + step.split('.evenly("')[1:] + step.split('.update("')[1:]
-    ]
+    in_trainer = re.findall(r'\.(?:run|evenly|update)\((?:self\.\w+, )?"(\w+)"', step)
     assert sorted(called) == sorted(in_trainer)
     positions = [step.index(f'"{name}"') for name in called if name != "compute_advantages"]
     assert positions == sorted(positions)
