@@ -48,7 +48,7 @@ ENTRIES = (
     Entry("parity", 400, ("--quick",)),
     Entry("packing", 120, ("--quick",), simulated=True),
     Entry("logprob", 180, ("--quick",)),
-    Entry("reshard", 400, ("--quick",)),
+    Entry("reshard", 600, ("--quick",)),
     Entry("algorithms", 200),
     Entry("rewards", 150, ("--samples", "2000")),
     Entry("data", 200),
