@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from mrl.cli.show import split_arguments
 from mrl.config.arithmetic import num_engines, samples_per_step
 from mrl.config.hardware import DEFAULT, HARDWARE
-from mrl.config.load import Resolved, load_config
-from mrl.config.schema import Config
+from mrl.config.load import load_config
 from mrl.errors import ConfigError, Problem
 from mrl.plan.advice import Changes, advise
 from mrl.plan.assumptions import ASSUMPTIONS
+from mrl.plan.fewer_nodes import found_lines
 from mrl.plan.memory import MemoryPlan, gib, plan_memory
-from mrl.plan.search import Result, search
+from mrl.plan.search import search
 from mrl.plan.subject import Subject, make_subject
 from mrl.plan.timing import Lengths, assumed_lengths, plan_time
 
@@ -125,28 +125,7 @@ def _search(subject: Subject, lengths: Lengths, nodes: int | None, devices_per_n
         yield "That is the limit: there may be faster ones."
     if not result.found:
         yield "None fits."
-    yield from _found(subject, wanted, result)
-
-
-def _found(subject: Subject, wanted: Changes, result: Result) -> Iterator[str]:
-    for one in result.found:
-        most = max(phase.num_bytes for phase in one.memory.phases)
-        rate = f"{one.time.tokens_per_device_and_s:,.0f} tokens/s a device"
-        yield f"{one.placement}: {one.time.seconds:.1f} s a step, {rate}, {gib(most)} at the fullest"
-        yield f"  {subject.overrides(wanted | one.changes)}"
-
-
-def fits_on(resolved: Resolved[Config], num_nodes: int) -> list[str]:
-    """What to write instead where only so many machines are there."""
-    subject = make_subject(resolved, DEFAULT, None)
-    lengths, device = assumed_lengths(resolved.config), subject.hardware.name
-    # Batches and layers are mostly divided by powers of two: five machines may do no better than four.
-    for nodes in [num_nodes, *(2**power for power in reversed(range(num_nodes.bit_length())) if 2**power < num_nodes)]:
-        result = search(subject.unchecked({"cluster.nodes": nodes}), lengths, most=1)
-        if result.found:
-            head = f"On {nodes} node{'s' if nodes > 1 else ''} of {device} this fits (predicted):"
-            return [head, *(f"  {line}" for line in _found(subject, {"cluster.nodes": nodes}, result))]
-    return [f"No layout of these models fits on {num_nodes} or fewer nodes of {device}."]
+    yield from found_lines(subject, wanted, result)
 
 
 def _means(lengths: Lengths) -> str:

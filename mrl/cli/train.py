@@ -6,11 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from mrl.cli.plan import fits_on
 from mrl.cli.supervise import ATTEMPT, EXIT_LOST, EXIT_NO_PLACE, supervise
 from mrl.config.load import Resolved, load_config
 from mrl.config.schema import Config
 from mrl.errors import PlacementError, TooFewDevices, WorkerDied, WorkerSilent
+from mrl.plan.fewer_nodes import fits_on
 from mrl.plan.preflight import refuse
 
 EXAMPLE = "mrl train configs/laptop-ppo.yaml model.path=my-model training.steps=20"

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mrl.errors import PlacementError
+from mrl.errors import PlacementError, TooFewDevices
 from mrl.registry import load_attribute
 
 _POLL_S = 0.5
@@ -54,10 +54,8 @@ def wait_for_nodes(names: Sequence[str], device: str, devices_per_node: int, dea
         if time.monotonic() - began > deadline_s:
             said = [f"{name} has not joined" for name in absent]
             said += [f"{name} offers {devices_of[name]} of {devices_per_node} devices" for name in short]
-            raise PlacementError(
-                f"{len(said)} of {len(names)} nodes are not ready after {deadline_s:g} s: {'; '.join(said)}",
-                fix="look at the logs of these nodes",
-            )
+            what = f"{len(said)} of {len(names)} nodes are not ready after {deadline_s:g} s: {'; '.join(said)}"
+            raise TooFewDevices(what, len(names) - len(said), fix="look at the logs of these nodes")
         time.sleep(_POLL_S)
 
 

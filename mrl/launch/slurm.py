@@ -134,9 +134,13 @@ def _command(job: SlurmJob) -> str:
 
 _END = """\
 step=$!
-while kill -0 "$step" 2>/dev/null; do
-  wait "$step" || true # a signal ends the waiting as well
+patience=60 # seconds for the other nodes to leave once the run has ended
+while kill -0 "$step" 2>/dev/null && [ "$patience" -gt 0 ]; do
+  if [ -f "$attempt/exit_code" ]; then patience=$((patience - 1)); fi
+  sleep 1 &
+  wait "$!" || true # a signal ends the waiting as well
 done
+if [ "$patience" -eq 0 ]; then echo "a node does not leave; its task ends with the job" >&2; fi
 code=1 # the first node writes the run's own; without it the step did not get that far
 if [ -f "$attempt/exit_code" ]; then code=$(<"$attempt/exit_code"); fi
 if [ "$code" -eq @STOPPED@ ] && [ -f "$attempt/stop" ]; then

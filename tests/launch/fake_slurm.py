@@ -3,10 +3,12 @@
 `python fake_slurm.py install DIRECTORY` puts `sbatch`, `srun`, `scontrol` and `sinfo` there. `FAKE_SLURM` names the
 directory of its state: `job-N/script` runs, `job-N/usr1` (made by a test) sends the signal that `--signal=B:` asks
 for, `job-N/requeue` (made by `scontrol requeue`) runs it again, `job-N/ended` holds the exit codes of its attempts.
+On a node that `broken` names no task can be started; on one that `stuck` names it starts, and does nothing for ever.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -72,6 +74,7 @@ def run_job(job: Path) -> None:
                 env=environment | restarts,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             while script.poll() is None:
                 if (job / "usr1").exists():
@@ -79,6 +82,8 @@ def run_job(job: Path) -> None:
                     assert options["signal"].startswith("B:USR1@"), "to the batch shell alone"
                     script.send_signal(signal.SIGUSR1)
                 time.sleep(0.1)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGTERM)  # steps end with their job
         attempt += 1
         with (job / "ended").open("a") as ended:
             ended.write(f"{script.returncode}\n")
@@ -91,15 +96,22 @@ def srun(arguments: list[str]) -> int:
     """One task per node; the highest exit code."""
     first = next(place for place, argument in enumerate(arguments) if not argument.startswith("--"))
     given = dict(argument[2:].partition("=")[::2] for argument in arguments[:first])
-    tasks = []
+    tasks, state = [], Path(os.environ["FAKE_SLURM"])
     for number in range(int(given["nodes"])):
         name = f"node{number + 1}"
+        command = arguments[first:]
+        if name in _named(state / "broken"):
+            command = ["sh", "-c", "echo 'no such image' >&2; exit 1"]
+        elif name in _named(state / "stuck"):
+            command = ["sleep", "600"]
         own = {"SLURM_PROCID": str(number), "SLURM_NODEID": str(number), "SLURMD_NODENAME": name}
         with Path(given["output"].replace("%N", name)).open("w") as output:
-            tasks.append(
-                subprocess.Popen(arguments[first:], env=os.environ | own, stdout=output, stderr=subprocess.STDOUT)
-            )
+            tasks.append(subprocess.Popen(command, env=os.environ | own, stdout=output, stderr=subprocess.STDOUT))
     return max(task.wait() % 256 for task in tasks)
+
+
+def _named(file: Path) -> list[str]:
+    return file.read_text().split() if file.exists() else []
 
 
 def scontrol(arguments: list[str]) -> int:

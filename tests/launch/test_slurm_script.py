@@ -204,6 +204,23 @@ def test_a_run_that_saved_before_its_time_was_over_is_queued_again(place: Place,
     assert not [path for path in said if "tracker-secret" in path.read_text()]
 
 
+def test_a_node_that_does_not_leave_holds_the_others_no_longer_than_a_minute(place: Place) -> None:
+    stand_in = place.directory / "stand_in"
+    stand_in.write_text('#!/bin/bash\nif [ "$SLURM_PROCID" = 0 ]; then echo 4 >"$3/exit_code"; fi\n')
+    stand_in.chmod(0o755)
+    text = (place.directory / "cluster.yaml").read_text()
+    (place.directory / "cluster.yaml").write_text(text.replace("python: ", f"python: {stand_in} # "))
+    (place.directory / "slurm" / "stuck").write_text("node2")
+    place.mrl("launch", "slurm", "run.yaml")
+    script = place.directory / "runs" / "two.launch" / "job.sbatch"
+    assert "patience=60 " in script.read_text()
+    script.write_text(script.read_text().replace("patience=60 ", "patience=2 "))
+    subprocess.run(["sbatch", "--parsable", str(script)], check=True, env=place.environment, stdout=subprocess.DEVNULL)
+    place.wait_for(place.job() / "gone", 30)
+    assert (place.job() / "ended").read_text() == "4\n"
+    assert "a node does not leave" in next(script.parent.glob("job-*.log")).read_text()
+
+
 def test_sbatch_that_refuses_is_quoted(place: Place) -> None:
     (place.directory / "bin" / "sbatch").write_text("#!/bin/sh\necho 'error: invalid partition' >&2; exit 1\n")
     said = place.mrl("launch", "slurm", "run.yaml", "--submit", code=1)

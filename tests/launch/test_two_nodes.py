@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mrl.launch.ray_node import free_port, head_options, ray_node
+from mrl.trainer.demo import DemoSettings, demo_yaml
 from mrl.trainer.demo_model import make_model
 from tests.launch.conftest import Place
 
@@ -74,6 +76,57 @@ def test_a_run_over_two_nodes_is_stopped_queued_again_and_goes_on(small: Place) 
     words = small.words()
     assert not [line for line in words.splitlines() if "Traceback" in line], words
     assert left_over(small.directory) == []
+
+
+@pytest.mark.slow
+def test_a_job_whose_node_never_comes_names_it_and_says_what_fits_without_it(small: Place) -> None:
+    cluster = small.directory / "cluster.yaml"
+    rewrite(cluster, "join_limit_s: 120", "join_limit_s: 40")
+    (small.directory / "slurm" / "broken").write_text("node2")
+    assert "job 1" in small.mrl("launch", "slurm", "small.yaml", "--submit")
+    files = small.directory / "runs" / "small.launch"
+    small.wait_for(small.job() / "gone", 240)
+    assert (small.job() / "ended").read_text() == "1\n"
+    said = (files / "latest" / "train.log").read_text()
+    assert "1 of 2 nodes are not ready after 40 s: node2 has not joined" in said
+    assert "On 1 node of h100-80gb this fits (predicted):\n" in said
+    assert re.search(r"cluster.nodes=1 .*placement.pools=\{laptop: 1\}", said.replace('"', "")), said
+    assert (files / "latest" / "node2.log").read_text() == "no such image\n"
+    assert not (small.directory / "runs" / "small").exists(), "the run itself has not begun"
+    assert left_over(small.directory) == []
+
+
+@pytest.mark.slow
+def test_the_demo_as_a_job_of_a_ray_cluster_of_two_nodes(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration that `mrl demo` writes, for a few steps: an actor of one tensor rank on each node."""
+    settings = DemoSettings(place.directory / "runs", tp=2, steps=3)
+    model, config = make_model(place.directory / "model", seed=1), place.directory / "demo.yaml"
+    config.write_text(demo_yaml(settings, model, config))
+    token = place.directory / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    place.environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+    for name, value in place.environment.items():
+        monkeypatch.setenv(name, value)
+    host = "127.0.0.1"
+    port = free_port(host)
+    options = head_options(host, port)
+    address = f"http://{host}:{options[-1].partition('=')[2]}"
+    with ray_node(host, "head", ["--num-cpus=1", *options]) as first:
+        first.await_start(120)
+        with ray_node(host, "second", ["--num-cpus=1", f"--address={host}:{port}"]) as second:
+            second.await_start(120)
+            over_both = ["cluster={nodes: 2, devices_per_node: 1}", "training.critic_warmup_steps=0"]
+            place.mrl("launch", "ray", "demo.yaml", *over_both, "--address", address)
+    run = place.directory / "runs" / "ppo"
+    (pool,) = re.findall(r'"kind": "pool_ready".*', (run / "events.jsonl").read_text())
+    assert "head" in pool
+    assert "second" in pool
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(step["actor/grad_norm"] > 0 for step in steps)
+    assert steps[-1]["val/solved/mean@4"] >= 0
+    assert left_over(place.directory) == []
 
 
 @pytest.mark.slow

@@ -1,0 +1,187 @@
+"""A whole run, killed again and again at random moments, and resumed each time.
+
+    python benchmarks/killed_runs.py [--kills 50] [--json FILE]
+
+`mrl train` with an actor of two ranks and a critic, which saves after every step. SIGKILL hits the process that was
+started, or now and then one of its workers, at a moment between the command and a few steps later. Each next attempt
+must find a checkpoint whose every file has the hash that the manifests say, and none older than the attempt before
+found. In the end the figures of all steps must be those of a run that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import Benchmark, parser
+from mrl.config.run_directory import steps_in
+from mrl.events import PhaseEnd, Warned, WorkersStarted, read_events
+from mrl.observe.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
+LIMIT_S = 300.0
+TIMED = ("timing_s/", "perf/", "sync/seconds", "reward/seconds")
+"""Beginnings of the names of what only a clock decides."""
+CONFIG = """\
+run: {{name: killed, dir: {directory}}}
+cluster: {{devices_per_node: 2, device: cpu}}
+placement: {{pools: {{all: 2}}, roles: {{actor: all, critic: all}}}}
+model: {{path: {model}}}
+algorithm: {{advantage: gae, kl: {{where: both, coef: 0.01}}}}
+batch: {{prompts_per_step: 8, samples_per_prompt: 2, samples_per_update: 8}}
+actor: {{parallel: {{tp: 2}}, dtype: float32, max_tokens_per_device: 128, optimizer: {{lr: 1e-3}}}}
+critic: {{dtype: float32, max_tokens_per_device: 128, optimizer: {{lr: 1e-3}}}}
+rollout: {{engine: {engine}, replicas: 1, max_prompt_tokens: 16, max_response_tokens: 8{vllm}}}
+data: {{train: {{sums: {{dataset: "toy:addition", options: {{part: train}}}}}}}}
+reward: {{functions: {{right: {{name: digits}}}}, num_workers: 1}}
+training: {{steps: 100000, save_every: 1, keep: 2}}
+"""
+VLLM = ", vllm: {enforce_eager: true, kv_cache_memory_bytes: 67108864}"
+
+
+@dataclass
+class Attempt:
+    """A run that is going on."""
+
+    process: subprocess.Popen[bytes]
+    directory: Path
+    log: Path
+
+    def await_team(self, times_before: int) -> None:
+        """Return when all workers of this attempt have started."""
+        deadline = time.monotonic() + LIMIT_S
+        while num_starts(self.directory) <= times_before:
+            if self.process.poll() is not None:
+                raise SystemExit(f"the run ended by itself:\n{self.log.read_text()[-4000:]}")
+            if time.monotonic() > deadline:
+                raise SystemExit(f"no workers after {LIMIT_S:g} s:\n{self.log.read_text()[-4000:]}")
+            time.sleep(0.05)
+
+    def kill(self, victim: str) -> None:
+        """End the command itself, or one rank of its actor, at which the run ends by itself."""
+        os.kill(self.process.pid if victim == "command" else newest_actor(self.directory)[-1], signal.SIGKILL)
+        self.process.wait(LIMIT_S)
+
+
+def start(config: Path, name: str, *overrides: str) -> Attempt:
+    """The command, as a user gives it."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    log = config.parent / f"{name}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-c", MAIN, "train", str(config), f"run.name={name}", *overrides],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=environment | {"PYTHONPATH": str(ROOT)},
+        )
+    return Attempt(process, config.parent / "runs" / name, log)
+
+
+def num_starts(run: Path) -> int:
+    """How often all workers of a run have started."""
+    events = run / "events.jsonl"
+    if not events.exists():
+        return 0
+    return sum(isinstance(r.event, PhaseEnd) and r.event.phase == "start" for r in read_events(events))
+
+
+def newest_actor(run: Path) -> list[int]:
+    """The processes of the actor that was started last."""
+    started = [record.event for record in read_events(run / "events.jsonl")]
+    return [e.pids for e in started if isinstance(e, WorkersStarted) and e.role == "actor"][-1]
+
+
+def figures(run: Path) -> list[dict[str, Any]]:
+    """The metrics of a run, without seconds."""
+    return [
+        {key: value for key, value in line.items() if not key.startswith(TIMED)}
+        for line in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+def finish(config: Path, name: str, steps: int) -> str:
+    """Run to a step; what was said."""
+    attempt = start(config, name, f"training.steps={steps}")
+    if attempt.process.wait(LIMIT_S + 10 * steps):
+        raise SystemExit(f"{name} left with {attempt.process.returncode}:\n{attempt.log.read_text()[-4000:]}")
+    return attempt.log.read_text()
+
+
+def torment(bench: Benchmark, config: Path, kills: int, chance: random.Random) -> int:
+    """Kill and resume; the newest step that was saved."""
+    newest = 0
+    for number in range(kills):
+        began = time.monotonic()
+        run = config.parent / "runs" / "killed"
+        starts = num_starts(run)
+        attempt = start(config, "killed")
+        if number % 10 == 9:  # before anything is trained
+            victim = "command"
+            time.sleep(chance.uniform(0, 10))
+        else:
+            victim = "actor" if number % 10 == 4 else "command"
+            attempt.await_team(starts)
+            time.sleep(chance.uniform(0, 6))
+        attempt.kill(victim)
+        said = attempt.log.read_text()
+        found = [line.rpartition("step-")[2] for line in said.splitlines() if "resumed from" in line]
+        resumed = int(found[0]) if found else None
+        bench.row(
+            kill=number + 1,
+            victim=victim,
+            after_s=time.monotonic() - began,
+            newest_before=newest,
+            resumed_from=resumed,
+            refused="damaged" in said,
+        )
+        newest = max(steps_in(run / "checkpoints"), default=0)
+    return newest
+
+
+def main() -> int:
+    """Many attempts, one more to the end, and the same without a disturbance."""
+    options = parser("A whole run, killed at random moments and resumed.")
+    options.add_argument("--kills", type=int, default=50)
+    options.add_argument("--seed", type=int, default=1, help="of the moments")
+    options.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
+    arguments = options.parse_args()
+    from mrl.trainer.demo_model import make_model
+
+    bench = Benchmark("killed_runs")
+    with tempfile.TemporaryDirectory() as made:
+        directory = Path(made)
+        model, config = make_model(directory / "model", seed=1), directory / "run.yaml"
+        vllm = VLLM if arguments.engine == "vllm" else ""
+        config.write_text(CONFIG.format(directory=directory / "runs", model=model, engine=arguments.engine, vllm=vllm))
+        newest = torment(bench, config, arguments.kills, random.Random(arguments.seed))
+        steps = newest + 1
+        finish(config, "killed", steps)
+        finish(config, "undisturbed", steps)
+        same = figures(directory / "runs" / "killed") == figures(directory / "runs" / "undisturbed")
+        events = list(read_events(directory / "runs" / "killed" / "events.jsonl"))
+        unfinished = sum(isinstance(r.event, Warned) and r.event.about == "checkpoint" for r in events)
+    resumed = [row for row in bench.rows if row["resumed_from"] is not None]
+    print(f"{len(resumed)} attempts got as far as to resume, {unfinished} saves were cut short, {steps} steps in all")
+    wrong = [row for row in resumed if row["resumed_from"] != row["newest_before"]] + [
+        row for row in bench.rows if row["refused"]
+    ]
+    bench.goal("resumes that found something else than the newest checkpoint", len(wrong), at_most=0)
+    bench.goal("figures of all steps are those of an undisturbed run", int(same), at_least=1)
+    bench.goal("steps that were done", steps, at_least=arguments.kills // 5)
+    return bench.finish(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
