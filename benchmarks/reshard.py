@@ -114,10 +114,11 @@ def cells(models: dict[str, Path], sockets: Path, repeats: int) -> Iterator[Cell
     for name, model in models.items():
         moe, larger = name == "moe", name == "dense 42M"
         bucket_bytes = LARGER_BUCKET_BYTES if larger else BUCKET_BYTES
-        engines = [EngineSizes(tp) for tp in (1, 2, 4)] + ([EngineSizes(tp, tp) for tp in (2, 4)] if moe else [])
+        engines = [EngineSizes(2)] if larger else [EngineSizes(tp) for tp in (1, 2, 4)]
+        engines += [EngineSizes(tp, tp) for tp in (2, 4)] if moe else []
         for num_ranks in (4,) if larger else (4, 8):
             for parallel in layouts(num_ranks, moe):
-                for sizes in engines:
+                for sizes in engines if not larger or parallel.vpp == 1 else ():
                     case = ReshardCase(str(model), parallel, sizes, bucket_bytes, str(sockets), repeats=repeats)
                     yield Cell(name, num_ranks, case)
 
@@ -135,9 +136,9 @@ def with_megatron(cell: Cell) -> Cell:
 def chosen(everything: list[Cell], quick: bool) -> list[Cell]:
     """What is run: all of it, or a row of each kind; Megatron's own models in a few rows."""
     dense = [cell for cell in everything if cell.num_ranks == 4 and cell.case.sizes == EngineSizes(2)]
-    megatron = [with_megatron(cell) for cell in dense if cell.case.parallel.pp == 2]
+    megatron = [with_megatron(cell) for cell in dense if cell.case.parallel.pp == 2 and cell.model != "dense 42M"]
     if quick:
-        return [with_gather(cell) for cell in dense]
+        return [with_gather(cell) for cell in dense if cell.model != "dense 42M" or cell.case.parallel.pp == 2]
     # Eight ranks and their workers on a machine of few cores would time its scheduler.
     return [*(with_gather(cell) if cell.num_ranks == 4 else cell for cell in everything), *megatron]
 

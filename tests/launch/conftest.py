@@ -53,11 +53,11 @@ class Place:
         """The fake Slurm's state of a job."""
         return self.directory / "slurm" / f"job-{number}"
 
-    def wait_for(self, path: Path, limit_s: float) -> None:
+    def wait_for(self, path: Path, limit_s: float, job: int = 1) -> None:
         """Return when a file is there; it will not come any more once the job has ended."""
         deadline = time.monotonic() + limit_s
         while not path.exists():
-            is_over = (self.job() / "gone").exists() and not path.exists()
+            is_over = (self.job(job) / "gone").exists() and not path.exists()
             assert time.monotonic() < deadline, f"{path} is not there: {self.words()}"
             assert not is_over, f"the job ended without {path}: {self.words()}"
             time.sleep(0.1)
@@ -84,4 +84,5 @@ def place(tmp_path: Path) -> Iterator[Place]:
     found = Place(tmp_path, plain | own)
     yield found
     for job in (tmp_path / "slurm").glob("job-*"):
-        found.wait_for(job / "gone", 120)  # nothing is left behind
+        number = int(job.name.removeprefix("job-"))
+        found.wait_for(job / "gone", 120, number)  # nothing is left behind
