@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, parser
+from mrl.controller import ray_cluster
 from mrl.observe.console import Console
 from mrl.trainer.demo import ALGORITHMS, GOAL, DemoSettings, learn, warm_model
 
@@ -27,9 +29,11 @@ def main() -> int:
     options.add_argument("--only", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), metavar="NAME")
     arguments = options.parse_args()
     bench = Benchmark("learning")
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as workplace:
         here, console = Path(directory), Console(arguments.steps, quiet=True)
-        model = warm_model(DemoSettings(here, arguments.seed), console, {})
+        first = DemoSettings(here, arguments.seed)
+        workplace.enter_context(ray_cluster(first.cluster))
+        model = warm_model(first, console, {})
         for algorithm in arguments.only:
             seconds: dict[str, float] = {}
             (here / algorithm).mkdir()

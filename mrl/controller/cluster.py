@@ -28,7 +28,10 @@ def _token() -> str:
 
 @contextmanager
 def ray_cluster(config: ClusterConfig) -> Iterator[None]:
-    """Ray for the length of a run. One that is started here ends with it and leaves nothing behind."""
+    """Ray for the length of a run. One that is started here ends with it and leaves nothing behind.
+
+    Within the block of a Ray that was started here another one starts nothing and ends nothing.
+    """
     if config.ray_address is not None:
         with _joined(config.ray_address, config.allow_insecure_ray):
             yield
@@ -72,6 +75,9 @@ def _started_here(config: ClusterConfig) -> Iterator[None]:
             "Ray would be started without token authentication",
             fix="unset RAY_AUTH_MODE, and let nothing import ray before mrl.controller",
         )
+    if ray.is_initialized():
+        yield
+        return
     directory = Path(tempfile.mkdtemp(prefix="mrl-"))  # mkdtemp makes it 0700; sockets need a short path
     token = directory / "token"
     token.touch(mode=0o600)

@@ -2,3 +2,9 @@
 
 Nothing here knows of Ray: the engine runs in a worker, under torchrun, or in one process.
 """
+
+from __future__ import annotations
+
+from mrl.engine.cpu_standin import import_megatron
+
+import_megatron()  # before any module here does it

@@ -12,6 +12,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,13 +35,17 @@ PARTS = ("parameters", "gradients", "optimizer")
 
 
 class HybridEngine:
-    """One of the two works at a time. Weights go over when they have changed, each time under a new version."""
+    """One of the two works at a time. Weights go over when they have changed, each time under a new version.
 
-    def __init__(self, config: Config, groups: Mapping[str, RayWorkerGroup], context: RunContext) -> None:
-        self._actor, self._context = groups["actor"], context
-        self._config = config
-        roles = config.placement.roles
-        self._guests = [group for role, group in groups.items() if role != "actor" and roles[role] == roles["actor"]]
+    Engines start beside the trainer's groups, but on GPUs after them: an engine measures what is free of its device,
+    and nobody else may start on it meanwhile.
+    """
+
+    _actor: RayWorkerGroup
+    _guests: list[RayWorkerGroup]
+
+    def __init__(self, config: Config, groups: Mapping[str, Future[RayWorkerGroup]], context: RunContext) -> None:
+        self._config, self._context, self._groups = config, context, groups
         self._porters: RayWorkerGroup | None = None
         if has_own_rollout_pool(config):
             self._porters = start_porters(config, context)
@@ -48,7 +53,10 @@ class HybridEngine:
         self._sockets = context.run_directory / SOCKETS
         shutil.rmtree(self._sockets, ignore_errors=True)  # of a run that crashed
         self._sockets.mkdir(mode=0o700)
-        self._gpus = (self._porters or self._actor).visible_gpus() if config.cluster.device == "gpu" else []
+        self._gpus: list[str] = []
+        if config.cluster.device == "gpu":
+            wait(groups.values())
+            self._gpus = (self._porters or groups["actor"].result()).visible_gpus()
         self._version = 1
         self._held = 0
         self._is_generating = self._parameters_are_away = False
@@ -67,6 +75,9 @@ class HybridEngine:
     def connect(self) -> None:
         """Tell the trainer's ranks, whose models are there by now, which engine is on whose device."""
         config, tp = self._config, self._config.rollout.tp
+        groups, pools = {role: group.result() for role, group in self._groups.items()}, config.placement.roles
+        self._actor = groups["actor"]
+        self._guests = [group for role, group in groups.items() if role != "actor" and pools[role] == pools["actor"]]
         num_workers = num_engines(config) * tp
         nodes = [node for node, _ in self._actor.where()]
         first = len(nodes) if self._porters else 0

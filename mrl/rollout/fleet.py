@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import cached_property
 from typing import Any
 
 from mrl.controller import RayWorkerGroup
@@ -22,7 +23,10 @@ SendWeights = Callable[[Sequence[int], int], None]
 
 
 class RolloutFleet:
-    """Replicas by number. A replica serves only while it holds the weights that are asked for."""
+    """Replicas by number, started at once; whatever is asked of them first waits for them.
+
+    A replica serves only while it holds the weights that are asked for.
+    """
 
     def __init__(
         self,
@@ -38,9 +42,12 @@ class RolloutFleet:
         self._versions: dict[int, int | None] = dict.fromkeys(range(num_replicas))
         self._starting: dict[int, Future[RayWorkerGroup]] = {}
         self._start_missing()
-        self._settle()
-        self.full_tensors_because = str(self._replicas[0].full_tensors_because())
+
+    @cached_property
+    def full_tensors_because(self) -> str:
         """Why whole Hugging Face tensors must be sent instead of fused and sharded ones; empty where they need not."""
+        self._settle()
+        return str(self._replicas[0].full_tensors_because())
 
     def update(self, version: int) -> None:
         """Bring every replica to this version. One that dies meanwhile is replaced by the next `stream`."""

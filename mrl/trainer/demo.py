@@ -25,6 +25,7 @@ from mrl.config.schema import (
     TrainedModelConfig,
 )
 from mrl.config.sft import SftBatchConfig, SftConfig, SftTrainingConfig
+from mrl.controller import ray_cluster
 from mrl.events import EventLog
 from mrl.observe.console import Console
 from mrl.trainer.demo_model import make_model
@@ -103,6 +104,11 @@ class DemoSettings:
     pp: int = 1
     steps: int = 60
 
+    @property
+    def cluster(self) -> ClusterConfig:
+        """A device for each rank of the actor."""
+        return ClusterConfig(devices_per_node=self.tp * self.pp, device="cpu")
+
 
 @dataclass(frozen=True)
 class DemoResult:
@@ -123,8 +129,9 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
     """Make the model, warm it up by SFT, train it by rewards, and measure it before and after."""
     seconds: dict[str, float] = {}
     settings.directory.mkdir(parents=True, mode=0o700)
-    model = warm_model(settings, console, seconds)
-    return learn(settings, model, console, seconds)
+    with ray_cluster(settings.cluster):
+        model = warm_model(settings, console, seconds)
+        return learn(settings, model, console, seconds)
 
 
 def warm_model(settings: DemoSettings, console: Console, seconds: dict[str, float]) -> Path:
@@ -162,11 +169,11 @@ def _timed(seconds: dict[str, float], name: str, work: Callable[[], Result]) -> 
 def _warm_start(settings: DemoSettings, initial: Path, console: Console) -> Path:
     directory = settings.directory / "sft"
     (directory / "logs").mkdir(parents=True, mode=0o700)
-    devices = settings.tp * settings.pp
+    devices = settings.cluster.devices_per_node
     options = {"part": "train", "largest": LARGEST, "mistakes": MISTAKES}
     config = SftConfig(
         run=RunConfig(name="sft", dir=str(settings.directory)),
-        cluster=ClusterConfig(devices_per_node=devices, device="cpu"),
+        cluster=settings.cluster,
         placement=PlacementConfig(pools={"laptop": devices}, roles={"actor": "laptop"}),
         model=ModelConfig(path=str(initial)),
         data=DataConfig(train={"sums": SourceConfig(dataset="toy:addition", options=options)}),
@@ -197,7 +204,7 @@ def demo_yaml(settings: DemoSettings, model: Path, path: Path) -> str:
     return TEMPLATE.format(
         path=path,
         directory=settings.directory,
-        devices=settings.tp * settings.pp,
+        devices=settings.cluster.devices_per_node,
         roles="actor: laptop, critic: laptop" if has_critic else "actor: laptop",
         model=model,
         algorithm=ALGORITHMS[settings.algorithm],

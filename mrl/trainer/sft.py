@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from mrl.data.rlhf_dataset import RLHFDataset
 from mrl.data.rows import RowParser
 from mrl.data.sources import open_source
 from mrl.events import EventLog
+from mrl.protocol import DataProto
 from mrl.trainer.model_role import ModelRole
 from mrl.workers.messages import ModelSetup
 
@@ -38,6 +40,10 @@ def train_sft(
         samples_per_update=config.batch.rows_per_update,
     )
     rows = PromptLoader(_open(config, tokenizer), config.data, batch, events)
+
+    def next_rows() -> DataProto:
+        return with_responses(rows.next_batch(), tokenizer, config.batch.max_response_tokens)
+
     with ExitStack() as stack:
         stack.enter_context(ray_cluster(config.cluster))
         resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
@@ -49,10 +55,14 @@ def train_sft(
         group = RayWorkerGroup("actor", worker, role_mesh(config, "actor"), context)
         stack.callback(group.shutdown)
         role = ModelRole(group, config.actor)
+        thread = stack.enter_context(ThreadPoolExecutor(1, "rows"))
+        coming = thread.submit(next_rows)
         losses: deque[float] = deque(maxlen=_AVERAGED)
         for step in range(1, config.training.steps + 1):
-            with_answers = with_responses(rows.next_batch(), tokenizer, config.batch.max_response_tokens)
-            figures = role.update("update_sft", with_answers)
+            present = coming.result()
+            if step < config.training.steps:
+                coming = thread.submit(next_rows)  # read while the workers compute
+            figures = role.update("update_sft", present)
             on_step(step, figures)
             losses.append(figures["loss"])
             if len(losses) == _AVERAGED and sum(losses) / _AVERAGED <= (config.training.until_loss or -math.inf):

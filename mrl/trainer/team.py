@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,12 +77,10 @@ def make_team(config: Config, directory: Path, events: EventLog, clock: Clock) -
             resources.create(directory, events)
             stack.callback(resources.release)
             context = RunContext(directory, events, config.deadlines, resources)
-            groups = {name: _start(name, config, context) for name in config.model_roles()}
-            for group in groups.values():
-                stack.callback(group.shutdown)
+            groups = stack.enter_context(_started(config, context))
             hybrid = HybridEngine(config, groups, context)  # the engines sleep before the models load
             stack.callback(hybrid.close)
-            roles = {name: ModelRole(group, config.model_roles()[name]) for name, group in groups.items()}
+            roles = {name: ModelRole(group.result(), config.model_roles()[name]) for name, group in groups.items()}
             hybrid.connect()
         generator = Generator(config, hybrid, rewards, tokenizer, clock.progress)
         validator = Validator(config, validation, generator, Skips(config.data.max_bad_rows, events))
@@ -105,6 +104,20 @@ def _setup(role: str, config: Config) -> ModelSetup:
         new_head=role == "critic" and config.model.critic is None,
         keeps_reference=role == "actor" and config.algorithm.kl.where != "none",
     )
+
+
+@contextmanager
+def _started(config: Config, context: RunContext) -> Iterator[dict[str, Future[RayWorkerGroup]]]:
+    """The processes of all roles, which start at once, for the length of the block."""
+    with ThreadPoolExecutor(len(config.model_roles()), "start") as threads:
+        groups = {name: threads.submit(_start, name, config, context) for name in config.model_roles()}
+        try:
+            yield groups
+        finally:
+            wait(groups.values())
+            for group in groups.values():
+                if group.exception() is None:
+                    group.result().shutdown()
 
 
 def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
