@@ -9,7 +9,7 @@ long:  a model of 30 million, whose random weights end a response at each token 
 
 Both train in float32 with Adam, eight samples per prompt, one update per step. The two trainers run one after the
 other, several times in turns; what counts is the median step after the first two. `overhead` is what of our step is
-neither generation nor scoring nor training.
+neither generation nor scoring nor training; `sync` the transfer of the weights with the proof of their arrival.
 """
 
 from __future__ import annotations
@@ -182,6 +182,8 @@ def compare(bench: Benchmark, scene: Scene, repeats: int, directory: Path) -> No
     overhead = Timing(
         tuple(1 - sum(step[f"timing_s/{phase}"] for phase in COMPUTE) / step["timing_s/step"] for step in our_steps)
     )
+    # With the digests of all that was sent and is held, and their comparison.
+    sync = Timing(tuple(step["sync/seconds"] / step["timing_s/step"] for step in our_steps))
     bench.row(
         scene=scene.name,
         samples=samples,
@@ -192,6 +194,7 @@ def compare(bench: Benchmark, scene: Scene, repeats: int, directory: Path) -> No
         mrl_rollout_s=phases["rollout"],
         mrl_update_s=phases["update_actor"],
         overhead=overhead.median_s,
+        sync=sync.median_s,
         trl_step_s=peer.median_s,
         trl_spread_s=peer.spread_s,
         trl_generation_s=Timing(tuple(their_generation)).median_s,
@@ -201,6 +204,7 @@ def compare(bench: Benchmark, scene: Scene, repeats: int, directory: Path) -> No
     bench.goal(f"{scene.name}: samples per second, over TRL's", speedup(mine, peer), at_least=scene.goal)
     if scene.name == "long":
         bench.goal("long: overhead, as a share of the step", overhead.median_s, at_most=0.15)
+        bench.goal("long: weights and the proof of their arrival, as a share of the step", sync.median_s, at_most=0.03)
 
 
 def main() -> int:
