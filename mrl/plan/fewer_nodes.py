@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mrl.config.hardware import DEFAULT
 from mrl.config.load import Resolved
 from mrl.config.schema import Config
+from mrl.errors import ModelError
 from mrl.plan.advice import Changes
 from mrl.plan.memory import gib
 from mrl.plan.search import Result, search
@@ -16,9 +17,16 @@ from mrl.plan.timing import assumed_lengths
 
 def fits_on(resolved: Resolved[Config], num_nodes: int) -> list[str]:
     """What to write instead where only so many machines are there."""
+    cluster = resolved.config.cluster
     if not num_nodes:
         return ["No machine is there: nothing fits."]
-    subject = make_subject(resolved, DEFAULT, None)
+    if cluster.device == "cpu":
+        num_slots = num_nodes * cluster.devices_per_node
+        return [f"cluster.nodes={num_nodes} has {num_slots} CPU slots for placement.pools; a plan is about GPUs."]
+    try:
+        subject = make_subject(resolved, DEFAULT, None)
+    except ModelError as error:
+        return [f"What fits on {num_nodes} nodes is not known: {error.what}"]
     lengths, device = assumed_lengths(resolved.config), subject.hardware.name
     # Batches and layers are mostly divided by powers of two: five machines may do no better than four.
     for nodes in [num_nodes, *(2**power for power in reversed(range(num_nodes.bit_length())) if 2**power < num_nodes)]:

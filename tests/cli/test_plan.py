@@ -174,5 +174,9 @@ def test_a_run_with_too_few_nodes_says_what_fits_on_those_that_are_there(
     assert "6 of 8 nodes have joined\n  fix: add the others\nOn 4 nodes of h100-80gb this fits (predicted):\n" in said
     (change,) = [line for line in said.splitlines() if "cluster.nodes=4" in line]
     assert "placement.pools={all: 32}" in change
+    assert main(["train", "configs/laptop-ppo.yaml"]) == 1
+    assert "cluster.nodes=6 has 24 CPU slots for placement.pools; a plan is" in capsys.readouterr().err
+    assert main(["train", "configs/grpo-llama3.1-70b-8n8g.yaml", "model.path=unknown/model"]) == 1
+    assert "What fits on 6 nodes is not known: " in capsys.readouterr().err
     assert main(["train", "configs/ppo-llama3.1-70b-8n8g.yaml"]) == 1
     assert "No layout of these models fits on 6 or fewer nodes of h100-80gb." in capsys.readouterr().err

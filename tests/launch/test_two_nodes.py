@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mrl.launch.ray_node import free_port, head_options, ray_node
+from mrl.observe.metrics import read_metrics
 from mrl.trainer.demo import DemoSettings, demo_yaml
 from mrl.trainer.demo_model import make_model
 from tests.launch.conftest import Place
@@ -40,6 +42,13 @@ def small(place: Place) -> Place:
     (place.directory / "small.yaml").write_text(SMALL.format(model=model))
     (place.directory / "own_rewards.py").write_text(OWN)
     return place
+
+
+def untimed(run: Path) -> list[dict[str, Any]]:
+    """The metrics of a run without what only a clock decides."""
+    timed = ("timing_s/", "perf/", "sync/seconds", "reward/seconds")
+    lines = read_metrics(run / "metrics.jsonl")
+    return [{key: line[key] for key in line if not key.startswith(timed)} for line in lines]
 
 
 def rewrite(path: Path, before: str, after: str) -> None:
@@ -76,6 +85,9 @@ def test_a_run_over_two_nodes_is_stopped_queued_again_and_goes_on(small: Place) 
     words = small.words()
     assert not [line for line in words.splitlines() if "Traceback" in line], words
     assert left_over(small.directory) == []
+    alone = ["run.name=undisturbed", "cluster={nodes: 1, devices_per_node: 2, ray_address: null}"]
+    small.mrl("train", "small.yaml", *alone, f"training.steps={done + 2}")
+    assert untimed(run) == untimed(run.with_name("undisturbed")), "nobody stopped this one, on one node"
 
 
 @pytest.mark.slow
@@ -89,8 +101,7 @@ def test_a_job_whose_node_never_comes_names_it_and_says_what_fits_without_it(sma
     assert (small.job() / "ended").read_text() == "1\n"
     said = (files / "latest" / "train.log").read_text()
     assert "1 of 2 nodes are not ready after 40 s: node2 has not joined" in said
-    assert "On 1 node of h100-80gb this fits (predicted):\n" in said
-    assert re.search(r"cluster.nodes=1 .*placement.pools=\{laptop: 1\}", said.replace('"', "")), said
+    assert "cluster.nodes=1 has 1 CPU slots for placement.pools; a plan is about GPUs.\n" in said
     assert (files / "latest" / "node2.log").read_text() == "no such image\n"
     assert not (small.directory / "runs" / "small").exists(), "the run itself has not begun"
     assert left_over(small.directory) == []
@@ -98,8 +109,8 @@ def test_a_job_whose_node_never_comes_names_it_and_says_what_fits_without_it(sma
 
 @pytest.mark.slow
 def test_the_demo_as_a_job_of_a_ray_cluster_of_two_nodes(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The configuration that `mrl demo` writes, for a few steps: an actor of one tensor rank on each node."""
-    settings = DemoSettings(place.directory / "runs", tp=2, steps=3)
+    """The configuration that `mrl demo` writes, for a few steps: a stage of the actor on each node."""
+    settings = DemoSettings(place.directory / "runs", tp=1, pp=2, steps=3)
     model, config = make_model(place.directory / "model", seed=1), place.directory / "demo.yaml"
     config.write_text(demo_yaml(settings, model, config))
     token = place.directory / "token"
@@ -116,7 +127,7 @@ def test_the_demo_as_a_job_of_a_ray_cluster_of_two_nodes(place: Place, monkeypat
         first.await_start(120)
         with ray_node(host, "second", ["--num-cpus=1", f"--address={host}:{port}"]) as second:
             second.await_start(120)
-            over_both = ["cluster={nodes: 2, devices_per_node: 1}", "training.critic_warmup_steps=0"]
+            over_both = ["cluster={nodes: 2, devices_per_node: 1, ray_address: auto}", "training.critic_warmup_steps=0"]
             place.mrl("launch", "ray", "demo.yaml", *over_both, "--address", address)
     run = place.directory / "runs" / "ppo"
     (pool,) = re.findall(r'"kind": "pool_ready".*', (run / "events.jsonl").read_text())
