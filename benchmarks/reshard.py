@@ -6,8 +6,9 @@
 
 The workers are stand-ins without an engine, on a thread of each rank: they take what is handed over as vLLM's workers
 do, copy it, and answer with digests, and every bit is compared with the model's file. `gather` is the way that other
-trainers take, timed in turns with ours, on four ranks: with the same proof of arrival, and as they have it, without
-any. Of the small models it is the number of messages and calls that takes the time; of the larger one also the bytes.
+trainers take, timed in turns with ours, on four ranks and for engines of two: with the same proof of arrival, and as
+they have it, without any. Of the small models it is the number of messages and calls that takes the time; of the larger
+one also the bytes.
 """
 
 from __future__ import annotations
@@ -140,7 +141,11 @@ def chosen(everything: list[Cell], quick: bool) -> list[Cell]:
     if quick:
         return [with_gather(cell) for cell in dense if cell.model != "dense 42M" or cell.case.parallel.pp == 2]
     # Eight ranks and their workers on a machine of few cores would time its scheduler.
-    return [*(with_gather(cell) if cell.num_ranks == 4 else cell for cell in everything), *megatron]
+    timed = [cell.num_ranks == 4 and cell.case.sizes.tp == 2 for cell in everything]
+    return [
+        *(with_gather(cell) if is_timed else cell for cell, is_timed in zip(everything, timed, strict=True)),
+        *megatron,
+    ]
 
 
 def run(todo: list[Cell]) -> Iterator[tuple[Cell, list[RankOutcome]]]:
@@ -215,6 +220,7 @@ def planned(bench: Benchmark) -> None:
 def main() -> int:
     """Measure or plan, and report."""
     options = parser("Weights from every training layout into every engine layout.")
+    options.set_defaults(repeats=3)
     options.add_argument("--quick", action="store_true", help="one row of each kind")
     options.add_argument("--plan-only", action="store_true", help="published models on real clusters, by arithmetic")
     arguments: argparse.Namespace = options.parse_args()
