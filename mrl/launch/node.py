@@ -75,10 +75,10 @@ def _first(attempt: Attempt, arguments: argparse.Namespace) -> int:
     name, limit_s, code = os.environ["SLURMD_NODENAME"], arguments.join_limit_s, 1
     try:
         host = own_address(arguments.interface, name)
-        port = free_port(host)
+        port = free_port()
         address = f"{host}:{port}"
         cluster = load_config(arguments.config, [f"cluster.ray_address={address}"]).config.cluster
-        options = [*head_options(host, port), *device_options(cluster, arguments.cpus)]
+        options = [*head_options(port), *device_options(cluster, arguments.cpus)]
         with ray_node(host, name, options) as node:
             node.await_start(limit_s)
             attempt.write("address", address)

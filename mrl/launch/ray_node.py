@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import random
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ _STARTED = "ray_current_cluster"  # Ray writes it into its directory once the no
 _ENDS_S = 20.0
 _POLL_S = 0.2
 _SIOCGIFADDR = 0x8915
+_PORTS = range(20000, 32768)
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,11 @@ def ray_node(host: str, name: str, options: Sequence[str]) -> Iterator[RayNode]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def head_options(host: str, port: int) -> list[str]:
+def head_options(port: int) -> list[str]:
     """What makes a node the first. Its dashboard listens on this node alone: `ssh -L` is the way to it."""
     # A fixed port would be another user's on a shared node, and Ray ends when it cannot have it.
-    options = ["--head", f"--port={port}", f"--ray-client-server-port={free_port(host)}"]
-    return [*options, f"--dashboard-host={_LOOPBACK}", f"--dashboard-port={free_port(_LOOPBACK)}"]
+    options = ["--head", f"--port={port}", f"--ray-client-server-port={free_port()}"]
+    return [*options, f"--dashboard-host={_LOOPBACK}", f"--dashboard-port={free_port()}"]
 
 
 def device_options(cluster: ClusterConfig, num_cpus: int) -> list[str]:
@@ -104,12 +106,17 @@ def own_address(interface: str | None, name: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-def free_port(host: str) -> int:
-    """A port that is free now."""
-    with socket.socket() as tried:
-        tried.bind((host, 0))
-        port: int = tried.getsockname()[1]
-    return port
+def free_port() -> int:
+    """A port that is free now on every address.
+
+    None of those that the kernel hands out unasked, which may be another's before Ray takes it, and none of those that
+    Ray gives to its workers.
+    """
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("", port))
+            return port
+    raise SetupError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free on this node")
 
 
 def default_signals() -> None:

@@ -132,7 +132,7 @@ def test_a_ray_that_does_not_start_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_port_is_free() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", free_port("127.0.0.1")))
+        taken.bind(("127.0.0.1", free_port()))
 
 
 def test_files_of_an_attempt(attempt: Attempt) -> None:
