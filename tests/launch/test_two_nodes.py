@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -49,6 +50,17 @@ def untimed(run: Path) -> list[dict[str, Any]]:
     timed = ("timing_s/", "perf/", "sync/seconds", "reward/seconds")
     lines = read_metrics(run / "metrics.jsonl")
     return [{key: line[key] for key in line if not key.startswith(timed)} for line in lines]
+
+
+def await_answer(port: int) -> None:
+    """Ray's dashboard comes up some time after its node."""
+    deadline = time.monotonic() + 120
+    while True:
+        with socket.socket() as tried:
+            if tried.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        assert time.monotonic() < deadline, f"nobody listens at port {port}"
+        time.sleep(0.2)
 
 
 def rewrite(path: Path, before: str, after: str) -> None:
@@ -108,35 +120,41 @@ def test_a_job_whose_node_never_comes_names_it_and_says_what_fits_without_it(sma
 
 
 @pytest.mark.slow
-def test_the_demo_as_a_job_of_a_ray_cluster_of_two_nodes(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The configuration that `mrl demo` writes, for a few steps: a stage of the actor on each node."""
-    settings = DemoSettings(place.directory / "runs", tp=1, pp=2, steps=3)
-    model, config = make_model(place.directory / "model", seed=1), place.directory / "demo.yaml"
-    config.write_text(demo_yaml(settings, model, config))
-    token = place.directory / "token"
+def test_the_demo_as_a_job_of_a_ray_cluster_of_two_nodes(small: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration that `mrl demo` writes, for a few steps: a stage of the actor on each node.
+
+    Without its SFT the model is never right, so another reward is asked for.
+    """
+    settings = DemoSettings(small.directory / "runs", tp=1, pp=2, steps=3)
+    config = small.directory / "demo.yaml"
+    config.write_text(demo_yaml(settings, small.directory / "model", config))
+    rewrite(config, "{name: digits}", '{name: "own_rewards:shortness", options: {last_number: false}}')
+    token = small.directory / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
-    place.environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
-    for name, value in place.environment.items():
+    small.environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+    for name, value in small.environment.items():
         monkeypatch.setenv(name, value)
     host = "127.0.0.1"
     port = free_port()
     options = head_options(port)
-    address = f"http://{host}:{options[-1].partition('=')[2]}"
+    dashboard = int(options[-1].partition("=")[2])
+    address = f"http://{host}:{dashboard}"
     with ray_node(host, "head", ["--num-cpus=1", *options]) as first:
         first.await_start(120)
         with ray_node(host, "second", ["--num-cpus=1", f"--address={host}:{port}"]) as second:
             second.await_start(120)
+            await_answer(dashboard)
             over_both = ["cluster={nodes: 2, devices_per_node: 1, ray_address: auto}", "training.critic_warmup_steps=0"]
-            place.mrl("launch", "ray", "demo.yaml", *over_both, "--address", address)
-    run = place.directory / "runs" / "ppo"
+            small.mrl("launch", "ray", "demo.yaml", *over_both, "--address", address)
+    run = small.directory / "runs" / "ppo"
     (pool,) = re.findall(r'"kind": "pool_ready".*', (run / "events.jsonl").read_text())
     assert '"devices": 2' in pool, "and each node has one"
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step["actor/grad_norm"] > 0 for step in steps)
-    assert steps[-1]["val/solved/mean@4"] >= 0
-    assert left_over(place.directory) == []
+    assert [name for name in steps[-1] if name.startswith("val/")], "validated after the last step"
+    assert left_over(small.directory) == []
 
 
 @pytest.mark.slow
@@ -152,9 +170,11 @@ def test_a_job_of_a_ray_cluster_brings_its_configuration_and_code_along(
     for name, value in small.environment.items():
         monkeypatch.setenv(name, value)
     options = head_options(free_port())
-    address = f"http://127.0.0.1:{options[-1].partition('=')[2]}"
+    dashboard = int(options[-1].partition("=")[2])
+    address = f"http://127.0.0.1:{dashboard}"
     with ray_node("127.0.0.1", "head", ["--num-cpus=2", *options]) as node:
         node.await_start(120)
+        await_answer(dashboard)
         assert "shipped: config.yaml, own_rewards.py" in small.mrl(
             "launch", "ray", "small.yaml", *own, "--address", address, "--dry-run"
         )
