@@ -172,8 +172,8 @@ def test_a_replica_killed_in_the_middle_loses_no_sample(fleet: Fleet, alone: dic
 
 @pytest.mark.slow
 def test_replicas_killed_while_they_receive_idle_and_all_at_once(fleet: Fleet, alone: dict[str, Generated]) -> None:
-    before = len(fleet.lost())
     fleet.fleet.update(2)
+    before = len(fleet.lost())
 
     def kill_once() -> None:
         fleet.before_sending = lambda: None
