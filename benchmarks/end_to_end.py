@@ -110,21 +110,28 @@ def make_model(scene: Scene, directory: Path) -> Path:
     return path
 
 
+def our_config(scene: Scene, model: Path, directory: Path, name: str, steps: int) -> Path:
+    """The configuration of our run, in a file."""
+    config = directory / f"{name}.yaml"
+    config.write_text(
+        CONFIG.format(
+            name=name,
+            directory=directory,
+            model=model,
+            prompts=scene.prompts,
+            samples=scene.prompts * 8,
+            tokens=max(4096, scene.longest + 32),
+            longest=scene.longest,
+            cache=256 << 20,
+            steps=steps,
+        )
+    )
+    return config
+
+
 def ours(scene: Scene, model: Path, directory: Path, name: str) -> list[dict[str, Any]]:
     """The metrics of our steps."""
-    text = CONFIG.format(
-        name=name,
-        directory=directory,
-        model=model,
-        prompts=scene.prompts,
-        samples=scene.prompts * 8,
-        tokens=max(4096, scene.longest + 32),
-        longest=scene.longest,
-        cache=256 << 20,
-        steps=scene.steps,
-    )
-    config = directory / f"{name}.yaml"
-    config.write_text(text)
+    config = our_config(scene, model, directory, name, scene.steps)
     code = "import sys; from mrl.cli.main import main; sys.exit(main())"
     _run([sys.executable, "-c", code, "train", str(config)], directory / f"{name}.log")
     return list(read_metrics(directory / name / "metrics.jsonl"))

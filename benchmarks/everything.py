@@ -2,18 +2,23 @@
 
     python benchmarks/everything.py [--only NAME ...] [--json FILE]
 
-Each runs in a process of its own with a limit of its own. One that cannot run, or runs out of time, says so in the
-results and in the table; its older results stay where they are and are not taken for new ones. Results lie in
-`benchmarks/results/NAME.json`, and all together in `benchmarks/results/all.json`.
+Each runs in a process of its own with a limit of its own, as much of it as fits into half an hour with all others. One
+that cannot run, or runs out of time, says so in the results and in the table. All results of a machine are one file,
+`benchmarks/results/machines/CPU-CORES.json`. What took longer than this, `benchmarks/results/NAME.json`, stays.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +26,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import shown
+from mrl.cli import machine
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
+MACHINES = HERE / "results" / "machines"
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ ENTRIES = (
     Entry("rewards", 150, ("--samples", "2000")),
     Entry("data", 200),
     Entry("startup", 180),
+    Entry("step_overhead", 300, ("--only", "demo")),
     Entry("end_to_end", 420, ("--only", "tiny", "--repeats", "1")),
     Entry("plan", 30, simulated=True),
 )
@@ -78,21 +85,28 @@ class Outcome:
         return {**found, **self.report} if self.report else {**found, "not_run": self.why}
 
 
-def run(entry: Entry) -> Outcome:
-    """Run one; what it prints is shown as it comes."""
-    out = RESULTS / f"{entry.name}.json"
-    before = out.stat().st_mtime_ns if out.exists() else 0
+def run(entry: Entry, out: Path) -> Outcome:
+    """Run one, which writes its results there; what it prints is shown as it comes."""
     began = time.monotonic()
     print(f"\n== {' '.join(entry.command)}", flush=True)
+    command = [sys.executable, str(HERE.parent / entry.command[1]), *entry.options, "--json", str(out)]
+    process = subprocess.Popen(command, cwd=HERE.parent, start_new_session=True)
     try:
-        command = [sys.executable, str(HERE.parent / entry.command[1]), *entry.options, "--json", str(out)]
-        code = subprocess.run(command, cwd=HERE.parent, timeout=entry.limit_s).returncode
-        why = f"left with {code} and wrote no results"
+        why = f"left with {process.wait(entry.limit_s)} and wrote no results"
     except subprocess.TimeoutExpired:
         why = f"took more than {entry.limit_s} s"
+    finally:
+        with suppress(ProcessLookupError):  # nobody of it is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     seconds = time.monotonic() - began
-    is_new = out.exists() and out.stat().st_mtime_ns != before
-    return Outcome(entry, seconds, json.loads(out.read_text()) if is_new else None, "" if is_new else why)
+    return Outcome(entry, seconds, json.loads(out.read_text()) if out.exists() else None, "" if out.exists() else why)
+
+
+def own_file() -> Path:
+    """Where the results of a machine like this one lie."""
+    words = re.findall(r"[a-z0-9.]+", f"{machine.cpu_model()} {machine.usable_cpus()} cores".lower())
+    return MACHINES / ("-".join(words) + ".json")
 
 
 def summary(outcomes: list[Outcome]) -> list[str]:
@@ -114,13 +128,15 @@ def main() -> int:
     options = argparse.ArgumentParser(description="Every benchmark in turn.")
     names = [entry.name for entry in ENTRIES]
     options.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    options.add_argument("--json", type=Path, default=RESULTS / "all.json", metavar="FILE", help="where results go")
+    options.add_argument("--json", type=Path, default=own_file(), metavar="FILE", help="where results go")
     arguments = options.parse_args()
     began = time.monotonic()
-    outcomes = [run(entry) for entry in ENTRIES if entry.name in arguments.only]
+    with tempfile.TemporaryDirectory() as made:
+        chosen = [entry for entry in ENTRIES if entry.name in arguments.only]
+        outcomes = [run(entry, Path(made) / f"{entry.name}.json") for entry in chosen]
     table = summary(outcomes)
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps({each.entry.name: each.as_json() for each in outcomes}, indent=2) + "\n")
-    arguments.json.with_suffix(".md").write_text("\n".join(table) + "\n")
     print("\n" + "\n".join(table))
     print(f"\n{(time.monotonic() - began) / 60:.1f} minutes")
     missed = [each for each in outcomes if each.report is None or not all(goal["met"] for goal in each.report["goals"])]

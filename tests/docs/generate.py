@@ -229,27 +229,72 @@ def presets() -> str:
     return table(("preset", "model", "GPUs", "actor", "engines"), rows())
 
 
-def results() -> str:
-    """Every goal of the benchmarks as it was measured last."""
+def bench() -> str:
+    """Every goal of the benchmarks as `make bench` measured it last."""
+    return table(("command", "goal", "value", ""), (row for report in _of_bench() for row in _goals(report)))
 
-    def rows() -> Iterator[Sequence[str]]:
-        for file in sorted((ROOT / "benchmarks/results").glob("*.json")):
-            report = json.loads(file.read_text(encoding="utf-8"))
-            if "benchmark" not in report:  # the file of all together
-                continue
-            said = f"`{report['command']}`" + (" (simulated)" if report["benchmark"] in SIMULATED else "")
-            if report["benchmark"] == "parity":
-                said += f", megatron-core {report['versions']['megatron-core']}"
-            for goal in report["goals"]:
-                verdict = "met" if goal["met"] else "**missed**"
-                yield said, f"{goal['name']} {goal['goal']}", shown(goal["value"]), verdict
-                said = ""
 
-    return table(("command", "goal", "value", ""), rows())
+# --- docs/benchmarks.md -----------------------------------------------------------------------------------------
+
+MOST_ROWS = 40
+
+
+def long_runs() -> str:
+    """Every goal of what takes longer than `make bench` does."""
+    return table(("command", "goal", "value", ""), (row for report in _long_runs() for row in _goals(report)))
+
+
+def tables() -> str:
+    """The rows of every benchmark."""
+    return "\n".join(part for report in (*_of_bench(), *_long_runs()) for part in _rows(report))
+
+
+def _of_bench() -> Iterator[dict[str, Any]]:
+    for file in sorted((ROOT / "benchmarks/results/machines").glob("*.json")):
+        yield from json.loads(file.read_text(encoding="utf-8")).values()
+
+
+def _long_runs() -> Iterator[dict[str, Any]]:
+    for file in sorted((ROOT / "benchmarks/results").glob("*.json")):
+        yield json.loads(file.read_text(encoding="utf-8"))
+
+
+def _goals(report: dict[str, Any]) -> Iterator[Sequence[str]]:
+    said = _command(report)
+    if "not_run" in report:
+        yield said, "not run", report["not_run"], ""
+        return
+    for goal in report["goals"]:
+        verdict = "met" if goal["met"] else "**missed**"
+        yield said, f"{goal['name']} {goal['goal']}", shown(goal["value"]), verdict
+        said = ""
+
+
+def _rows(report: dict[str, Any]) -> Iterator[str]:
+    if "not_run" in report:
+        return
+    about, rows = report["machine"], report["rows"]
+    yield f"### {_command(report)}\n"
+    before, after = (about[f"load_average_{when}"][0] for when in ("before", "after"))
+    yield f"{about['cpu']}, {about['cores']} cores; load {before:.1f} before, {after:.1f} after.\n"
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    yield table(columns, ([shown(row.get(column, "")) for column in columns] for row in rows[:MOST_ROWS]))
+    if len(rows) > MOST_ROWS:
+        yield f"{len(rows) - MOST_ROWS} more rows are in the file of results.\n"
+
+
+def _command(report: dict[str, Any]) -> str:
+    said = f"`{report['command']}`"
+    if "not_run" in report:
+        return said
+    if report["benchmark"] == "parity":
+        said += f", megatron-core {report['versions']['megatron-core']}"
+    return said + (" (simulated)" if report["benchmark"] in SIMULATED else "")
 
 
 MAKERS: dict[str, Callable[[], str]] = {
-    maker.__name__: maker for maker in (calls, columns, schema, sft_schema, site_schema, names, files, presets, results)
+    maker.__name__: maker
+    for maker in (calls, columns, schema, sft_schema, site_schema, names, files, presets, bench, long_runs, tables)
 }
 
 
