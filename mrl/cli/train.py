@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from mrl.cli.supervise import ATTEMPT, EXIT_LOST, EXIT_NO_PLACE, supervise
@@ -45,19 +47,28 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _train(resolved: Resolved[Config], *, quiet: bool) -> int:
     # These load torch and Ray, which a wrong configuration need not wait for.
+    from mrl.controller.cluster import ray_cluster_soon
     from mrl.observe.console import Console
     from mrl.plan.preflight_machine import check_start
-    from mrl.trainer.ppo import RayPPOTrainer
-    from mrl.trainer.run import open_run
 
     config = resolved.config
     warnings = refuse(resolved.path, check_start(config))
     console = Console(config.training.steps, quiet=quiet)
-    with open_run(resolved, console) as opened:
+    with ExitStack() as stack:
+        if config.cluster.ray_address is None:
+            stack.enter_context(ray_cluster_soon(config.cluster))
+        gc.disable()  # what is loaded from here on stays
+        stack.callback(gc.enable)
+        from mrl.trainer.ppo import RayPPOTrainer
+        from mrl.trainer.run import open_run
+
+        opened = stack.enter_context(open_run(resolved, console))
         for warning in warnings:
             opened.warn(warning.about, f"{warning.what} ({warning.fix})")
         trainer = RayPPOTrainer(opened)
         with trainer.init_workers():
+            gc.freeze()
+            gc.enable()
             trainer.fit()
         console.say(f"{trainer.num_steps_done} steps done; everything is in {opened.directory}")
     return 0 if trainer.num_steps_done == config.training.steps else EXIT_STOPPED

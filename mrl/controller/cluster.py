@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -32,12 +35,36 @@ def ray_cluster(config: ClusterConfig) -> Iterator[None]:
 
     Within the block of a Ray that was started here another one starts nothing and ends nothing.
     """
+    listener = signal.getsignal(signal.SIGTERM)
+    if _soon:
+        _soon[-1].result()
     if config.ray_address is not None:
-        with _joined(config.ray_address, config.allow_insecure_ray):
-            yield
+        cluster = _joined(config.ray_address, config.allow_insecure_ray)
     else:
-        with _started_here(config):
+        cluster = _started_here(config)
+    with cluster:
+        # Ray makes SIGTERM its own, from the process too: whoever saves a run at it would never hear of it.
+        if callable(listener) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, listener)
+        yield
+
+
+_soon: list[Future[None]] = []
+"""The Ray that a thread is starting, where there is one."""
+
+
+@contextmanager
+def ray_cluster_soon(config: ClusterConfig) -> Iterator[None]:
+    """Start Ray on this machine for the length of the block, which goes on meanwhile; `ray_cluster` in it waits.
+
+    Ray waits for its own processes for most of the time that it takes to start, and a run has much to load.
+    """
+    with ExitStack() as cluster, ThreadPoolExecutor(1, "ray") as thread:
+        _soon.append(thread.submit(cluster.enter_context, _started_here(config)))
+        try:
             yield
+        finally:
+            _soon.pop()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What `mrl train` says of what cannot work: before Ray starts, in one message, without a traceback; nothing is lost.
+"""What `mrl train` says of what cannot work: before it asks for a device, in one message, without a traceback.
 
 Each case takes a run that would work and breaks one thing.
 """
@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mrl.cli.main import main
+from mrl.controller import cluster
 from mrl.errors import PlacementError
 from mrl.trainer import team
 from mrl.trainer.demo_model import make_model
@@ -53,6 +55,7 @@ def run_that_would_work(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise PlacementError(REACHED)
 
     monkeypatch.setattr(team, "ray_cluster", nobody_gets_here)
+    monkeypatch.setattr(cluster, "ray_cluster_soon", lambda _: nullcontext())
 
 
 def write(path: str, text: str | bytes) -> Break:
