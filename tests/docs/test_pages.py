@@ -170,4 +170,6 @@ def _names_of(statement: ast.stmt) -> set[str]:
             return {name}
         case ast.ImportFrom(names=aliases):
             return {alias.name for alias in aliases}
+        case ast.If(test=ast.Name(id="TYPE_CHECKING"), body=loaded_later):
+            return set().union(*map(_names_of, loaded_later))
     return set()
