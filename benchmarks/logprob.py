@@ -189,6 +189,7 @@ def main() -> int:
         return 0
     bench = Benchmark("logprob")
     with_goals = QUICK if given.quick else GOAL
+    errors: list[float] = []
     for size in [QUICK] if given.quick else product(TOKENS, VOCABULARIES):
         row = compare(bench, *size, given.hidden, given.repeats if size == with_goals else 1)
         if size == with_goals:
@@ -196,8 +197,8 @@ def main() -> int:
             bench.goal("extra memory, ours over plain", row.get("memory_ratio", float("nan")), at_most=0.1)
             bench.goal("time, ours over plain", row.get("time_ratio", float("nan")), at_most=1.3)
         if "ours_error" in row:
-            worst = max(row[f"ours_{name}"] for name in ("error", "d_hidden_error", "d_weight_error"))
-            bench.goal("error at {} x {}".format(*size), worst, at_most=TOLERANCE)
+            errors += [row[f"ours_{name}"] for name in ("error", "d_hidden_error", "d_weight_error")]
+    bench.goal("largest error of log-probs and gradients", max(errors), at_most=TOLERANCE)
     return bench.finish(given)
 
 
