@@ -8,6 +8,7 @@ are never trained on. All algorithms have the step sizes that PPO has in `mrl de
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, parser
 from mrl.controller import ray_cluster
+from mrl.errors import MrlError
 from mrl.observe.console import Console
 from mrl.trainer.demo import ALGORITHMS, GOAL, DemoSettings, learn, warm_model
 
@@ -38,9 +40,17 @@ def main() -> int:
             seconds: dict[str, float] = {}
             (here / algorithm).mkdir()
             settings = DemoSettings(here / algorithm, arguments.seed, algorithm, steps=arguments.steps)
-            result = learn(settings, model, console, seconds)
-            bench.row(algorithm=algorithm, before=result.before, after=result.after, seconds=seconds[algorithm])
-            bench.goal(f"{algorithm}: sampled accuracy after {arguments.steps} steps", result.after, at_least=GOAL)
+            goal = f"{algorithm}: sampled accuracy after {arguments.steps} steps"
+            try:
+                result = learn(settings, model, console, seconds)
+            except MrlError as error:  # the others still have their turn
+                bench.row(algorithm=algorithm, failed=str(error))
+                bench.goal(goal, math.nan, at_least=GOAL)
+                continue
+            row = {"before": result.before, "after": result.after, "seconds": seconds[algorithm]}
+            print(algorithm, {name: round(value, 3) for name, value in row.items()}, flush=True)
+            bench.row(algorithm=algorithm, **row)
+            bench.goal(goal, result.after, at_least=GOAL)
     return bench.finish(arguments)
 
 

@@ -81,7 +81,7 @@ ALGORITHMS = {
     "rloo": "  advantage: rloo\n",
     "reinforce_plus_plus": "  advantage: reinforce_plus_plus\n  kl: {where: reward}\n",
     "remax": "  advantage: remax\n",
-    "dapo": "  advantage: grpo\n  loss: {clip_high: 0.28}\n  dynamic_sampling: {}\n",
+    "dapo": "  advantage: grpo\n  loss: {clip_high: 0.28}\n  dynamic_sampling: {most_rounds: 20}\n",
 }
 """Name -> the `algorithm` section."""
 CRITIC = """\
