@@ -136,7 +136,9 @@ def main() -> int:
         outcomes = [run(entry, Path(made) / f"{entry.name}.json") for entry in chosen]
     table = summary(outcomes)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps({each.entry.name: each.as_json() for each in outcomes}, indent=2) + "\n")
+    known = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}  # what `--only` leaves out stays
+    known |= {each.entry.name: each.as_json() for each in outcomes}
+    arguments.json.write_text(json.dumps(known, indent=2) + "\n")
     print("\n" + "\n".join(table))
     print(f"\n{(time.monotonic() - began) / 60:.1f} minutes")
     missed = [each for each in outcomes if each.report is None or not all(goal["met"] for goal in each.report["goals"])]
