@@ -137,6 +137,8 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
         "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
         "worker_extension_cls": "mrl.rollout.receiver.WorkerExtension",
     }
+    if settings.device == "cpu":  # after a part of a prompt vLLM winds the noise back, which a CPU's generator cannot
+        ours["enable_chunked_prefill"] = False
     for name, value in settings.vllm.items():
         if name in ours and value != ours[name]:
             raise RolloutError(

@@ -100,6 +100,14 @@ def test_a_sample_does_not_depend_on_its_company(vllm: RolloutEngine) -> None:
         np.testing.assert_array_equal(late[key].token_ids, sample.token_ids)
 
 
+def test_more_prompts_than_one_step_takes_in_are_sampled_all_the_same(
+    vllm: RolloutEngine, oracle: RolloutEngine
+) -> None:
+    wanted = requests(100, 1, 3)
+    assert sum(len(request.prompt_ids) for request in wanted) > 2048  # what vLLM takes in at once
+    assert_same(vllm, oracle, wanted, PLAIN)
+
+
 def test_an_engine_that_is_to_be_eager_compiles_nothing(vllm: RolloutEngine) -> None:
     from torch._dynamo.utils import counters
 
