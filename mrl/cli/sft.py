@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from mrl.cli.train import EXIT_STOPPED
 from mrl.config.load import load_sft_config
 from mrl.config.run_directory import open_run_directory
 from mrl.events import EventLog
-from mrl.observe.metrics import MetricsFile
 
 EXAMPLE = "mrl sft configs/laptop-sft.yaml model.path=my-model"
 
@@ -19,20 +19,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, and say where the model is."""
+    """Train, and say where the model is; EXIT_STOPPED when the run was asked to stop before and has saved."""
     resolved = load_sft_config(arguments.config, arguments.overrides)
     # These load torch and Ray, which a wrong configuration need not wait for.
     from mrl.trainer.sft import train_sft
+    from mrl.trainer.stopping import Stopping
 
-    with open_run_directory(resolved, may_go_on=False) as directory:
-        metrics = MetricsFile(directory / "metrics.jsonl", 1)
-        steps = resolved.config.training.steps
+    training = resolved.config.training
+    stopping = Stopping(training.time_limit_s)
 
-        def on_step(step: int, figures: dict[str, float]) -> None:
-            metrics.write(step, figures)
-            shown = "  ".join(f"{name} {figures[name]:.4g}" for name in ("loss", "grad_norm", "lr"))
-            print(f"{step}/{steps}  {shown}", flush=True)
+    def on_step(step: int, figures: dict[str, float]) -> None:
+        shown = "  ".join(f"{name} {figures[name]:.4g}" for name in ("loss", "grad_norm", "lr"))
+        print(f"{step}/{training.steps}  {shown}", flush=True)
 
-        model = train_sft(resolved.config, directory, EventLog(directory / "events.jsonl"), on_step)
-        print(f"the model is in {model}")
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    with open_run_directory(resolved, may_go_on=training.resume == "auto") as directory, stopping.on_signals():
+        events = EventLog(directory / "events.jsonl")
+        try:
+            model = train_sft(resolved.config, directory, events, stopping, on_step, say)
+        finally:
+            events.close()
+    if model is None:
+        return EXIT_STOPPED
+    print(f"the model is in {model}")
     return 0

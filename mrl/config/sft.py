@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from mrl.config.bounds import Count, NotNegative, Share, Text
+from mrl.config.bounds import Count, NotNegative, Seconds, Share, Text
 from mrl.config.schema import (
     ClusterConfig,
     Config,
@@ -42,6 +43,14 @@ class SftTrainingConfig:
     """Stop before, when the loss, averaged over the last ten updates, is this low; null goes through all steps."""
     seed: NotNegative = 0
     """Of Megatron's random states; the order of rows has data.seed."""
+    save_every: NotNegative = 0
+    """Updates between checkpoints; 0 saves at the end alone. SIGTERM, SIGUSR1 and the time limit save as well."""
+    keep: Count = 2
+    """The newest checkpoints that are kept."""
+    resume: Literal["auto", "never"] = "auto"
+    """Whether a run directory that holds a verified checkpoint goes on from it."""
+    time_limit_s: Seconds | None = None
+    """Wall-clock time after which the run saves and ends; null has none."""
 
 
 @dataclass(frozen=True, kw_only=True)

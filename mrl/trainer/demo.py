@@ -32,6 +32,7 @@ from mrl.trainer.demo_model import make_model
 from mrl.trainer.ppo import RayPPOTrainer
 from mrl.trainer.run import open_run
 from mrl.trainer.sft import train_sft
+from mrl.trainer.stopping import Stopping
 
 Result = TypeVar("Result")
 
@@ -193,7 +194,9 @@ def _warm_start(settings: DemoSettings, initial: Path, console: Console) -> Path
 
     events = EventLog(directory / "events.jsonl")
     try:
-        return train_sft(config, directory, events, on_step)
+        model = train_sft(config, directory, events, Stopping(None), on_step, console.say)
+        assert model is not None, "nothing asks it to stop"
+        return model
     finally:
         events.close()
 

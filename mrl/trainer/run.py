@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import signal
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -26,13 +21,10 @@ from mrl.observe.metrics import MetricsFile
 from mrl.observe.panel import Shown
 from mrl.observe.trackers import Tracker, open_trackers
 from mrl.protocol import DataProto
-from mrl.redaction import redact
+from mrl.trainer.learnt_config import changes, learnt_config
 from mrl.trainer.snapshot import Snapshots
+from mrl.trainer.stopping import Stopping
 from mrl.trainer.team import Team
-
-_MAY_CHANGE = ("run", "cluster", "deadlines", "placement", "training", "validation", "sync", "reward")
-"""Sections that a resumed run may have otherwise than before without a word: they do not decide what is learnt."""
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Run:
@@ -47,10 +39,9 @@ class Run:
         self.clock = Clock(self.events, console.phase, console.progress)
         self.snapshots = Snapshots(directory / "checkpoints", self.config.training.keep, self.events)
         self._metrics: MetricsFile
+        self.stopping = Stopping(self.config.training.time_limit_s)
         self.trackers: list[Tracker] = []
         self._best = -np.inf
-        self._began = time.monotonic()
-        self._stop_reason = ""
         self.events.write(RunStarted(self.config.run.name, mrl.__version__))
         for warning in resolved.warnings:
             self.warn("configuration", warning)
@@ -69,11 +60,11 @@ class Run:
         next_step = 1 if found is None else found.step + 1
         self._metrics = MetricsFile(metrics, next_step)
         which, name = self.config.training.tracker, self.config.run.name
-        self.trackers = open_trackers(which, name, self.directory, _plain(self.config), next_step)
+        self.trackers = open_trackers(which, name, self.directory, learnt_config(self.config), next_step)
         if found is None:
             return 0
-        for key, (before, now) in _differences(found.state["config"], _plain(self.config)).items():
-            self.warn(key, f"was {before} when this run began, and is {now} from step {found.step + 1} on")
+        for key, change in changes(found.state["config"], self.config, found.step).items():
+            self.warn(key, change)
         for name, role in team.roles.items():
             role.group.load_checkpoint(str(found.path / name))
         team.load_state_dict(found.state["team"])
@@ -102,7 +93,7 @@ class Run:
         is_best = score > self._best
         self._best = max(self._best, score)
         state = {
-            "config": _plain(self.config),
+            "config": learnt_config(self.config),
             "team": team.state_dict(),
             "best": None if np.isneginf(self._best) else self._best,
         }
@@ -110,27 +101,11 @@ class Run:
             self.snapshots.save(step, team.roles, state, is_best)
 
     def wants_to_stop(self) -> bool:
-        """Whether a signal came or the time is up; what it was is said once."""
-        limit = self.config.training.time_limit_s
-        if limit is not None and time.monotonic() - self._began > limit:
-            self._stop_reason = f"training.time_limit_s={limit:g} is reached"
-        if self._stop_reason:
-            self.console.say(f"{self._stop_reason}: saving and stopping")
-        return bool(self._stop_reason)
-
-    @contextmanager
-    def stops_on_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGUSR1 end the run after the present step, with a checkpoint."""
-
-        def note(number: int, frame: FrameType | None) -> None:
-            self._stop_reason = signal.Signals(number).name
-
-        before = {number: signal.signal(number, note) for number in _STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        """Whether a signal came or the time is up; what it was is said."""
+        reason = self.stopping.reason()
+        if reason:
+            self.console.say(f"{reason}: saving and stopping")
+        return bool(reason)
 
 
 @contextmanager
@@ -139,7 +114,7 @@ def open_run(resolved: Resolved[Config], console: Console) -> Iterator[Run]:
     with open_run_directory(resolved, may_go_on=resolved.config.training.resume == "auto") as directory:
         run = Run(resolved, directory, console)
         try:
-            with run.stops_on_signals():
+            with run.stopping.on_signals():
                 yield run
         finally:
             for tracker in run.trackers:
@@ -164,19 +139,3 @@ def _texts(batch: DataProto) -> dict[str, Any]:
         "num_tokens": batch.lengths("responses").tolist(),
         "truncated": batch.batch["truncated"].tolist(),
     }
-
-
-def _plain(config: Config) -> dict[str, Any]:
-    """What decides what is learnt, as JSON knows it; without secrets, which the environment of rewards may hold."""
-    sections = {name: value for name, value in dataclasses.asdict(config).items() if name not in _MAY_CHANGE}
-    found: dict[str, Any] = redact(json.loads(json.dumps(sections)))
-    return found
-
-
-def _differences(before: Any, now: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        found: dict[str, tuple[Any, Any]] = {}
-        for name in {**before, **now}:
-            found |= _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
-        return found
-    return {} if before == now else {key: (before, now)}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import shutil
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mrl.config.arithmetic import role_mesh
+from mrl.config.run_directory import CHECKPOINTS
 from mrl.config.schema import BatchConfig
 from mrl.config.sft import SftConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
@@ -20,19 +22,28 @@ from mrl.data.prompt_loader import PromptLoader
 from mrl.data.rlhf_dataset import RLHFDataset
 from mrl.data.rows import RowParser
 from mrl.data.sources import open_source
-from mrl.events import EventLog
+from mrl.events import EventLog, Warned
+from mrl.observe.metrics import MetricsFile
 from mrl.protocol import DataProto
+from mrl.trainer.learnt_config import changes, learnt_config
 from mrl.trainer.model_role import ModelRole
+from mrl.trainer.snapshot import Snapshots
+from mrl.trainer.stopping import Stopping
 from mrl.workers.messages import ModelSetup
 
-MODEL = "model"
+MODEL, ROLE = "model", "actor"
 _AVERAGED = 10
 
 
 def train_sft(
-    config: SftConfig, directory: Path, events: EventLog, on_step: Callable[[int, dict[str, float]], None]
-) -> Path:
-    """Train; the directory of the trained model in Hugging Face format."""
+    config: SftConfig,
+    directory: Path,
+    events: EventLog,
+    stopping: Stopping,
+    on_step: Callable[[int, dict[str, float]], None],
+    say: Callable[[str], None],
+) -> Path | None:
+    """Train from the newest checkpoint on; the trained model in Hugging Face format, or None if told to stop before."""
     tokenizer = load_tokenizer(config.model.path)
     batch = BatchConfig(
         prompts_per_step=config.batch.rows_per_update,
@@ -40,10 +51,6 @@ def train_sft(
         samples_per_update=config.batch.rows_per_update,
     )
     rows = PromptLoader(_open(config, tokenizer), config.data, batch, events)
-
-    def next_rows() -> DataProto:
-        return with_responses(rows.next_batch(), tokenizer, config.batch.max_response_tokens)
-
     with ExitStack() as stack:
         stack.enter_context(ray_cluster(config.cluster))
         resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
@@ -52,24 +59,100 @@ def train_sft(
         setup = ModelSetup(config.model.path, "lm", config.actor, config.training.seed, config.deadlines.call_s)
         worker = RayClassWithInitArgs("mrl.workers.sft:SftWorker", setup)
         context = RunContext(directory, events, config.deadlines, resources)
-        group = RayWorkerGroup("actor", worker, role_mesh(config, "actor"), context)
+        group = RayWorkerGroup(ROLE, worker, role_mesh(config, ROLE), context)
         stack.callback(group.shutdown)
-        role = ModelRole(group, config.actor)
+        run = _SftRun(config, directory, events, rows, ModelRole(group, config.actor))
+        run.resume(say)
         thread = stack.enter_context(ThreadPoolExecutor(1, "rows"))
+
+        def next_rows() -> _Read:
+            return _Read(
+                with_responses(rows.next_batch(), tokenizer, config.batch.max_response_tokens), rows.state_dict()
+            )
+
         coming = thread.submit(next_rows)
-        losses: deque[float] = deque(maxlen=_AVERAGED)
-        for step in range(1, config.training.steps + 1):
-            present = coming.result()
-            if step < config.training.steps:
-                coming = thread.submit(next_rows)  # read while the workers compute
-            figures = role.update("update_sft", present)
-            on_step(step, figures)
-            losses.append(figures["loss"])
-            if len(losses) == _AVERAGED and sum(losses) / _AVERAGED <= (config.training.until_loss or -math.inf):
-                break
+        while not run.is_done:
+            present, coming = coming.result(), thread.submit(next_rows)  # read while the workers compute
+            on_step(*run.step(present))
+            reason = stopping.reason()
+            if reason or run.save_is_due:
+                run.save(present)
+            if reason and not run.is_done:
+                say(f"{reason}: saved and stopped after {run.num_done} updates; the same command goes on")
+                return None
         model = directory / MODEL
+        shutil.rmtree(model, ignore_errors=True)  # of this run when it was shorter; it follows from the checkpoint
         group.export(str(model))
     return model
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Rows, and where their reader stood after them."""
+
+    batch: DataProto
+    state: dict[str, Any]
+
+
+class _SftRun:
+    """What is done of a run, and what of it is on disk."""
+
+    def __init__(
+        self, config: SftConfig, directory: Path, events: EventLog, rows: PromptLoader, role: ModelRole
+    ) -> None:
+        self._config, self._events, self._rows, self._role = config, events, rows, role
+        self._snapshots = Snapshots(directory / CHECKPOINTS, config.training.keep, events)
+        self._metrics_path = directory / "metrics.jsonl"
+        self._metrics: MetricsFile
+        self._losses: deque[float] = deque(maxlen=_AVERAGED)
+        self.num_done = 0
+
+    def resume(self, say: Callable[[str], None]) -> None:
+        """Go on from the newest checkpoint, where there is one."""
+        found = self._snapshots.newest() if self._config.training.resume == "auto" else None
+        warnings = changes(found.state["config"], self._config, found.step) if found is not None else {}
+        if found is None and self._metrics_path.exists():
+            warnings["resume"] = "this run began here before and left no checkpoint: it begins again"
+        for about, warning in warnings.items():
+            self._events.write(Warned(about, warning))
+            say(f"warning: {about}: {warning}")
+        if found is not None:
+            self._role.group.load_checkpoint(str(found.path / ROLE))
+            self._rows.load_state_dict(found.state["rows"])
+            self._losses.extend(found.state["losses"])
+            self.num_done = found.step
+            say(f"resumed from {found.path}")
+        self._metrics = MetricsFile(self._metrics_path, self.num_done + 1)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all updates are done, or the loss is as low as it need be."""
+        training = self._config.training
+        is_low = (
+            training.until_loss is not None
+            and len(self._losses) == _AVERAGED
+            and sum(self._losses) / _AVERAGED <= training.until_loss
+        )
+        return is_low or self.num_done >= training.steps
+
+    @property
+    def save_is_due(self) -> bool:
+        """Whether the configuration wants a checkpoint now."""
+        every = self._config.training.save_every
+        return self.is_done or (every > 0 and self.num_done % every == 0)
+
+    def step(self, read: _Read) -> tuple[int, dict[str, float]]:
+        """One update; its number and its figures."""
+        figures = self._role.update("update_sft", read.batch)
+        self.num_done += 1
+        self._losses.append(figures["loss"])
+        self._metrics.write(self.num_done, figures)
+        return self.num_done, figures
+
+    def save(self, read: _Read) -> None:
+        """Write a checkpoint after the update with these rows."""
+        state = {"config": learnt_config(self._config), "rows": read.state, "losses": list(self._losses)}
+        self._snapshots.save(self.num_done, {ROLE: self._role}, state, is_best=False)
 
 
 def _open(config: SftConfig, tokenizer: ChatTokenizer) -> RLHFDataset:
