@@ -60,7 +60,7 @@ ENTRIES = (
     Entry("data", 200),
     Entry("startup", 180),
     Entry("step_overhead", 300, ("--only", "demo")),
-    Entry("end_to_end", 420, ("--only", "tiny", "--repeats", "1")),
+    Entry("end_to_end", 420, ("--only", "tiny", "--repeats", "2")),
     Entry("plan", 30, simulated=True),
 )
 
