@@ -11,12 +11,8 @@ every mask. Exit status 1 if a goal is missed.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import venv
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.algorithm_cases import OURS, make_case, packed, padded
 from benchmarks.harness import Benchmark, parser
+from benchmarks.peer_environments import RUN_TIMEOUT_S, TRL, VERL, PeerEnvironment
 
-PEERS_FOLDER = Path(__file__).resolve().parent.parent / ".venv-peers"
 TOLERANCE = 1e-6
 FEWEST_FUNCTIONS = 25
-INSTALL_TIMEOUT_S = 1800
-RUN_TIMEOUT_S = 600
 
 INTENDED_DIFFERENCES = (
     "group of one: advantage 0 here; verl hands out the raw score (its vectorised RLOO 0)",
@@ -45,60 +39,14 @@ INTENDED_DIFFERENCES = (
 )
 
 
-@dataclass(frozen=True)
-class Peer:
-    """Another trainer: its distribution, and what importing its algorithms needs."""
-
-    name: str
-    release: str
-    needs: tuple[str, ...]
-
-    @property
-    def python(self) -> Path:
-        """Its interpreter."""
-        return PEERS_FOLDER / self.name / "bin" / "python"
-
-    def install(self) -> str:
-        """Make its environment where there is none; why that failed, or nothing."""
-        if self.python.exists() and not self._run(RUN_TIMEOUT_S, "-c", f"import {self.name}"):
-            return ""
-        venv.create(PEERS_FOLDER / self.name, with_pip=True)
-        for requirements in (("--no-deps", f"{self.name}=={self.release}"), self.needs):
-            failed = self._run(INSTALL_TIMEOUT_S, "-m", "pip", "install", "-q", *requirements)
-            if failed:
-                return f"cannot be installed: {failed}"
-        return ""
-
-    def compute(self, cases: Path, results: Path) -> str:
-        """Its results on the cases; why that failed, or nothing."""
-        script = Path(__file__).parent / "peers" / f"{self.name}_algorithms.py"
-        return self._run(RUN_TIMEOUT_S, str(script), str(cases), str(results))
-
-    def _run(self, timeout_s: int, *arguments: str) -> str:
-        """The last line of what went wrong, or nothing."""
-        command = [str(self.python), *arguments]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return str(error)
-        return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no output"])[-1]
+PEERS = (VERL, TRL)
 
 
-PEERS = (
-    Peer(
-        "verl",
-        "0.9.1",
-        (
-            *("torch==2.13.0", "numpy<2.4", "tensordict<=0.10", "omegaconf", "hydra-core", "transformers==5.10.0"),
-            *("ray", "codetiming", "packaging", "pandas"),
-        ),
-    ),
-    Peer("trl", "1.16.0", ("torch==2.13.0", "numpy<2.4", "transformers", "accelerate", "datasets")),
-)
+def compute(peer: PeerEnvironment, cases: Path, results: Path) -> str:
+    """Its results on the cases; why that failed, or nothing."""
+    return peer.run(
+        RUN_TIMEOUT_S, str(Path(__file__).parent / "peers" / f"{peer.name}_algorithms.py"), str(cases), str(results)
+    )
 
 
 def write_cases(cases: list[dict[str, Any]], path: Path) -> None:
@@ -112,7 +60,7 @@ def write_cases(cases: list[dict[str, Any]], path: Path) -> None:
     np.savez(path, **stored)
 
 
-def compare(peer: Peer, cases: list[dict[str, Any]], results_path: Path) -> list[dict[str, Any]]:
+def compare(peer: PeerEnvironment, cases: list[dict[str, Any]], results_path: Path) -> list[dict[str, Any]]:
     """One row per function: the largest difference over all cases and outputs, relative above 1."""
     theirs = np.load(results_path, allow_pickle=False)
     names = dict.fromkeys(key.split("/")[1] for key in theirs.files)
@@ -145,7 +93,7 @@ def main() -> int:
         write_cases(cases, Path(folder, "cases.npz"))
         for peer in PEERS:
             results = Path(folder, f"{peer.name}.npz")
-            failed = peer.install() or peer.compute(Path(folder, "cases.npz"), results)
+            failed = peer.install() or compute(peer, Path(folder, "cases.npz"), results)
             if failed:
                 bench.row(peer=peer.name, function="NONE COULD RUN", outputs=failed)
             else:

@@ -5,9 +5,6 @@ SimpleStorage with jagged columns, in an environment of its own. Prompts have 1,
 2,500 tokens on average and 8,192 at most; six columns: prompts, responses, response_mask, rollout_log_probs,
 scores, uid.
 
-    python -m venv .venv-peers/transferqueue
-    .venv-peers/transferqueue/bin/pip install torch==2.13.0 "ray[default]==2.55.1" tensordict==0.15.3 \
-        TransferQueue==0.1.11
     python benchmarks/data_plane.py
 """
 
@@ -32,6 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, Timing, interleave, parser, speedup
+from benchmarks.peer_environments import TRANSFER_QUEUE
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ClusterConfig, DeadlinesConfig, PlacementConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
@@ -49,7 +47,6 @@ MEAN_RESPONSE = 2500
 WARM_UPS = 30
 """A store hands out fresh memory at first, and the kernel clears every page of it; training runs long after that."""
 ROOT = Path(__file__).resolve().parent.parent
-QUEUE_PYTHON = ROOT / ".venv-peers" / "transferqueue" / "bin" / "python"
 
 
 def response_lengths(count: int, mean: int, seed: int) -> list[int]:
@@ -197,10 +194,10 @@ def main() -> int:
     deadlines = DeadlinesConfig()
     placement = PlacementConfig(pools={"producer": 1, "consumer": 1}, roles={"actor": "producer", "critic": "consumer"})
     peers = {"padded": Peer("padded_hop.py", Path(sys.executable))}
-    if QUEUE_PYTHON.exists():
-        peers["queue"] = Peer("transfer_queue_hop.py", QUEUE_PYTHON)
+    if failed := TRANSFER_QUEUE.install():
+        bench.row(samples=f"NOT RUN: {failed}")
     else:
-        bench.row(samples="TransferQueue did not run: no environment for it (see the first lines of this file)")
+        peers["queue"] = Peer("transfer_queue_hop.py", TRANSFER_QUEUE.python)
     with tempfile.TemporaryDirectory() as directory, ray_cluster(cluster):
         events = EventLog(Path(directory) / "events.jsonl")
         resources = ResourcePoolManager(placement, cluster, deadlines)

@@ -26,10 +26,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, Timing, parser, speedup
+from benchmarks.peer_environments import TRL
 from mrl.observe.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-PEER = ROOT / ".venv-peers" / "trl" / "bin" / "python"
 SETTLING_STEPS = 2
 LIMIT_S = 1200
 COMPUTE = ("rollout", "update_actor")
@@ -163,7 +163,7 @@ def theirs(scene: Scene, model: Path, directory: Path, name: str) -> dict[str, l
     given, result = directory / f"{name}.json", directory / f"{name}-result.json"
     given.write_text(json.dumps(task))
     script = ROOT / "benchmarks" / "peers" / "trl_grpo.py"
-    _run([str(PEER), str(script), str(given), str(result)], directory / f"{name}.log")
+    _run([str(TRL.python), str(script), str(given), str(result)], directory / f"{name}.log")
     found: dict[str, list[float]] = json.loads(result.read_text())
     return found
 
@@ -227,8 +227,8 @@ def main() -> int:
     options.add_argument("--only", choices=[scene.name for scene in SCENES], help="one size")
     options.set_defaults(repeats=2)
     arguments = options.parse_args()
-    if not PEER.exists():
-        raise SystemExit(f"{PEER} is missing: python benchmarks/algorithms.py makes TRL's environment")
+    if failed := TRL.install():
+        raise SystemExit(failed)
     bench = Benchmark("end_to_end")
     with tempfile.TemporaryDirectory() as directory:
         for scene in SCENES:

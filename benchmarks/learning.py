@@ -8,7 +8,6 @@ are never trained on. All algorithms have the step sizes that PPO has in `mrl de
 
 from __future__ import annotations
 
-import math
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -45,8 +44,10 @@ def main() -> int:
                 result = learn(settings, model, console, seconds)
             except MrlError as error:  # the others still have their turn
                 bench.row(algorithm=algorithm, failed=str(error))
-                bench.goal(goal, math.nan, at_least=GOAL)
+                bench.goal(goal, 0.0, at_least=GOAL)
                 continue
+            if result.after is None:
+                raise SystemExit("stopped")
             row = {"before": result.before, "after": result.after, "seconds": seconds[algorithm]}
             print(algorithm, {name: round(value, 3) for name, value in row.items()}, flush=True)
             bench.row(algorithm=algorithm, **row)

@@ -34,7 +34,7 @@ from benchmarks.harness import Benchmark, Timing, parser
 from mrl.engine.vocab_head import HeadOptions, token_log_probs
 
 TOKENS, VOCABULARIES = (2048, 4096, 8192, 16384), (32_000, 128_256, 151_936)
-QUICK, GOAL = (2048, 32_000), (4096, 151_936)
+QUICK, GOAL = (2048, 128_256), (4096, 151_936)
 CPU_LIMIT_BYTES = 10 << 30
 NUM_CHECKED = 64
 MIB = 1 << 20

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from mrl.cli.report import write_report
+from mrl.cli.train import EXIT_STOPPED
 from mrl.errors import SetupError
 
 EXAMPLE = "mrl demo --algorithm grpo --tp 2 --pp 2"
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 if the model learnt what it should."""
+    """0 if the model learnt what it should; EXIT_STOPPED when it was asked to stop before and has saved."""
     directory = Path(arguments.dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
     if directory.exists():
         raise SetupError(f"{directory} exists already", fix="choose another --dir")
@@ -33,6 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     settings = DemoSettings(directory, arguments.seed, arguments.algorithm, arguments.tp, arguments.pp, arguments.steps)
     result = run_demo(settings, Console(arguments.steps))
+    if result.after is None:
+        print(f"stopped and saved; it goes on with: mrl train {result.config}")
+        return EXIT_STOPPED
     total = sum(result.seconds.values())
     print(f"\n{100 * result.before:.1f} % before, {100 * result.after:.1f} % after, in {total / 60:.1f} minutes:")
     for name, seconds in result.seconds.items():

@@ -116,14 +116,15 @@ class DemoResult:
     """How it went."""
 
     before: float
-    after: float
+    after: float | None
+    """None where it was told to stop before the end."""
     seconds: dict[str, float]
     config: Path
 
     @property
     def is_success(self) -> bool:
         """Whether little was known before, and much after."""
-        return self.before <= WARM_START_AT_MOST and self.after >= GOAL
+        return self.after is not None and self.before <= WARM_START_AT_MOST and self.after >= GOAL
 
 
 def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
@@ -156,8 +157,8 @@ def learn(settings: DemoSettings, model: Path, console: Console, seconds: dict[s
             seconds["start of workers"] = time.monotonic() - began
             before = _timed(seconds, "validation before", trainer.validate)[SOLVED]
             console.say(f"right before: {100 * before:.1f} % of sampled answers to problems that are never trained on")
-            after = _timed(seconds, settings.algorithm, trainer.fit)[SOLVED]
-    return DemoResult(before, after, seconds, config)
+            after = _timed(seconds, settings.algorithm, trainer.fit).get(SOLVED)
+    return DemoResult(before, after if trainer.num_steps_done == settings.steps else None, seconds, config)
 
 
 def _timed(seconds: dict[str, float], name: str, work: Callable[[], Result]) -> Result:

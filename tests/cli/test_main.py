@@ -14,6 +14,7 @@ import pytest
 import mrl
 from mrl.cli import main as frame
 from mrl.cli.main import VERBS, main
+from mrl.cli.train import EXIT_STOPPED
 from mrl.errors import ConfigError, Problem, WorkerDied
 
 RUN = [sys.executable, "-c", "import sys; from mrl.cli.main import main; sys.exit(main())"]
@@ -128,3 +129,14 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 def test_a_demo_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--dir", str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"{tmp_path} exists already\n  fix: choose another --dir\n"
+
+
+def test_a_demo_that_was_stopped_claims_no_accuracy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mrl.trainer import demo
+
+    stopped = demo.DemoResult(0.3, None, {}, tmp_path / "demo.yaml")
+    monkeypatch.setattr(demo, "run_demo", lambda settings, console: stopped)
+    assert main(["demo", "--dir", str(tmp_path / "new")]) == EXIT_STOPPED
+    assert capsys.readouterr().out == f"stopped and saved; it goes on with: mrl train {tmp_path / 'demo.yaml'}\n"
