@@ -49,7 +49,6 @@ actor:
 rollout:
   max_prompt_tokens: 32
   max_response_tokens: {longest}
-  replicas: {engines}
   vllm: {{enforce_eager: {eager}, kv_cache_memory_bytes: {cache}}}
 sync: {{offload: false}}
 data: {{train: {{sums: {{dataset: "toy:addition"}}}}}}
@@ -69,8 +68,6 @@ class Scene:
     steps: int
     samples_per_micro_batch: int
     """Of TRL, which cuts by samples; ours follow from tokens."""
-    engines: int
-    """Of ours, on two cores."""
     eager: bool
     """Whether they compile nothing, as suits the shortest runs."""
     goal: float
@@ -78,8 +75,8 @@ class Scene:
 
 
 SCENES = (
-    Scene("tiny", {"hidden": 128, "layers": 3, "ffn": 384, "heads": 4}, 16, 64, 8, 128, 2, True, 1.0),
-    Scene("long", {"hidden": 512, "layers": 8, "ffn": 1536, "heads": 8}, 4, 512, 4, 8, 1, False, 3.0),
+    Scene("tiny", {"hidden": 128, "layers": 3, "ffn": 384, "heads": 4}, 16, 64, 8, 128, True, 1.0),
+    Scene("long", {"hidden": 512, "layers": 8, "ffn": 1536, "heads": 8}, 4, 512, 4, 8, False, 3.0),
 )
 
 
@@ -127,7 +124,6 @@ def our_config(scene: Scene, model: Path, directory: Path, name: str, steps: int
             samples=scene.prompts * 8,
             tokens=max(4096, scene.longest + 32),
             longest=scene.longest,
-            engines=scene.engines,
             eager=str(scene.eager).lower(),
             cache=256 << 20,
             steps=steps,

@@ -4,7 +4,7 @@
     python benchmarks/step_overhead.py --only demo
 
 demo:  the step of `mrl demo`: PPO, an actor of two ranks, a critic, one engine
-long:  GRPO on the model of 30 million and its long responses, as in end_to_end.py: two ranks and one engine
+long:  GRPO on the model of 30 million and its long responses, as in end_to_end.py: two ranks and two engines
 
 First the trainer does its steps. Then each phase is done again alone, for the rows of each of those steps: generation
 by vLLM's own engine, stepped in a process per replica, of as many tokens for the same prompts; scoring and training by
@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import end_to_end
 from benchmarks.harness import Benchmark, Timing, parser
-from mrl.config.arithmetic import longest_sample_tokens, needs_old_log_probs, num_engines, rollout_devices
+from mrl.config.arithmetic import longest_sample_tokens, needs_old_log_probs, num_engines
 from mrl.config.load import load_config
 from mrl.config.schema import Config, TrainedModelConfig
 from mrl.engine.local_world import run_on_ranks
@@ -163,8 +163,7 @@ def engines_alone(config: Config, work: Sequence[StepWork]) -> list[float]:
         ours, theirs = context.Pipe()
         share = [(step.prompts[number::num], step.responses[number::num]) for step in work]
         options = dict(config.rollout.vllm) | {"max_model_len": longest_sample_tokens(config.rollout)}
-        cores = rollout_devices(config) // (num * config.rollout.tp)
-        arguments = (theirs, together, config.model.path, config.actor.dtype, cores, options, share)
+        arguments = (theirs, together, config.model.path, config.actor.dtype, options, share)
         processes.append(context.Process(target=_engine_alone, args=arguments, daemon=True))
         processes[-1].start()
         theirs.close()
@@ -181,16 +180,10 @@ def engines_alone(config: Config, work: Sequence[StepWork]) -> list[float]:
 
 
 def _engine_alone(
-    end: Connection,
-    together: Any,
-    path: str,
-    dtype: str,
-    cores: int,
-    options: dict[str, Any],
-    share: Sequence[tuple[Any, Any]],
+    end: Connection, together: Any, path: str, dtype: str, options: dict[str, Any], share: Sequence[tuple[Any, Any]]
 ) -> None:
     os.environ |= {
-        "OMP_NUM_THREADS": str(cores),
+        "OMP_NUM_THREADS": "1",  # as Ray gives an engine of one device
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

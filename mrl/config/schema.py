@@ -170,7 +170,7 @@ class RolloutConfig:
     tp: Count = 1
     """Tensor parallel size of one engine."""
     replicas: Count | None = None
-    """Number of engines; null takes as many as fit on their devices. On the CPU, fewer have more cores each."""
+    """Number of engines; null takes as many as fit on their devices."""
     engine: Text = "vllm"
     """`vllm`, or `transformers`, which is slow and simple, for comparison; or your own as `package.module:class`."""
     max_prompt_tokens: Count

@@ -153,8 +153,7 @@ class HybridEngine:
         tp, seats = self._config.rollout.tp, self._context.resources.seats("rollout" if self._porters else "actor")
         gpus = ",".join(self._gpus[index * tp : (index + 1) * tp])
         seat = Seats(seats.devices[index * tp : index * tp + 1], seats.share, seats.of, gpus)
-        cores = _cores([device.node_id for device in seats.devices], index, num_engines(self._config), tp)
-        settings, limit_s = self._settings(index, cores), self._context.deadlines.call_s
+        settings, limit_s = self._settings(index), self._context.deadlines.call_s
         worker = RayClassWithInitArgs(
             "mrl.rollout.replica:RolloutReplica", self._config.rollout.engine, settings, limit_s
         )
@@ -166,7 +165,7 @@ class HybridEngine:
         whole_experts = spec.moe is not None and self._config.rollout.vllm.get("enable_expert_parallel", False)
         return EngineSizes(tp, ep=tp if whole_experts else 1, whole=bool(self.full_tensors_because))
 
-    def _settings(self, index: int, cores: int = 1) -> EngineSettings:
+    def _settings(self, index: int) -> EngineSettings:
         rollout, path = self._config.rollout, self._config.model.path
         return EngineSettings(
             model=Path(path),
@@ -177,7 +176,6 @@ class HybridEngine:
             sockets=self._sockets,
             replica=REPLICA.format(index),
             tp=rollout.tp,
-            cores=cores,
             vllm={name: value for name, value in rollout.vllm.items() if name != "dtype"},
         )
 
@@ -210,9 +208,3 @@ def start_porters(config: Config, context: RunContext) -> RayWorkerGroup:
         context,
         context.resources.seats("rollout"),
     )
-
-
-def _cores(nodes: Sequence[str], index: int, num_engines: int, tp: int) -> int:
-    """How many devices there are for each process of this engine, on its node; given is the node of each device."""
-    engines = nodes[: num_engines * tp : tp]
-    return max(1, nodes.count(engines[index]) // (engines.count(engines[index]) * tp))

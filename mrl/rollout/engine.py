@@ -32,8 +32,6 @@ class EngineSettings:
     """The run's private directory for the sockets that weights arrive through."""
     replica: str
     tp: int = 1
-    cores: int = 1
-    """Of a CPU, that each process of the engine computes with."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments that are passed on to vLLM."""
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 
-import torch
-
 from mrl.controller import Dispatch, Place, Worker, register
 from mrl.errors import RolloutError
-from mrl.rollout.engine import EngineSettings, Part, RolloutEngine, engine_class
+from mrl.rollout.engine import EngineSettings, Part, engine_class
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.rollout.stepping import SteppingThread
 
@@ -20,7 +17,7 @@ class RolloutReplica(Worker):
 
     def __init__(self, place: Place, engine: str, settings: EngineSettings, step_deadline_s: float) -> None:
         super().__init__(place)
-        self._thread = SteppingThread(partial(_make, engine, settings), step_deadline_s)
+        self._thread = SteppingThread(partial(engine_class(engine), settings), step_deadline_s)
 
     @register(Dispatch.RANK_ZERO)
     def full_tensors_because(self) -> str:
@@ -62,12 +59,3 @@ class RolloutReplica(Worker):
     def wake(self, part: Part) -> None:
         """Take one part of the memory again."""
         self._thread.do(lambda engine: engine.wake(part))
-
-
-def _make(engine: str, settings: EngineSettings) -> RolloutEngine:
-    """In the thread that the engine will live in, for the number of cores is a thread's own."""
-    if settings.device == "cpu":
-        cores = min(settings.cores, len(os.sched_getaffinity(0)))
-        torch.set_num_threads(cores)
-        os.environ["OMP_NUM_THREADS"] = str(cores)  # for the processes of its workers
-    return engine_class(engine)(settings)
