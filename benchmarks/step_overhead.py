@@ -182,8 +182,10 @@ def engines_alone(config: Config, work: Sequence[StepWork]) -> list[float]:
 def _engine_alone(
     end: Connection, together: Any, path: str, dtype: str, options: dict[str, Any], share: Sequence[tuple[Any, Any]]
 ) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # as Ray gives an engine of one device
     os.environ |= {
-        "OMP_NUM_THREADS": "1",  # as Ray gives an engine of one device
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
