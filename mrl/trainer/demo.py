@@ -37,7 +37,7 @@ from mrl.trainer.stopping import Stopping
 Result = TypeVar("Result")
 
 LARGEST = 49
-MISTAKES, SFT_STEPS = 0.62, 340
+MISTAKES, SFT_STEPS = 0.64, 340
 WARM_START_AT_MOST, GOAL = 0.40, 0.80
 SOLVED = "val/solved/mean@4"
 
