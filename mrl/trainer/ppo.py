@@ -30,6 +30,7 @@ from mrl.trainer.team import Team, make_team
 from mrl.workers.messages import WholeBatch
 
 LEARNT_FROM = ("prompts", "responses", "rollout_log_probs", "scores")
+WHERE_THERE = ("baseline_scores", "response_mask")
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class RayPPOTrainer:
             self.hybrid.weights_changed()
         for role, of_role in updates.items():
             metrics |= mean_of(of_role, role)
-        audit_step(self.config, step, metrics, updates.get("actor", []), int(samples.batch.lengths("responses").sum()))
+        audit_step(self.config, step, metrics, updates.get("actor", []), _num_written(samples.batch))
         self.team.kl.update(metrics["reward/kl"], len(batch))
         self.num_steps_done = step
         metrics |= step_metrics.of_batch(samples.batch, self.config.rollout.max_response_tokens)
@@ -183,7 +184,14 @@ class RayPPOTrainer:
 
     @staticmethod
     def _learnt_from(batch: DataProto) -> list[str]:
-        return [*LEARNT_FROM, *(["baseline_scores"] if "baseline_scores" in batch.columns() else [])]
+        return [*LEARNT_FROM, *(name for name in WHERE_THERE if name in batch.columns())]
+
+
+def _num_written(batch: DataProto) -> int:
+    """The response tokens that the model wrote itself: all, where no mask says otherwise."""
+    if "response_mask" in batch.columns():
+        return int(batch.values("response_mask").sum())
+    return int(batch.lengths("responses").sum())
 
 
 def _said(written: DataProto, prefix: str, metrics: dict[str, Any]) -> DataProto:
