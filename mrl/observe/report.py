@@ -37,11 +37,12 @@ tr { border-bottom: 1px solid #e4e4e4 } pre { margin: 0; white-space: pre-wrap; 
 
 def render_report(name: str, lines: Lines, samples: Sequence[Mapping[str, Any]], configuration: str) -> str:
     """The page. Whatever a model or a data set wrote is escaped: a sample is text, never markup."""
+    steps = [line for line in lines if line["step"] > 0]  # before the first there is only a validation
     sections = [
-        f"<h1>{escape(name)}</h1><p>{_summary(lines)}</p>",
-        f"<h2>Health</h2>{_health(lines)}",
+        f"<h1>{escape(name)}</h1><p>{_summary(lines, len(steps))}</p>",
+        f"<h2>Health</h2>{_health(steps)}",
         f'<h2>Curves</h2><div class="curves">{_curves(lines)}</div>',
-        f"<h2>Where the seconds of a step went</h2>{_phases(lines)}",
+        f"<h2>Where the seconds of a step went</h2>{_phases(steps)}",
         f"<h2>Samples of the last recorded step</h2>{_samples(samples)}",
         f"<h2>Configuration</h2><pre>{escape(configuration)}</pre>",
     ]
@@ -49,13 +50,13 @@ def render_report(name: str, lines: Lines, samples: Sequence[Mapping[str, Any]],
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(sections)}</body></html>\n'
 
 
-def _summary(lines: Lines) -> str:
-    if not lines:
+def _summary(lines: Lines, num_steps: int) -> str:
+    if not num_steps:
         return "No step has been done."
     seconds = sum(line.get("timing_s/step") or 0.0 for line in lines)
-    validated = {key: value for key, value in lines[-1].items() if key.startswith("val/solved/")}
+    validated = {key: value for line in lines for key, value in line.items() if key.startswith("val/solved/")}
     figures = "".join(f"; {escape(key)} = {value:.3f}" for key, value in validated.items())
-    return f"{len(lines)} steps in {seconds / 60:.1f} minutes{figures}"
+    return f"{num_steps} steps in {seconds / 60:.1f} minutes{figures}"
 
 
 def _health(lines: Lines) -> str:

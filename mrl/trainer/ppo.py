@@ -66,16 +66,20 @@ class RayPPOTrainer:
         """All steps that are left; the figures of the last validation."""
         run, validation = self.run, self.config.validation
         self.clock.lap()  # what came before belongs to no step
-        validated = self.validate() if validation.every and validation.first and not self.num_steps_done else {}
+        validated: dict[str, float] = {}
+        if validation.every and validation.first and not self.num_steps_done:
+            validated = self.validate()
+            run.record_validation(0, validated)
         while self.num_steps_done < self.config.training.steps:
             report = self.step()
             is_last = report.step == self.config.training.steps
-            if validation.every and (is_last or report.step % validation.every == 0):
-                validated = self.validate()
+            is_due = bool(validation.every) and (is_last or report.step % validation.every == 0)
+            figures = self.validate() if is_due else {}  # of this step alone: no other has them, and no checkpoint
+            validated = figures or validated
             stop = run.wants_to_stop()
-            run.record(report.step, report.batch, report.metrics | validated)
+            run.record(report.step, report.batch, report.metrics | figures)
             if is_last or stop or run.save_is_due(report.step):
-                run.save(self.team, report.step, validated)
+                run.save(self.team, report.step, figures)
             if stop:
                 break
         return validated

@@ -82,14 +82,20 @@ class Run:
         if every and step % every == 0:
             write_samples(self.directory / "samples", step, _texts(batch))
 
+    def record_validation(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write down the figures of a validation that stands beside no step, as the one before the first."""
+        self._metrics.write(step, figures)
+        for tracker in self.trackers:
+            tracker.log(step, figures)
+
     def save_is_due(self, step: int) -> bool:
         """Whether the configuration wants a checkpoint after this step."""
         every = self.config.training.save_every
         return bool(every) and step % every == 0
 
     def save(self, team: Team, step: int, validated: Mapping[str, float]) -> None:
-        """Save everything."""
-        score = next((value for name, value in validated.items() if name.startswith("val/score/")), -np.inf)
+        """Save everything. It is the best so far if it was validated itself, and scored higher than any before."""
+        score = validated.get(f"val/score/mean@{self.config.validation.samples_per_prompt}", -np.inf)
         is_best = score > self._best
         self._best = max(self._best, score)
         state = {
