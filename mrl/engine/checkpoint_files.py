@@ -57,6 +57,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         for tensor in tensors.values():
             # A copy always: memory that numpy has seen can never leave the device again.
             put(tensor.detach().flatten().to("cpu", copy=True).view(torch.uint8).numpy())
+        file.flush()
         os.fsync(file.fileno())
     return sha256.hexdigest()
 
