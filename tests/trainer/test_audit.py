@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,17 @@ from mrl.config.training import SyncConfig
 from mrl.errors import AuditFailed
 from mrl.trainer.audit import audit_step
 
-CONFIG: Any = SimpleNamespace(
-    actor=SimpleNamespace(dtype="float32"),
-    batch=SimpleNamespace(epochs_per_step=2),
-    rollout=SimpleNamespace(top_p=1.0, top_k=0),
-    sync=SyncConfig(),
-)
+
+def config_of(dtype: str = "float32", top_p: float = 1.0, top_k: int = 0, **sync: Any) -> Any:
+    return SimpleNamespace(
+        actor=SimpleNamespace(dtype=dtype),
+        batch=SimpleNamespace(epochs_per_step=2),
+        rollout=SimpleNamespace(top_p=top_p, top_k=top_k),
+        sync=SyncConfig(**sync),
+    )
+
+
+CONFIG = config_of()
 METRICS = {"reward/kl": 0.0, "mismatch/log_prob_abs_diff_mean": 1e-6}
 FIRST = {"ppo_kl": 1e-7, "pg_clipfrac": 0.0, "tokens": 60.0}
 LATER = {"ppo_kl": 0.3, "pg_clipfrac": 0.2, "tokens": 60.0}
@@ -31,7 +37,7 @@ def test_a_right_step_passes() -> None:
     [
         ({}, {"ppo_kl": 0.01}, "the ratio is 1 in the first update"),
         ({}, {"pg_clipfrac": 0.1}, "nothing is clipped in the first update"),
-        ({}, {"tokens": 58.0}, "every response token is learnt from once: 59 of 60"),
+        ({}, {"tokens": 59.0}, "every response token is learnt from once: 119 of 120"),
         ({"reward/kl": 0.01}, {}, "the KL to the reference is 0 before training"),
         ({"mismatch/log_prob_abs_diff_mean": 0.1}, {}, "the engines sample from the trainer's weights"),
     ],
@@ -43,3 +49,68 @@ def test_each_identity_can_break(metrics: dict[str, float], first: dict[str, flo
 
 def test_the_reference_is_left_behind_later() -> None:
     audit_step(CONFIG, 2, METRICS | {"reward/kl": 0.5}, [FIRST, LATER], 60)
+
+
+def refused(config: Any, step: int, metrics: dict[str, float], updates: list[dict[str, float]], tokens: int) -> bool:
+    try:
+        audit_step(config, step, metrics, updates, tokens)
+    except AuditFailed as error:
+        return str(error).startswith(f"step {step}: it does not hold that ")
+    return False
+
+
+@pytest.mark.parametrize(("dtype", "within", "beyond"), [("float32", 9e-5, 1.2e-4), ("bfloat16", 0.019, 0.021)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_one_policy_may_differ_from_itself_as_its_dtype_rounds(
+    dtype: str, within: float, beyond: float, sign: int
+) -> None:
+    config = config_of(dtype)
+    for name in ("ppo_kl", "pg_clipfrac"):
+        assert not refused(config, 1, METRICS, [FIRST | {name: within * sign}, LATER], 60)
+    assert refused(config, 1, METRICS, [FIRST | {"ppo_kl": beyond * sign}, LATER], 60)
+    assert refused(config, 7, METRICS, [FIRST | {"pg_clipfrac": beyond}, LATER], 60), "in every step"
+    assert not refused(config, 1, METRICS | {"reward/kl": within * sign}, [], 60)
+    assert refused(config, 1, METRICS | {"reward/kl": beyond * sign}, [], 60), "also where only the critic learns"
+
+
+@pytest.mark.parametrize("broken", [{"ppo_kl": math.nan}, {"pg_clipfrac": math.nan}])
+def test_what_is_no_number_does_not_hold(broken: dict[str, float]) -> None:
+    assert refused(CONFIG, 2, METRICS, [FIRST | broken, LATER], 60)
+    assert refused(CONFIG, 1, {"reward/kl": math.nan}, [], 60)
+    assert refused(CONFIG, 2, {"mismatch/log_prob_abs_diff_mean": math.nan}, [], 60)
+
+
+def test_a_loss_that_clips_nothing_need_not_say_so_but_its_ratio_is_needed() -> None:
+    assert not refused(CONFIG, 2, METRICS, [{"ppo_kl": 0.0, "tokens": 60.0}, LATER], 60)
+    with pytest.raises(AuditFailed, match="the loss reports ppo_kl, the mean log-ratio: tokens"):
+        audit_step(CONFIG, 2, METRICS, [{"tokens": 60.0}, LATER], 60)
+
+
+def test_tokens_are_counted_over_all_updates_once_an_epoch() -> None:
+    parts = [FIRST | {"tokens": 20.0}, LATER | {"tokens": 40.0}, LATER | {"tokens": 58.0}]
+    assert refused(CONFIG, 2, METRICS, parts, 60)
+    assert not refused(CONFIG, 2, METRICS, [*parts, LATER | {"tokens": 2.0}], 60)
+    assert refused(CONFIG, 2, METRICS, [FIRST, LATER], 59)
+    assert refused(CONFIG, 2, METRICS, [FIRST, LATER], 61)
+
+
+@pytest.mark.parametrize("name", ["mismatch/log_prob_abs_diff_mean", "actor/rollout_diff"])
+def test_the_engines_are_compared_every_so_many_steps(name: str) -> None:
+    far, near = {name: 0.06}, {name: 0.04}
+    config = config_of(probe_every=3, probe_tolerance=0.05)
+    assert [step for step in range(1, 8) if refused(config, step, far, [], 60)] == [3, 6]
+    assert not any(refused(config, step, near, [], 60) for step in range(1, 8))
+    assert not refused(config_of(probe_every=0), 1, far, [], 60)
+    assert refused(config_of(), 1, far, [], 60), "and each step, unless told otherwise"
+    assert not refused(config_of(), 1, {}, [], 60)
+
+
+def test_old_log_probs_are_compared_before_those_of_the_updates() -> None:
+    name = "mismatch/log_prob_abs_diff_mean"
+    assert not refused(CONFIG, 2, {name: 0.0, "actor/rollout_diff": 0.5}, [], 60), "the policy has moved by then"
+    assert refused(CONFIG, 2, {name: 0.5, "actor/rollout_diff": 0.0}, [], 60)
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 5}])
+def test_a_distribution_that_was_cut_is_not_the_trained_one(cut: dict[str, Any]) -> None:
+    assert not refused(config_of(**cut), 1, {"actor/rollout_diff": 0.5}, [], 60)

@@ -71,3 +71,33 @@ def test_rounds_go_on_until_the_batch_is_full_of_prompts_that_teach() -> None:
 def test_it_does_not_go_on_for_ever() -> None:
     with pytest.raises(RewardError, match="1 of 3 prompts have samples that score differently, after 2 rounds"):
         full_batch(config(2), Prompts(), score_as({"4"}))  # type: ignore[arg-type]
+
+
+def test_each_row_keeps_its_own_score_and_the_figures_are_the_means_of_the_rounds() -> None:
+    scored = full_batch(config(4), Prompts(), score_as({"1", "3", "7", "8"}))  # type: ignore[arg-type]
+    assert scored.batch.row_ids.tolist() == [2, 3, 6, 7, 14, 15]
+    assert scored.batch["scores"].tolist() == [0.0, 1.0] * 3
+    assert scored.metrics["reward/score/mean"] == pytest.approx((1 / 6 + 1 / 6 + 2 / 6) / 3)
+
+
+@pytest.mark.parametrize("most_rounds", [1, 2, 3])
+def test_as_many_rounds_as_are_allowed_may_fill_the_batch(most_rounds: int) -> None:
+    """The third prompt that teaches comes in the last round."""
+    teaches = {"0", "1", str(3 * most_rounds - 1)}
+    prompts = Prompts()
+    scored = full_batch(config(most_rounds), prompts, score_as(teaches))  # type: ignore[arg-type]
+    assert set(scored.batch.non_tensor_batch["uid"]) == teaches
+    assert scored.metrics["sampling/rounds"] == most_rounds
+    assert prompts.num_drawn == 3 * most_rounds, "and no more are drawn than are needed"
+
+
+def test_a_batch_that_never_fills_names_its_figures() -> None:
+    prompts = Prompts()
+    with pytest.raises(RewardError, match=r"0 of 3 .* 3 rounds of 3 prompts each; all samples of 9 prompts score"):
+        full_batch(config(3), prompts, score_as(set()))  # type: ignore[arg-type]
+    assert prompts.num_drawn == 9
+
+
+def test_without_it_the_figures_are_those_of_the_round() -> None:
+    scored = full_batch(config(None), Prompts(), score_as({"1"}))  # type: ignore[arg-type]
+    assert scored.metrics == {"reward/score/mean": pytest.approx(1 / 6)}

@@ -12,7 +12,7 @@ import torch
 
 from mrl.data.chat import load_tokenizer
 from mrl.data.toy_tokenizer import save_toy_tokenizer
-from mrl.errors import RewardError
+from mrl.errors import ModelError, RewardError
 from mrl.protocol import DataProto
 from mrl.trainer.generation import Scored
 from mrl.trainer.model_scores import add_model_scores, check_reward_model
@@ -63,7 +63,33 @@ def test_another_chat_template_is_warned_of(tmp_path: Path) -> None:
     assert warning.startswith(f"the chat template of {scorer} is not the policy's")
 
 
-def small_model() -> dict[str, Any]:
+@pytest.mark.parametrize(("known", "refused"), [(261, True), (262, False), (263, False)])
+def test_a_scorer_knows_every_token_that_the_policy_writes(known: int, refused: bool, tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("policy", "scorer")]
+    for path, vocab in zip(paths, (262, known), strict=True):
+        save_toy_tokenizer(path)
+        (path / "config.json").write_text(json.dumps(small_model(vocab)))
+    policy, scorer = map(str, paths)
+    config: Any = SimpleNamespace(model=SimpleNamespace(path=policy), reward_model=SimpleNamespace(path=scorer))
+    tokenizer = load_tokenizer(policy)
+    if not refused:
+        assert list(check_reward_model(config, tokenizer)) == []
+        return
+    with pytest.raises(ModelError, match="has embeddings for 261 tokens, but the policy writes 262"):
+        list(check_reward_model(config, tokenizer))
+
+
+def test_without_a_reward_model_there_is_nothing_to_check() -> None:
+    tokenizer: Any = None
+    assert list(check_reward_model(SimpleNamespace(reward_model=None), tokenizer)) == []  # type: ignore[arg-type]
+
+
+def test_scores_of_float32_are_added_in_float64() -> None:
+    scored = add_model_scores(SimpleNamespace(reward_model=SimpleNamespace(weight=3.0)), samples(), written(0.1, 0, 0))  # type: ignore[arg-type]
+    assert scored.batch["scores"].tolist() == [1.0, 0.0, 0.25 + 3.0 * float(torch.tensor(0.1))]
+
+
+def small_model(vocab: int = 262) -> dict[str, Any]:
     from transformers import Qwen3Config
 
-    return Qwen3Config(vocab_size=262, hidden_size=32, num_hidden_layers=1).to_dict()
+    return Qwen3Config(vocab_size=vocab, hidden_size=32, num_hidden_layers=1).to_dict()

@@ -117,3 +117,80 @@ def test_a_checkpoint_by_its_name(tmp_path: Path, events: EventLog) -> None:
     ]
     with pytest.raises(CheckpointError, match='no checkpoint "7"; steps that have one: 1, 2, 3'):
         find_snapshot(directory, "7")
+
+
+def test_the_pointers_name_what_they_say(tmp_path: Path, events: EventLog) -> None:
+    directory = tmp_path / "checkpoints"
+    snapshots = Snapshots(directory, 9, events)
+    names = []
+    for step, is_best in ((3, False), (4, True), (5, False), (12, True), (13, False)):
+        path = save(snapshots, step, is_best)
+        assert path == directory / f"step-{step:06d}"
+        best = directory / "best"
+        names.append((best.read_text() if best.exists() else "", (directory / "latest").read_text()))
+    four, twelve = "step-000004", "step-000012"
+    assert names == [
+        ("", "step-000003"),
+        *[(four, four), (four, "step-000005")],
+        *[(twelve, twelve), (twelve, "step-000013")],
+    ]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [2, 6]), (2, [2, 5, 6]), (4, [2, 3, 4, 5, 6]), (9, [1, 2, 3, 4, 5, 6])])
+def test_the_newest_are_kept_and_the_best_for_as_long_as_it_is(
+    keep: int, kept: list[int], tmp_path: Path, events: EventLog
+) -> None:
+    snapshots = Snapshots(tmp_path / "checkpoints", keep, events)
+    for step in range(1, 7):
+        save(snapshots, step, is_best=step == 2)
+    assert snapshots.steps() == kept
+    save(snapshots, 7, is_best=True)
+    assert (2 in snapshots.steps()) == (keep >= 6), "the best of before has no place of its own any more"
+
+
+def test_a_damaged_checkpoint_is_not_found_by_any_name(tmp_path: Path, events: EventLog) -> None:
+    directory = tmp_path / "checkpoints"
+    snapshots = Snapshots(directory, 3, events)
+    (save(snapshots, 1, is_best=True) / "actor" / "manifest.json").write_text("{}")
+    for which in ("latest", "best", "1"):
+        with pytest.raises(CheckpointError, match=r"actor/manifest.json is not what was saved"):
+            find_snapshot(directory, which)
+
+
+def test_a_checkpoint_of_another_step_is_none_of_this_one(tmp_path: Path, events: EventLog) -> None:
+    snapshots = Snapshots(tmp_path / "checkpoints", 3, events)
+    save(snapshots, 1).rename(tmp_path / "checkpoints" / "step-000004")
+    with pytest.raises(CheckpointError, match="it says format mrl-run-1, step 1"):
+        snapshots.newest()
+
+
+def test_every_role_is_in_the_checkpoint_and_its_size_is_told(tmp_path: Path, events: EventLog) -> None:
+    snapshots = Snapshots(tmp_path / "checkpoints", 3, events)
+    roles: dict[str, Any] = {"actor": Role(), "critic": Role()}
+    roles["critic"].weights = "of the critic"
+    path = snapshots.save(1, roles, {"n": 1}, is_best=False)
+    assert json.loads((path / "critic" / "manifest.json").read_text()) == {"weights": "of the critic"}
+    (saved,) = [record.event for record in read_events(events.path) if isinstance(record.event, Saved)]
+    num_bytes = sum(len(each.read_bytes()) for each in path.rglob("*.json"))
+    assert (saved.what, saved.path, saved.bytes) == ("checkpoint", str(path), num_bytes)
+    assert 0 <= saved.seconds < 60
+    (path / "critic" / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"critic/manifest.json is not what was saved"):
+        snapshots.newest()
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, events: EventLog) -> None:
+    snapshots = Snapshots(tmp_path / "checkpoints", 1, events)
+    save(snapshots, 1)
+
+    def fail(directory: str) -> None:
+        raise OSError("no space")
+
+    role: Any = Role()
+    role.group.save_checkpoint = fail
+    with pytest.raises(OSError, match="no space"):
+        snapshots.save(2, {"actor": role}, {}, is_best=True)
+    found = snapshots.newest()
+    assert found is not None
+    assert (found.step, (tmp_path / "checkpoints" / "latest").read_text()) == (1, "step-000001")
+    assert not (tmp_path / "checkpoints" / "best").exists()

@@ -1,0 +1,348 @@
+"""Stand-ins for what takes Ray, Megatron or an engine: each writes into one journal what it was asked, in order.
+
+Rows come back in another order than they went in, samples are finished in reverse, and tickets of rewards are in no
+order at all: whoever goes by position instead of by name is seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.config.layers import Layer
+from mrl.config.load import Resolved
+from mrl.config.schema import (
+    AlgorithmConfig,
+    BatchConfig,
+    ClusterConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    PlacementConfig,
+    RewardModelConfig,
+    RolloutConfig,
+    RunConfig,
+    SourceConfig,
+    TrainedModelConfig,
+    TrainingConfig,
+)
+from mrl.config.secrets import Secrets
+from mrl.observe.console import Console
+from mrl.protocol import DataProto
+from mrl.protocol.columns import from_rows
+from mrl.rewards.outcome import Outcome, Score
+from mrl.rewards.sample import Sample
+from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.trainer.generation import Generator
+from mrl.trainer.ppo import RayPPOTrainer
+from mrl.trainer.run import Run
+from mrl.trainer.team import Team, _kl_controller
+
+END = 2
+Journal = list[Any]
+CRITIC = TrainedModelConfig(dtype="float32", max_tokens_per_device=64)
+SCORER = RewardModelConfig(dtype="float32", max_tokens_per_device=64, path="scorer", weight=2.0)
+
+
+def make_config(directory: Path, **sections: Any) -> Config:
+    """Two prompts of two samples a step, learnt from in one update; a dictionary changes a section, else it is one."""
+    config = Config(
+        run=RunConfig(name="run", dir=str(directory)),
+        cluster=ClusterConfig(devices_per_node=4, device="cpu"),
+        placement=PlacementConfig(pools={"all": 4}, roles={"actor": "all", "critic": "all", "reward_model": "all"}),
+        model=ModelConfig(path="policy"),
+        algorithm=AlgorithmConfig(advantage="grpo"),
+        data=DataConfig(train={"sums": SourceConfig(dataset="toy:addition")}),
+        batch=BatchConfig(prompts_per_step=2, samples_per_prompt=2, samples_per_update=4),
+        actor=TrainedModelConfig(dtype="float32", max_tokens_per_device=64),
+        rollout=RolloutConfig(max_prompt_tokens=8, max_response_tokens=4, temperature=0.7),
+        training=TrainingConfig(steps=3, seed=5, samples_every=0),
+    )
+    changes = {
+        name: dataclasses.replace(getattr(config, name), **value) if isinstance(value, dict) else value
+        for name, value in sections.items()
+    }
+    return dataclasses.replace(config, **changes)
+
+
+def resolved(config: Config, *warnings: str) -> Resolved[Config]:
+    """The configuration as `load_config` gives it."""
+    return Resolved("run.yaml", config, warnings, Secrets(), Layer())
+
+
+class Tokenizer:
+    """Token 17 reads `17`."""
+
+    def __init__(self, eos_token_id: int | None = END) -> None:
+        self.eos_token_id = eos_token_id
+
+    def decode(self, token_ids: list[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class Prompts:
+    """Prompt n has the uid `pn`, the row id n and n % 3 + 1 tokens, which are 10 + n."""
+
+    def __init__(self, num: int = 2) -> None:
+        self.num, self.num_drawn = num, 0
+
+    def next_batch(self) -> DataProto:
+        numbers = list(range(self.num_drawn, self.num_drawn + self.num))
+        self.num_drawn += self.num
+        return prompts_of(numbers)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.num_drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_drawn = state["drawn"]
+
+
+def prompts_of(numbers: Sequence[int]) -> DataProto:
+    """These prompts, as a loader gives them."""
+    return DataProto.from_dict(
+        {"prompts": from_rows([torch.tensor([10 + number] * (number % 3 + 1)) for number in numbers])},
+        {
+            "uid": [f"p{number}" for number in numbers],
+            "prompt_text": [f"prompt {number}" for number in numbers],
+            "data_source": [f"source {number % 2}" for number in numbers],
+            "ability": [None for _ in numbers],
+            "ground_truth": [f"truth {number}" for number in numbers],
+            "extra_info": [{"number": number} for number in numbers],
+        },
+        row_ids=numbers,
+    )
+
+
+Answer = Callable[[GenerationRequest, Sampling], Sequence[int]]
+
+
+def default_answer(request: GenerationRequest, sampling: Sampling) -> Sequence[int]:
+    """One to three tokens and the end, of which the first is 100 and the row id."""
+    row_id = int(request.key)
+    return [100 + row_id, *[50] * (row_id % 3), END][:4]
+
+
+class Hybrid:
+    """Engines that answer in reverse; a response without the end token was cut off."""
+
+    full_tensors_because = ""
+
+    def __init__(self, journal: Journal, answer: Answer = default_answer) -> None:
+        self.journal, self.answer = journal, answer
+        self.requests: list[list[GenerationRequest]] = []
+        self.samplings: list[Sampling] = []
+
+    @contextmanager
+    def rollout_mode(self) -> Iterator[None]:
+        self.journal.append("awake")
+        yield
+        self.journal.append("asleep")
+
+    def weights_changed(self) -> None:
+        self.journal.append("weights changed")
+
+    def metrics(self) -> dict[str, float]:
+        return {"sync/seconds": 0.25}
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generated]:
+        self.requests.append(list(requests))
+        self.samplings.append(sampling)
+        self.journal.append(("generate", len(requests)))
+        for request in reversed(requests):
+            ids = np.asarray(self.answer(request, sampling), dtype=np.int32)
+            log_probs = np.asarray([-(int(request.key) + place / 8) for place in range(len(ids))], dtype=np.float32)
+            yield Generated(request.key, ids, log_probs, "stop" if ids[-1] == END else "length", 1)
+
+
+class Rewards:
+    """Outcomes as a function of the sample; tickets neither rise nor fall, and are drained in yet another order."""
+
+    def __init__(self, outcome: Callable[[Sample], Outcome]) -> None:
+        self.outcome = outcome
+        self.samples: list[Sample] = []
+        self._outcomes: dict[int, Outcome] = {}
+        self._num_submitted = 0
+
+    def submit(self, sample: Sample) -> int:
+        self.samples.append(sample)
+        self._num_submitted += 1
+        ticket = self._num_submitted * 600 % 1009
+        self._outcomes[ticket] = self.outcome(sample)
+        return ticket
+
+    def drain(self) -> dict[int, Outcome]:
+        drained = sorted(self._outcomes.items(), key=lambda item: item[0] % 5)
+        self._outcomes = {}
+        return dict(drained)
+
+
+def score_of_row(sample: Sample) -> Outcome:
+    """A quarter of the row id."""
+    return Score(sample.row_id / 4, {}, 0.125)
+
+
+WRITTEN = {
+    "compute_log_prob": ("old_log_probs", 0.125),
+    "compute_ref_log_prob": ("ref_log_probs", 0.25),
+    "compute_values": ("values", 0.5),
+}
+
+
+class Role:
+    """A model: what it writes of a row is its row id and a fraction; an update reports how many there were before."""
+
+    def __init__(self, name: str, journal: Journal) -> None:
+        self.name, self.journal = name, journal
+        self.batches: dict[str, list[DataProto]] = {}
+        self.whole: list[Any] = []
+        self.kl = 0.0
+        self.num_updates = 0
+        self.flops_per_token, self.device = 5e9, "cpu"
+        self.loaded: list[str] = []
+        self.group = SimpleNamespace(
+            mesh=SimpleNamespace(world_size=4), save_checkpoint=self._save, load_checkpoint=self.loaded.append
+        )
+
+    def _took(self, method: str, batch: DataProto) -> None:
+        self.journal.append((self.name, method, len(batch)))
+        self.batches.setdefault(method, []).append(batch)
+
+    def run(self, method: str, batch: DataProto) -> DataProto:
+        self._took(method, batch)
+        row_ids = batch.row_ids[::-1].copy()
+        if method == "compute_rm_score":
+            return DataProto.from_dict({"rm_scores": torch.tensor(row_ids * 0.5)}, row_ids=row_ids)
+        name, extra = WRITTEN[method]
+        said = {"log_prob_abs_diff_mean": 0.001} if method == "compute_log_prob" else {}
+        return DataProto.from_dict({name: self._tokens(batch, extra)}, meta_info=said, row_ids=row_ids)
+
+    def evenly(self, method: str, batch: DataProto, *arguments: Any) -> DataProto:
+        self._took(method, batch)
+        self.whole.append(*arguments)
+        columns = {"advantages": 0.75} | ({"returns": 0.875} if self.name == "critic" else {})
+        tensors = {name: self._tokens(batch, extra) for name, extra in columns.items()}
+        return DataProto.from_dict(tensors, meta_info={"kl": self.kl}, row_ids=batch.row_ids[::-1].copy())
+
+    def update(self, method: str, batch: DataProto) -> dict[str, float]:
+        self._took(method, batch)
+        self.num_updates += 1
+        masked = "response_mask" in batch.columns()
+        tokens = batch.values("response_mask").sum() if masked else batch.lengths("responses").sum()
+        shared = {"loss": float(self.num_updates), "grad_norm": 1.0, "lr": 0.5, "skipped": 0.0}
+        return shared | {"ppo_kl": 0.0, "pg_clipfrac": 0.0, "tokens": float(tokens)}
+
+    @staticmethod
+    def _tokens(batch: DataProto, extra: float) -> Any:
+        lengths = batch.lengths("responses").tolist()
+        rows = [torch.full((length,), row + extra) for row, length in zip(batch.row_ids, lengths, strict=True)]
+        return from_rows(rows[::-1])
+
+    def _save(self, directory: str) -> None:
+        path = Path(directory)
+        path.mkdir()
+        (path / "manifest.json").write_text(json.dumps({"updates": self.num_updates}))
+
+
+class Screen(Console):
+    """Keeps what it is to show, and journals the phases."""
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__(3, io.StringIO())
+        self.journal = journal
+        self.said: list[str] = []
+        self.steps: list[tuple[Any, ...]] = []
+        self.done: list[tuple[int, int]] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def phase(self, name: str) -> None:
+        self.journal.append(("phase", name))
+
+    def progress(self, done: int, total: int) -> None:
+        self.done.append((done, total))
+
+    def step(self, step: int, metrics: Any, sample: Any = None) -> None:
+        self.steps.append((step, dict(metrics), sample))
+        self.journal.append(("shown", step))
+
+
+class Validations:
+    """Scores given beforehand, in turn."""
+
+    def __init__(self, journal: Journal, scores: Iterable[float]) -> None:
+        self.journal, self.scores = journal, iter(scores)
+
+    def run(self) -> dict[str, float]:
+        self.journal.append("validation")
+        return {"val/score/mean@1": next(self.scores)}
+
+
+@dataclasses.dataclass
+class Scene:
+    """A trainer among stand-ins."""
+
+    trainer: RayPPOTrainer
+    team: Any
+    run: Run
+    screen: Screen
+    hybrid: Hybrid
+    journal: Journal
+    stored: list[DataProto]
+    """What was put into the object store."""
+
+
+@contextmanager
+def scene(
+    config: Config,
+    directory: Path,
+    outcome: Callable[[Sample], Outcome] = score_of_row,
+    answer: Answer = default_answer,
+    validations: Iterable[float] = (),
+) -> Iterator[Scene]:
+    """A trainer whose workers have been started, on a run of that directory."""
+    journal: Journal = []
+    screen, hybrid = Screen(journal), Hybrid(journal, answer)
+    stored: list[DataProto] = []
+    run = Run(resolved(config), directory, screen)
+    roles = {name: Role(name, journal) for name in config.model_roles()}
+    generator = Generator(config, hybrid, Rewards(outcome), Tokenizer(), run.clock.progress)  # type: ignore[arg-type]
+    team: Any = Team(
+        roles["actor"],  # type: ignore[arg-type]
+        roles.get("critic"),  # type: ignore[arg-type]
+        roles.get("reward_model"),  # type: ignore[arg-type]
+        hybrid,  # type: ignore[arg-type]
+        Prompts(config.batch.prompts_per_step),  # type: ignore[arg-type]
+        generator,
+        Validations(journal, validations),  # type: ignore[arg-type]
+        _kl_controller(config),
+    )
+
+    @contextmanager
+    def make_team(*arguments: Any) -> Iterator[Any]:
+        assert arguments == (config, directory, run.events, run.clock)
+        yield team
+
+    def store(batch: DataProto) -> DataProto:
+        stored.append(batch)
+        return batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mrl.trainer.ppo.make_team", make_team)
+        patch.setattr("mrl.trainer.ppo.store", store)
+        trainer = RayPPOTrainer(run)
+        with trainer.init_workers() as started:
+            assert started is team
+            yield Scene(trainer, team, run, screen, hybrid, journal, stored)
+    run.events.close()

@@ -1,0 +1,127 @@
+"""The demo's configuration, its verdict, and what it measures before and after; the learning itself is `make demo`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mrl.config.arithmetic import samples_per_step, updates_per_step
+from mrl.config.load import load_config
+from mrl.config.schema import ScheduleConfig
+from mrl.config.sft import SftConfig
+from mrl.trainer import demo
+from mrl.trainer.demo import ALGORITHMS, DemoResult, DemoSettings, demo_yaml, learn
+from mrl.trainer.demo_model import make_model
+from tests.trainer.fakes import Screen
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("demo") / "model", seed=3)
+
+
+def test_the_model_follows_from_its_seed_and_nothing_else_is_drawn(model: Path, tmp_path: Path) -> None:
+    torch.manual_seed(11)
+    expected = torch.rand(1)
+    torch.manual_seed(11)
+    weights = [load_file(make_model(tmp_path / str(seed), seed) / "model.safetensors") for seed in (3, 4)]
+    assert torch.equal(torch.rand(1), expected)
+    before = load_file(model / "model.safetensors")
+    assert all(torch.equal(weights[0][name], tensor) for name, tensor in before.items())
+    assert not torch.equal(weights[1]["lm_head.weight"], before["lm_head.weight"])
+    assert 3e5 < sum(tensor.numel() for tensor in before.values()) < 5e5
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_has_a_configuration(algorithm: str, model: Path, tmp_path: Path) -> None:
+    settings = DemoSettings(tmp_path, seed=7, algorithm=algorithm, tp=2, pp=1, steps=12)
+    path = tmp_path / "demo.yaml"
+    path.write_text(demo_yaml(settings, model, path))
+    config = load_config(str(path)).config
+    assert samples_per_step(config.batch) == 512
+    assert updates_per_step(config.batch) == 4
+    assert config.actor.schedule == ScheduleConfig(warmup_steps=20, decay="linear", decay_steps=48, min_lr_ratio=0.1)
+    assert (config.actor.parallel.tp, config.actor.parallel.pp, config.cluster.devices_per_node) == (2, 1, 2)
+    assert (config.training.steps, config.training.seed) == (12, 7)
+    assert (config.validation.every, config.validation.samples_per_prompt) == (12, 4)
+    assert (config.critic is not None) == (algorithm == "ppo")
+    assert config.training.critic_warmup_steps == (2 if algorithm == "ppo" else 0)
+    assert config.algorithm.advantage == {"ppo": "gae", "dapo": "grpo"}.get(algorithm, algorithm)
+    assert (config.algorithm.dynamic_sampling is not None) == (algorithm == "dapo")
+    assert config.algorithm.kl.where == {"grpo": "loss", "reinforce_plus_plus": "reward"}.get(algorithm, "none")
+    train, held = config.data.train["sums"], config.data.validation["sums"]
+    assert [train.options["part"], held.options["part"]] == ["train", "validation"]
+    assert train.options["largest"] == held.options["largest"] == 49
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "success"),
+    [(0.40, 0.80, True), (0.41, 0.99, False), (0.0, 0.79, False), (0.1, None, False), (0.2, 0.9, True)],
+)
+def test_a_demo_succeeds_if_little_was_known_before_and_much_after(
+    before: float, after: float | None, success: bool, tmp_path: Path
+) -> None:
+    assert DemoResult(before, after, {}, tmp_path).is_success is success
+
+
+class Trainer:
+    """Does as many steps as it is told; measures before and after."""
+
+    num_steps = 12
+
+    def __init__(self, run: Any) -> None:
+        self.config, self.num_steps_done = run.config, 0
+
+    @contextmanager
+    def init_workers(self) -> Iterator[None]:
+        yield
+
+    def validate(self) -> dict[str, float]:
+        assert self.num_steps_done == 0
+        return {"val/solved/mean@4": 0.25, "val/score/mean@4": 0.75}
+
+    def fit(self) -> dict[str, float]:
+        self.num_steps_done = self.num_steps
+        return {"val/solved/mean@4": 0.875, "val/score/mean@4": 0.9}
+
+
+@pytest.mark.parametrize(("num_steps", "after"), [(12, 0.875), (5, None)])
+def test_the_share_of_right_answers_is_measured_before_and_after(
+    num_steps: int, after: float | None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "RayPPOTrainer", Trainer)
+    monkeypatch.setattr(Trainer, "num_steps", num_steps)
+    seconds: dict[str, float] = {}
+    screen = Screen([])
+    result = learn(DemoSettings(tmp_path, steps=12), model, screen, seconds)
+    assert (result.before, result.after, result.config) == (0.25, after, tmp_path / "demo.yaml")
+    assert list(seconds) == ["start of workers", "validation before", "ppo"]
+    assert "25.0 %" in screen.said[-1]
+
+
+def test_the_warm_up_imitates_a_careless_teacher(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[SftConfig] = []
+
+    def train_sft(config: SftConfig, directory: Path, events: Any, stopping: Any, on_step: Any, say: Any) -> Path:
+        asked.append(config)
+        for step in range(1, 81):
+            on_step(step, {"loss": step / 10})
+        return directory / "model"
+
+    monkeypatch.setattr(demo, "train_sft", train_sft)
+    monkeypatch.setattr(demo, "make_model", lambda path, seed: path)
+    screen, seconds = Screen([]), dict[str, float]()
+    warm = demo.warm_model(DemoSettings(tmp_path, seed=4), screen, seconds)
+    (config,) = asked
+    assert warm == tmp_path / "sft" / "model"
+    assert config.data.train["sums"].options == {"part": "train", "largest": 49, "mistakes": demo.MISTAKES}
+    assert (config.model.path, config.training.seed) == (str(tmp_path / "initial"), 4)
+    assert config.training.steps == demo.SFT_STEPS
+    assert screen.said[-2:] == ["  update 40: loss 4.000", "  update 80: loss 8.000"]
+    assert list(seconds) == ["model", "sft"]

@@ -1,0 +1,279 @@
+"""The driver's side of a step: what is done in which order, who is given what, and what comes of it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.algos.core_algos import AdaptiveKLController
+from mrl.config.algorithm import KlConfig, OverlongConfig
+from mrl.errors import AuditFailed
+from mrl.protocol import DataProto
+from mrl.protocol.columns import from_rows
+from mrl.rewards.outcome import Failure, Outcome, Score
+from mrl.rewards.sample import Sample
+from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
+from mrl.trainer.generation import Scored
+from tests.trainer.fakes import CRITIC, END, SCORER, Role, Scene, make_config, scene
+
+KL = KlConfig(where="both", coef=0.1, target=4e-5, horizon_samples=100)
+TWO_BY_TWO = {"samples_per_update": 2, "epochs_per_step": 2}
+LEARNT_FROM = {"prompts", "responses", "rollout_log_probs", "scores"}
+LENGTHS = [2, 3, 4, 2]
+"""Of the responses to rows 0 to 3; row 2's is cut off."""
+
+
+def seen(role: Any, method: str) -> list[DataProto]:
+    """What a role was given, call by call."""
+    assert isinstance(role, Role)
+    return role.batches.get(method, [])
+
+
+def with_everything(directory: Path, **sections: Any) -> Any:
+    """Critic, reward model, KL in reward and loss, two updates in each of two epochs."""
+    algorithm = {"advantage": "gae", "kl": KL}
+    settings = {"algorithm": algorithm, "batch": TWO_BY_TWO, "critic": CRITIC, "reward_model": SCORER} | sections
+    return make_config(directory, **settings)
+
+
+def phase(name: str, *within: Any) -> list[Any]:
+    return [("phase", name), *within]
+
+
+def test_a_step_goes_through_its_phases_in_order(tmp_path: Path) -> None:
+    with scene(with_everything(tmp_path), tmp_path) as found:
+        found.trainer.step()
+    assert found.journal == [
+        *phase("rollout", "awake", ("generate", 4), "asleep"),
+        *phase("reward_model", ("reward_model", "compute_rm_score", 4)),
+        *phase("old_log_prob", ("actor", "compute_log_prob", 4)),
+        *phase("ref_log_prob", ("actor", "compute_ref_log_prob", 4)),
+        *phase("values", ("critic", "compute_values", 4)),
+        *phase("advantage", ("critic", "compute_advantages", 4)),
+        *phase("update_critic", *[("critic", "update_critic", 2)] * 4),
+        *phase("update_actor", *[("actor", "update_actor", 2)] * 4),
+        "weights changed",
+    ]
+    updates = found.screen.done[-8:]
+    assert updates == [(0, 4), (1, 4), (2, 4), (3, 4)] * 2, "each role tells how many of its updates are done"
+
+
+def test_a_plain_step_leaves_out_what_it_does_not_need(tmp_path: Path) -> None:
+    with scene(make_config(tmp_path), tmp_path) as found:
+        found.trainer.step()
+    assert found.journal == [
+        *phase("rollout", "awake", ("generate", 4), "asleep"),
+        *phase("advantage", ("actor", "compute_advantages", 4)),
+        *phase("update_actor", ("actor", "update_actor", 4)),
+        "weights changed",
+    ]
+    (update,) = seen(found.team.actor, "update_actor")
+    assert update.row_ids.tolist() == [0, 1, 2, 3], "a single update has the rows in their order"
+    assert set(update.columns()) == LEARNT_FROM | {"advantages"}
+
+
+def test_everyone_is_given_the_rows_that_are_its_own(tmp_path: Path) -> None:
+    with scene(with_everything(tmp_path), tmp_path) as found:
+        found.trainer.step()
+    actor, critic = found.team.actor, found.team.critic
+    (stored,) = found.stored
+    assert set(stored.columns()) == LEARNT_FROM
+    assert torch.equal(stored["scores"], torch.tensor([0.0, 1.25, 2.5, 3.75], dtype=torch.float64)), (
+        "the functions give a quarter of the row id, and the reward model its half, which weighs 2"
+    )
+    assert stored.lengths("responses").tolist() == LENGTHS
+    (scored,) = seen(found.team.reward_model, "compute_rm_score")
+    assert "response_text" in scored.columns(), "what it scores is still here"
+    (advantage,) = seen(critic, "compute_advantages")
+    wanted = LEARNT_FROM | {"old_log_probs", "ref_log_probs", "values", "position"}
+    assert set(advantage.columns()) == wanted
+    assert advantage["position"].tolist() == [0, 1, 2, 3]
+    (whole,) = critic.whole
+    assert (list(whole.uids), whole.kl_coef) == (["p0", "p0", "p1", "p1"], 0.1)
+    said = [batch.meta_info for role in (actor, critic) for batches in role.batches.values() for batch in batches]
+    assert not any(said), "what workers say is for the figures, not for the next worker"
+    fractions = {"old_log_probs": 0.125, "ref_log_probs": 0.25, "values": 0.5, "advantages": 0.75, "returns": 0.875}
+    for role, method in ((critic, "update_critic"), (actor, "update_actor")):
+        for rows in seen(role, method):
+            assert set(rows.columns()) == LEARNT_FROM | set(fractions), method
+            lengths = rows.lengths("responses")
+            assert lengths.tolist() == [LENGTHS[row] for row in rows.row_ids]
+            for name, fraction in fractions.items():
+                wanted_T = np.repeat(rows.row_ids + fraction, lengths)
+                np.testing.assert_array_equal(rows.values(name).numpy(), wanted_T, err_msg=name)
+
+
+def test_the_figures_of_a_step(tmp_path: Path) -> None:
+    with scene(with_everything(tmp_path), tmp_path) as found:
+        found.team.critic.kl = 5e-5
+        report = found.trainer.step()
+    metrics = report.metrics
+    assert report.step == found.trainer.num_steps_done == 1
+    assert report.batch.row_ids.tolist() == [0, 1, 2, 3]
+    expected = {
+        "reward/score/mean": (0 + 1 + 2 + 3) / 16,
+        "reward/model/mean": (0 + 0.5 + 1 + 1.5) / 4,
+        "critic/score/mean": 7.5 / 4,
+        "mismatch/log_prob_abs_diff_mean": 0.001,
+        "reward/kl": 5e-5,
+        "actor/loss": 2.5,  # of the updates 1 to 4
+        "critic/loss": 2.5,
+        "actor/tokens": sum(LENGTHS) / 2,
+        "actor/skipped": 0.0,
+        "response_length/mean": 11 / 4,
+        "response_length/clip_ratio": 0.25,
+        "batch/samples": 4,
+        "perf/total_num_tokens": 11 + (1 + 1 + 2 + 2),
+        "sync/seconds": 0.25,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    for name in ("actor", "critic"):  # 17 tokens in two epochs, at 3 x 5e9 operations, on 4 devices
+        seconds = metrics[f"timing_s/update_{name}"]
+        assert metrics[f"perf/{name}_tflops"] == pytest.approx(3 * 5e9 * 34 / seconds / 4 / 1e12)
+    assert metrics["perf/throughput"] == pytest.approx(17 / metrics["timing_s/step"] / 4)
+    assert metrics["perf/generated_per_s"] == pytest.approx(11 / metrics["timing_s/rollout"] / 4)
+
+
+def test_the_kl_coefficient_is_steered_by_what_was_measured_on_all_samples(tmp_path: Path) -> None:
+    with scene(with_everything(tmp_path), tmp_path) as found:
+        assert isinstance(found.team.kl, AdaptiveKLController)
+        found.team.critic.kl = 4.4e-5
+        found.trainer.step()
+        assert found.team.kl.coef == pytest.approx(0.1 * (1 + 0.1 * 4 / 100), rel=1e-9), "4.4e-5 is a tenth too much"
+        found.trainer.step()
+    assert [whole.kl_coef for whole in found.team.critic.whole] == pytest.approx([0.1, 0.1004], rel=1e-9)
+
+
+def test_the_policy_learns_after_the_warm_up_of_the_critic(tmp_path: Path) -> None:
+    config = with_everything(tmp_path, training={"critic_warmup_steps": 2})
+    with scene(config, tmp_path) as found:
+        actor: list[int] = []
+        for number in (1, 2, 3):
+            report = found.trainer.step()
+            assert ("actor/loss" in report.metrics) == (number == 3)
+            assert found.journal.count("weights changed") == (number == 3)
+            actor.append(len(seen(found.team.actor, "update_actor")))
+            assert len(seen(found.team.critic, "update_critic")) == 4 * number
+    assert actor == [0, 0, 4]
+
+
+def test_steps_are_numbered_from_one_and_draw_other_seeds(tmp_path: Path) -> None:
+    with scene(make_config(tmp_path, algorithm={"kl": KL}), tmp_path) as found:
+        assert [found.trainer.step().step for _ in range(3)] == [1, 2, 3]
+        assert found.run.clock.step == 3
+        found.team.actor.kl = 0.5  # the audit of a first step would not have it
+        found.trainer.step()
+    for step, requests in enumerate(found.hybrid.requests, 1):
+        prompts = (f"p{2 * step - 2}", f"p{2 * step - 1}")
+        wanted = [request_seed(5, step, uid, number) for uid in prompts for number in (0, 1)]
+        assert [request.seed for request in requests] == wanted
+
+
+def test_a_step_that_learns_from_too_few_tokens_is_refused(tmp_path: Path) -> None:
+    with scene(make_config(tmp_path, batch=TWO_BY_TWO), tmp_path) as found:
+        found.trainer.updates = lambda batch: [batch.take([0, 1])] * 2  # type: ignore[method-assign]
+        with pytest.raises(AuditFailed, match="every response token is learnt from once: 10 of 22"):
+            found.trainer.step()
+        assert found.trainer.num_steps_done == 0
+
+
+def test_the_first_step_begins_at_the_reference(tmp_path: Path) -> None:
+    with scene(make_config(tmp_path, algorithm={"kl": KL}), tmp_path) as found:
+        found.team.actor.kl = 0.01
+        with pytest.raises(AuditFailed, match=r"step 1: .*the KL to the reference is 0"):
+            found.trainer.step()
+
+
+def updates_of(found: Scene, done: int, num_rows: int = 8) -> list[list[int]]:
+    """The row ids of each update, that many steps being done."""
+    found.trainer.num_steps_done = done
+    batch = DataProto.from_dict({"scores": torch.zeros(num_rows)}, row_ids=np.arange(num_rows) + 40)
+    return [rows.row_ids.tolist() for rows in found.trainer.updates(batch)]
+
+
+def test_each_epoch_and_step_has_an_order_of_its_own(tmp_path: Path) -> None:
+    batch = {"samples_per_update": 2, "epochs_per_step": 3}
+    with scene(make_config(tmp_path, batch=batch), tmp_path) as found:
+        by_step = [updates_of(found, done, 8) for done in range(3)]
+        assert updates_of(found, 1, 8) == by_step[1], "a resumed run does the same"
+    (tmp_path / "other").mkdir()
+    with scene(make_config(tmp_path, batch=batch, training={"seed": 6}), tmp_path / "other") as found:
+        by_step.append(updates_of(found, 0, 8))
+    epochs = [parts[begin : begin + 4] for parts in by_step for begin in (0, 4, 8)]
+    assert len(epochs) == 12
+    for epoch in epochs:
+        assert [len(rows) for rows in epoch] == [2, 2, 2, 2]
+        assert sorted(itertools.chain(*epoch)) == list(range(40, 48))
+    assert len({tuple(itertools.chain(*epoch)) for epoch in epochs}) == 12
+
+
+@pytest.mark.parametrize(("num_rows", "sizes"), [(8, [4, 4]), (7, [4, 3]), (5, [5]), (1, [1]), (11, [4, 4, 3])])
+def test_updates_are_as_many_as_the_samples_come_nearest_to(num_rows: int, sizes: list[int], tmp_path: Path) -> None:
+    with scene(make_config(tmp_path, batch={"samples_per_update": 4}), tmp_path) as found:
+        assert [len(rows) for rows in updates_of(found, 0, num_rows)] == sizes
+
+
+def test_the_longest_responses_lose_score(tmp_path: Path) -> None:
+    overlong = OverlongConfig(buffer_tokens=2, factor=0.5)  # 3 tokens of 4 are half way into it
+    with scene(make_config(tmp_path, algorithm={"overlong": overlong}), tmp_path) as found:
+        scored = found.trainer.collect(1)
+    assert scored.batch.lengths("responses").tolist() == LENGTHS
+    assert scored.batch["scores"].tolist() == [0.0, 0.25 - 0.25, 0.5 - 0.5, 0.75]
+    assert scored.batch["scores"].dtype == torch.float64
+    assert scored.metrics["reward/overlong_penalty"] == pytest.approx(-0.75 / 4)
+    assert scored.metrics["reward/score/mean"] == pytest.approx(1.5 / 4), "as the functions gave it"
+
+
+def remax_answer(request: GenerationRequest, sampling: Sampling) -> list[int]:
+    """Greedy answers begin with 900, sampled ones with 100, and the row's id is added."""
+    return [(900 if sampling.top_k == 1 else 100) + int(request.key), END]
+
+
+def remax_outcome(sample: Sample) -> Outcome:
+    value = int(sample.response)
+    return Failure("raised", "no", 0.0) if value in (101, 902) else Score(float(value), {}, 0.0)
+
+
+def test_the_baseline_of_remax_is_the_greedy_answer_to_the_same_prompt(tmp_path: Path) -> None:
+    """Sample 1, of the first prompt, gets no score; nor does the greedy answer to the third prompt."""
+    config = make_config(tmp_path, algorithm={"advantage": "remax"}, batch={"prompts_per_step": 3})
+    with scene(config, tmp_path, remax_outcome, remax_answer) as found:
+        report = found.trainer.step()
+        generator, hybrid = found.team.generator, found.hybrid
+    assert hybrid.samplings == [generator.training, generator.greedy]
+    assert [len(requests) for requests in hybrid.requests] == [6, 3]
+    assert report.batch.row_ids.tolist() == [0, 2, 3]
+    assert report.batch["scores"].tolist() == [100.0, 102.0, 103.0]
+    assert report.batch["baseline_scores"].tolist() == [900.0, 901.0, 901.0]
+    assert report.metrics["reward/greedy/mean"] == pytest.approx(2702 / 3)
+    assert report.metrics["reward/score/mean"] == pytest.approx(514 / 5), "of what was sampled"
+    (advantage,) = seen(found.team.actor, "compute_advantages")
+    assert set(advantage.columns()) == LEARNT_FROM | {"baseline_scores", "position"}
+    assert advantage["position"].tolist() == [0, 1, 2], "where their uids stand, which are no row ids"
+    (whole,) = found.team.actor.whole
+    assert list(whole.uids) == ["p0", "p1", "p1"]
+
+
+def test_without_remax_nothing_is_generated_greedily(tmp_path: Path) -> None:
+    with scene(make_config(tmp_path), tmp_path) as found:
+        found.trainer.step()
+    assert found.hybrid.samplings == [found.team.generator.training]
+
+
+def test_tokens_that_the_model_did_not_write_are_not_counted(tmp_path: Path) -> None:
+    with scene(make_config(tmp_path), tmp_path) as found:
+        collected = found.trainer.collect(1)
+        mask = from_rows([torch.tensor([False] + [True] * (length - 1)) for length in LENGTHS])
+        column = DataProto.from_dict({"response_mask": mask}, row_ids=[0, 1, 2, 3])
+        masked = Scored(collected.batch.union(column), collected.metrics)
+        found.trainer.collect = lambda step: masked  # type: ignore[method-assign]
+        report = found.trainer.step()
+    assert report.metrics["actor/tokens"] == sum(LENGTHS) - 4
+    for method in ("compute_advantages", "update_actor"):
+        (batch,) = seen(found.team.actor, method)
+        assert batch.values("response_mask").tolist() == mask.values.tolist()

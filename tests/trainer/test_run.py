@@ -1,0 +1,340 @@
+"""What a run writes down, which checkpoint is the best, when it saves, and what it finds when it comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import mrl
+from mrl.algos.core_algos import FixedKLController
+from mrl.config.schema import Config
+from mrl.errors import ConfigError
+from mrl.events import Event, PhaseEnd, RunStarted, Warned, read_events
+from mrl.observe.metrics import read_metrics
+from mrl.observe.panel import Shown
+from mrl.protocol import DataProto
+from mrl.protocol.columns import from_rows
+from mrl.trainer.run import Run, open_run
+from mrl.trainer.team import Team
+from tests.trainer.fakes import Prompts, Role, Screen, make_config, resolved
+
+
+class Tracker:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.opened: tuple[Any, ...] = ()
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.num_closed = 0
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.logged.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+@pytest.fixture
+def tracker(monkeypatch: pytest.MonkeyPatch) -> Tracker:
+    """The one that every run opens."""
+    opened = Tracker()
+
+    def open_trackers(*arguments: Any) -> list[Tracker]:
+        opened.opened = arguments
+        return [opened]
+
+    monkeypatch.setattr("mrl.trainer.run.open_trackers", open_trackers)
+    return opened
+
+
+Begin = Callable[..., Run]
+
+
+@pytest.fixture
+def begin(tmp_path: Path, tracker: Tracker) -> Iterator[Begin]:
+    """Begins a run, or goes on with it, in the test's directory."""
+    runs: list[Run] = []
+
+    def run(*warnings: str, **sections: Any) -> Run:
+        config = make_config(tmp_path, **sections)
+        runs.append(Run(resolved(config, *warnings), tmp_path, Screen([])))
+        return runs[-1]
+
+    yield run
+    for each in runs:
+        each.events.close()
+
+
+def team_of(drawn: int = 0) -> Any:
+    """One role, and prompts of which so many have been drawn."""
+    prompts = Prompts()
+    prompts.num_drawn = drawn
+    nothing: Any = None
+    role: Any = Role("actor", [])
+    return Team(role, None, None, nothing, prompts, nothing, nothing, FixedKLController(0.1))  # type: ignore[arg-type]
+
+
+def events_of(run: Run) -> list[Event]:
+    return [record.event for record in read_events(run.events.path)]
+
+
+def best_after(run: Run, scores: dict[int, float | None]) -> list[str]:
+    """Which checkpoint is the best after each save of these scores; None is a save without validation."""
+    found = []
+    for step, score in scores.items():
+        run.save(team_of(), step, {} if score is None else {"val/prompts": 9.0, "val/score/mean@1": score})
+        pointer = run.directory / "checkpoints" / "best"
+        found.append(pointer.read_text() if pointer.exists() else "")
+    return found
+
+
+def test_the_best_checkpoint_is_the_best_of_all_also_after_a_resume(begin: Begin) -> None:
+    first = begin()
+    assert first.resume(team_of()) == 0
+    scores = {1: None, 2: 1.0, 3: 3.0, 4: 2.0, 5: 2.5, 6: 3.0, 7: None}
+    second, third = "step-000002", "step-000003"
+    assert best_after(first, scores) == ["", second, third, third, third, third, third]
+    again = begin()
+    assert again.resume(team_of()) == 7
+    assert best_after(again, {8: 2.9, 9: None, 10: 3.5}) == [third, third, "step-000010"]
+
+
+def test_scores_below_zero_can_be_the_best(begin: Begin) -> None:
+    run = begin()
+    run.resume(team_of())
+    assert best_after(run, {1: -2.0, 2: -3.0, 3: -1.0}) == ["step-000001", "step-000001", "step-000003"]
+    again = begin()
+    again.resume(team_of())
+    assert best_after(again, {4: -1.5}) == ["step-000003"], "and are remembered"
+
+
+def test_the_score_is_that_of_all_sources_together(begin: Begin) -> None:
+    run = begin()
+    run.resume(team_of())
+    of_a_source = {"val/score/prompts": 7.0, "val/score/solved/mean@1": 0.8}  # which is called "score"
+    figures = {"val/score/mean@1": 0.5, "val/solved/mean@1": 0.7}
+    run.save(team_of(), 1, {"val/easy/score/mean@1": 0.9} | of_a_source | figures)
+    state = json.loads((run.directory / "checkpoints" / "step-000001" / "manifest.json").read_text())["state"]
+    assert state["best"] == 0.5
+
+
+def test_a_run_that_was_never_validated_has_no_best(begin: Begin) -> None:
+    run = begin()
+    run.resume(team_of())
+    run.save(team_of(4), 1, {})
+    state = json.loads((run.directory / "checkpoints" / "step-000001" / "manifest.json").read_text())["state"]
+    assert (state["best"], state["team"]) == (None, {"prompts": {"drawn": 4}, "kl": {"kind": "fixed"}})
+    again = begin()
+    again.resume(team_of())
+    assert best_after(again, {2: -7.0}) == ["step-000002"]
+    assert sum(isinstance(event, PhaseEnd) and event.phase == "save" for event in events_of(run)) == 2
+
+
+def test_only_as_many_checkpoints_are_kept_as_asked_for(begin: Begin) -> None:
+    run = begin(training={"keep": 3})
+    run.resume(team_of())
+    for step in range(1, 7):
+        run.save(team_of(), step, {})
+    assert run.snapshots.steps() == [4, 5, 6]
+
+
+def test_a_run_that_comes_back_puts_everything_where_it_was(begin: Begin, tracker: Tracker) -> None:
+    first = begin()
+    first.resume(team_of())
+    first.save(team_of(6), 3, {})
+    team = team_of()
+    again = begin(training={"tracker": "both"})
+    assert again.resume(team) == 3
+    path = again.directory / "checkpoints" / "step-000003"
+    assert team.actor.loaded == [str(path / "actor")]
+    assert team.prompts.num_drawn == 6
+    assert again.console.said == [f"resumed from {path}"]  # type: ignore[attr-defined]
+    which, name, directory, config, next_step = tracker.opened
+    assert (which, name, directory, next_step) == ("both", "run", again.directory, 4)
+    assert config["rollout"]["temperature"] == 0.7
+    assert "training" not in config
+
+
+def test_lines_of_steps_that_are_done_again_are_cut_off(begin: Begin) -> None:
+    first = begin()
+    first.resume(team_of())
+    for step in (1, 2, 3):
+        first.record(step, samples(), {"figure": step})
+        if step == 2:
+            first.save(team_of(), step, {})
+    again = begin()
+    again.resume(team_of())
+    again.record(3, samples(), {"figure": 30})
+    lines = read_metrics(again.directory / "metrics.jsonl")
+    assert lines == [{"step": 1, "figure": 1}, {"step": 2, "figure": 2}, {"step": 3, "figure": 30}]
+
+
+def test_a_new_run_has_nothing_to_warn_of(begin: Begin, tracker: Tracker) -> None:
+    run = begin()
+    assert run.resume(team_of()) == 0
+    assert run.console.said == []  # type: ignore[attr-defined]
+    assert tracker.opened[-1] == 1
+    assert events_of(run) == [RunStarted("run", mrl.__version__)]
+
+
+def test_a_run_that_left_no_checkpoint_begins_again_and_says_so(begin: Begin) -> None:
+    first = begin()
+    first.resume(team_of())
+    first.record(1, samples(), {"figure": 1})
+    again = begin()
+    assert again.resume(team_of()) == 0
+    (warning,) = [event for event in events_of(again) if isinstance(event, Warned)]
+    assert warning == Warned("resume", "this run began here before and left no checkpoint: it begins again")
+    assert again.console.said == [f"warning: resume: {warning.message}"]  # type: ignore[attr-defined]
+    assert read_metrics(again.directory / "metrics.jsonl") == []
+
+
+def test_a_run_that_is_never_to_resume_does_not(begin: Begin) -> None:
+    first = begin()
+    first.resume(team_of())
+    first.save(team_of(6), 3, {})
+    team = team_of()
+    assert begin(training={"resume": "never"}).resume(team) == 0
+    assert (team.actor.loaded, team.prompts.num_drawn) == ([], 0)
+
+
+def test_a_configuration_that_learns_otherwise_is_warned_of(begin: Begin) -> None:
+    first = begin()
+    first.resume(team_of())
+    first.save(team_of(), 3, {})
+    again = begin(rollout={"temperature": 0.9}, training={"steps": 99})
+    again.resume(team_of())
+    said = "was 0.7 when this run began, and is 0.9 from step 4 on"
+    assert Warned("rollout.temperature", said) in events_of(again)
+    assert again.console.said[0] == f"warning: rollout.temperature: {said}"  # type: ignore[attr-defined]
+    assert len(again.console.said) == 2  # type: ignore[attr-defined]
+
+
+def test_warnings_of_the_configuration_are_passed_on(begin: Begin) -> None:
+    run = begin("no network here", "no device here")
+    warned = [Warned("configuration", "no network here"), Warned("configuration", "no device here")]
+    assert events_of(run)[1:] == warned
+    assert run.console.said[1] == "warning: configuration: no device here"  # type: ignore[attr-defined]
+
+
+def samples() -> DataProto:
+    """Two samples as a step leaves them."""
+    return DataProto.from_dict(
+        {
+            "prompts": from_rows([[1], [2, 3, 4]]),
+            "responses": from_rows([[5, 6], [7]]),
+            "scores": torch.tensor([0.25, -1.0], dtype=torch.float64),
+            "truncated": torch.tensor([True, False]),
+        },
+        {
+            "uid": ["a/0/1", "b/0/2"],
+            "data_source": ["easy", "hard"],
+            "prompt_text": ["one", "two"],
+            "response_text": ["five", "seven"],
+            "ground_truth": ["5", None],
+        },
+        row_ids=[4, 9],
+    )
+
+
+def test_a_step_is_written_down_everywhere(begin: Begin, tracker: Tracker) -> None:
+    run = begin(training={"samples_every": 2})
+    run.resume(team_of())
+    for step in (1, 2, 3):
+        run.record(step, samples(), {"figure": step / 2})
+    lines = [(step, {"figure": step / 2}) for step in (1, 2, 3)]
+    assert read_metrics(run.directory / "metrics.jsonl") == [{"step": step, **figures} for step, figures in lines]
+    assert tracker.logged == lines
+    shown = Shown("one", "five", 0.25)
+    assert run.console.steps == [(*line, shown) for line in lines]  # type: ignore[attr-defined]
+    (file,) = (run.directory / "samples").iterdir()
+    assert file.name == "step-000002.parquet"
+    assert pq.read_table(file).to_pylist() == [
+        {
+            "uid": "a/0/1",
+            "data_source": "easy",
+            "prompt": "one",
+            "response": "five",
+            "ground_truth": "5",
+            "score": 0.25,
+            "num_tokens": 2,
+            "truncated": True,
+        },
+        {
+            "uid": "b/0/2",
+            "data_source": "hard",
+            "prompt": "two",
+            "response": "seven",
+            "ground_truth": None,
+            "score": -1.0,
+            "num_tokens": 1,
+            "truncated": False,
+        },
+    ]
+
+
+def test_no_samples_are_written_where_none_are_wanted(begin: Begin) -> None:
+    run = begin(training={"samples_every": 0})
+    run.resume(team_of())
+    run.record(1, samples(), {})
+    assert not (run.directory / "samples").exists()
+
+
+def test_a_save_is_due_every_so_many_steps(begin: Begin) -> None:
+    every_three, never = begin(training={"save_every": 3}), begin(training={"save_every": 0})
+    assert [step for step in range(1, 10) if every_three.save_is_due(step)] == [3, 6, 9]
+    assert not any(never.save_is_due(step) for step in range(1, 10))
+
+
+def test_a_run_wants_to_stop_when_its_time_is_up(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, endless = begin(training={"time_limit_s": 60.0}), begin()
+    assert not run.wants_to_stop()
+    now = SimpleNamespace(monotonic=lambda: run.stopping._began + 61)
+    monkeypatch.setattr("mrl.trainer.stopping.time", now)
+    assert run.wants_to_stop()
+    assert run.console.said == ["training.time_limit_s=60 is reached: saving and stopping"]  # type: ignore[attr-defined]
+    assert not endless.wants_to_stop()
+    assert endless.console.said == []  # type: ignore[attr-defined]
+
+
+def opened(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A configuration that can be opened; how it is written is another test's."""
+    monkeypatch.setattr("mrl.config.run_directory.render", lambda resolved: "text")
+    return make_config(directory)
+
+
+def test_an_open_run_hears_signals_and_closes_what_it_opened(
+    tmp_path: Path, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, before = opened(tmp_path, monkeypatch), signal.getsignal(signal.SIGTERM)
+    with open_run(resolved(config), Screen([])) as run:
+        assert run.directory == tmp_path / "run"
+        run.resume(team_of())
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert run.wants_to_stop()
+        assert tracker.num_closed == 0
+    assert tracker.num_closed == 1
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises((ValueError, OSError)):
+        run.events.write(Warned("", "closed"))
+
+
+def test_whether_a_directory_may_go_on_is_the_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = opened(tmp_path, monkeypatch)
+    with open_run(resolved(config), Screen([])):
+        pass
+    with open_run(resolved(config), Screen([])):
+        pass
+    never = replace(config, training=replace(config.training, resume="never"))
+    with pytest.raises(ConfigError, match="holds something already"), open_run(resolved(never), Screen([])):
+        pass

@@ -1,0 +1,235 @@
+"""The driver's side of supervised training: which rows, when it saves, when it ends, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mrl.config.mesh import Mesh
+from mrl.config.schema import (
+    ClusterConfig,
+    DataConfig,
+    ModelConfig,
+    PlacementConfig,
+    RunConfig,
+    ScheduleConfig,
+    SourceConfig,
+    TrainedModelConfig,
+)
+from mrl.config.sft import SftBatchConfig, SftConfig, SftTrainingConfig
+from mrl.data.balance import RowCost
+from mrl.data.packing import PackingRules
+from mrl.data.toy_tokenizer import save_toy_tokenizer
+from mrl.events import EventLog, Warned, read_events
+from mrl.observe.metrics import read_metrics
+from mrl.trainer.sft import train_sft
+from mrl.trainer.stopping import Stopping
+from mrl.workers.messages import ModelFacts, ModelSetup, UpdateReport
+
+LR = 0.5
+
+
+class Group:
+    """Two shards that lose a tenth with each update, and keep the rows and what is asked of them."""
+
+    def __init__(self, losses: Sequence[float] = ()) -> None:
+        self.mesh = Mesh(2)
+        self.losses = losses
+        self.rows: list[list[int]] = []
+        self.tokens: list[dict[int, str]] = []
+        self.journal: list[Any] = []
+
+    def init_model(self) -> list[ModelFacts]:
+        return [ModelFacts(PackingRules(RowCost(1.0, 0.0)), 1, 1.0, "cpu")] * 2
+
+    def update_sft(self, shards: Any, sizes: Any) -> list[UpdateReport]:
+        self.rows.append(sorted(int(row) for shard in shards for row in shard.row_ids))
+        number = len(self.rows) - 1
+        loss = self.losses[number] if number < len(self.losses) else 1.0
+        self.journal.append("update")
+        return [UpdateReport({"loss": loss / 2}, 1.0, LR, applied=True)] * 2
+
+    def save_checkpoint(self, directory: str) -> None:
+        Path(directory).mkdir()
+        (Path(directory) / "manifest.json").write_text(json.dumps({"updates": len(self.rows)}))
+        self.journal.append("save")
+
+    def load_checkpoint(self, directory: str) -> None:
+        self.journal.append(("load", directory))
+
+    def export(self, directory: str) -> None:
+        Path(directory).mkdir()
+        self.journal.append(("export", directory))
+
+    def shutdown(self) -> None:
+        self.journal.append("shutdown")
+
+
+class Lab:
+    """Trains in a directory with a stand-in for the workers; everything else is real."""
+
+    def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
+        self.directory = directory
+        (directory / "model-of-before").mkdir()
+        save_toy_tokenizer(directory / "model-of-before")
+        self.config = SftConfig(
+            run=RunConfig(name="run", dir=str(directory)),
+            cluster=ClusterConfig(devices_per_node=2, device="cpu"),
+            placement=PlacementConfig(pools={"all": 2}, roles={"actor": "all"}),
+            model=ModelConfig(path=str(directory / "model-of-before")),
+            data=DataConfig(train={"sums": SourceConfig(dataset="toy:addition", options={"part": "train"})}),
+            batch=SftBatchConfig(rows_per_update=4, max_prompt_tokens=32, max_response_tokens=8),
+            actor=TrainedModelConfig(max_tokens_per_device=256, schedule=ScheduleConfig(warmup_steps=2)),
+            training=SftTrainingConfig(steps=5, seed=9, keep=9),
+        )
+        self.said: list[str] = []
+        self.steps: list[tuple[int, float]] = []
+        self.workers: list[Any] = []
+        self.reason = ""
+        self.stop_after = 99
+        resources = SimpleNamespace(create=lambda *where: None, release=lambda: None)
+        patch.setattr("mrl.trainer.sft.ray_cluster", lambda cluster: nullcontext())
+        patch.setattr("mrl.trainer.sft.ResourcePoolManager", lambda *arguments: resources)
+        patch.setattr("mrl.trainer.sft.RayWorkerGroup", self._group)
+
+    def _group(self, role: str, worker: Any, mesh: Mesh, context: Any) -> Group:
+        self.workers.append((role, worker.worker_class, worker.args, mesh))
+        return self.group
+
+    def train(self, group: Group, **training: Any) -> Path | None:
+        """From the newest checkpoint on."""
+        self.group, self.said, self.steps = group, [], []
+        config = replace(self.config, training=replace(self.config.training, **training))
+        events, stopping = EventLog(self.directory / "events.jsonl"), Stopping(None)
+        stopping.reason = lambda: "SIGTERM" if len(self.steps) >= self.stop_after else ""  # type: ignore[method-assign]
+        try:
+            return train_sft(config, self.directory, events, stopping, self._on_step, self.said.append)
+        finally:
+            events.close()
+
+    def _on_step(self, number: int, figures: dict[str, float]) -> None:
+        self.steps.append((number, figures["loss"]))
+
+    def state(self, step: int) -> Any:
+        return json.loads((self.directory / "checkpoints" / f"step-{step:06d}" / "manifest.json").read_text())["state"]
+
+    def saved(self) -> list[int]:
+        return sorted(int(path.name[5:]) for path in (self.directory / "checkpoints").glob("step-*"))
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    return Lab(tmp_path, monkeypatch)
+
+
+def test_a_run_trains_saves_and_exports(lab: Lab) -> None:
+    group = Group(losses=[5.0, 4.0, 3.0, 2.0, 1.0])
+    model = lab.train(group, save_every=2)
+    assert model == lab.directory / "model"
+    assert lab.steps == [(1, 5.0), (2, 4.0), (3, 3.0), (4, 2.0), (5, 1.0)]
+    lines = read_metrics(lab.directory / "metrics.jsonl")
+    assert [(line["step"], line["loss"], line["lr"]) for line in lines] == [(*step, LR) for step in lab.steps]
+    update, save = "update", "save"
+    calls = [update, update, save, update, update, save, update, save, ("export", str(model)), "shutdown"]
+    assert group.journal == calls
+    assert [len(rows) for rows in group.rows] == [4] * 5
+    assert len({row for rows in group.rows for row in rows}) == 20, "row ids count the draws"
+    ((role, worker, (setup,), mesh),) = lab.workers
+    assert (role, worker, mesh) == ("actor", "mrl.workers.sft:SftWorker", Mesh(2))
+    assert setup == ModelSetup(lab.config.model.path, "lm", lab.config.actor, 9, lab.config.deadlines.call_s)
+    assert not (lab.directory / "checkpoints" / "best").exists()
+
+
+def test_a_checkpoint_stands_after_its_own_rows_not_after_those_read_ahead(lab: Lab) -> None:
+    lab.train(Group(losses=[5.0, 4.0]), save_every=1)
+    drawn = [lab.state(step)["rows"]["sampler"] for step in range(1, 6)]
+    assert len({json.dumps(state) for state in drawn}) == 5
+    assert [lab.state(step)["losses"] for step in (1, 2)] == [[5.0], [5.0, 4.0]]
+    assert [state["drawn"]["sums"] for state in drawn] == [4, 8, 12, 16, 20]
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_next_rows(lab: Lab) -> None:
+    whole = Group()
+    lab.train(whole, steps=5)
+    (lab.directory / "checkpoints").rename(lab.directory / "elsewhere")
+    lab.stop_after = 2
+    stopped = Group(losses=[7.0, 6.0])
+    assert lab.train(stopped) is None
+    assert lab.said[-1] == "SIGTERM: saved and stopped after 2 updates; the same command goes on"
+    assert (lab.saved(), stopped.journal) == ([2], ["update", "update", "save", "shutdown"])
+    lab.stop_after = 99
+    group = Group()
+    assert lab.train(group) == lab.directory / "model"
+    path = lab.directory / "checkpoints" / "step-000002"
+    assert group.journal[0] == ("load", str(path / "actor"))
+    assert lab.said == [f"resumed from {path}"]
+    assert [number for number, _ in lab.steps] == [3, 4, 5]
+    assert stopped.rows + group.rows == whole.rows
+    assert [line["step"] for line in read_metrics(lab.directory / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert lab.state(5)["losses"] == [7.0, 6.0, 1.0, 1.0, 1.0]
+    assert (lab.directory / "model").is_dir(), "that of the shorter run gave way"
+
+
+def test_a_signal_in_the_last_update_changes_nothing(lab: Lab) -> None:
+    lab.stop_after = 5
+    assert lab.train(Group()) == lab.directory / "model"
+    assert lab.said == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "num_updates"),
+    [
+        ([0.1] * 30, 10),  # not before there are ten
+        ([1.0] * 5 + [0.4] * 30, 14),  # one 1.0 among nine 0.4 makes 0.46, and two make 0.52
+        ([9.0] + [0.4] * 30, 11),  # the first is forgotten
+    ],
+)
+def test_a_run_ends_when_the_last_ten_losses_are_low(losses: list[float], num_updates: int, lab: Lab) -> None:
+    assert lab.train(Group(losses), steps=30, until_loss=0.5)
+    assert len(lab.steps) == num_updates
+    assert lab.saved() == [num_updates], "the end is saved"
+
+
+def test_losses_of_before_count_after_a_resume(lab: Lab) -> None:
+    lab.stop_after = 6
+    assert lab.train(Group([0.1] * 6), steps=30, until_loss=0.5) is None
+    lab.stop_after = 99
+    lab.train(Group([0.1] * 30), steps=30, until_loss=0.5)
+    assert [number for number, _ in lab.steps] == [7, 8, 9, 10]
+
+
+def test_a_loss_that_is_exactly_as_low_is_low(lab: Lab) -> None:
+    lab.train(Group([0.5] * 30), steps=30, until_loss=0.5)
+    assert len(lab.steps) == 10
+
+
+def test_a_run_without_checkpoint_begins_again_and_says_so(lab: Lab) -> None:
+    lab.train(Group(), steps=2)
+    (lab.directory / "checkpoints").rename(lab.directory / "elsewhere")
+    lab.train(Group(), steps=1)
+    message = "this run began here before and left no checkpoint: it begins again"
+    assert lab.said == [f"warning: resume: {message}"]
+    assert Warned("resume", message) in [record.event for record in read_events(lab.directory / "events.jsonl")]
+    assert [line["step"] for line in read_metrics(lab.directory / "metrics.jsonl")] == [1]
+
+
+def test_a_changed_configuration_is_warned_of(lab: Lab) -> None:
+    lab.train(Group(), steps=2)
+    lab.config = replace(lab.config, actor=replace(lab.config.actor, max_tokens_per_device=128))
+    lab.train(Group(), steps=3)
+    said = "was 256 when this run began, and is 128 from step 3 on"
+    assert lab.said[0] == f"warning: actor.max_tokens_per_device: {said}"
+    assert [number for number, _ in lab.steps] == [3]
+
+
+def test_a_run_that_is_never_to_resume_begins_anew(lab: Lab) -> None:
+    lab.train(Group(), steps=2)
+    lab.train(Group(), steps=3, resume="never")
+    assert [number for number, _ in lab.steps] == [1, 2, 3]
