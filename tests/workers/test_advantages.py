@@ -1,0 +1,155 @@
+"""Advantages of shards against the papers' formulas, for every estimator and every way to charge the KL."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from mrl.algos.advantages import ADVANTAGES
+from mrl.algos.kl import KL_ESTIMATORS
+from mrl.config.algorithm import AlgorithmConfig, KlConfig
+from mrl.protocol import DataProto
+from mrl.protocol.columns import jagged
+from mrl.workers.actor import ActorRolloutRefWorker
+from mrl.workers.advantages import OPTIONAL, READS, shard_advantages
+from mrl.workers.critic import CriticWorker
+from mrl.workers.messages import WholeBatch
+from tests.workers.by_hand import Row, advantages_of
+from tests.workers.stubs import SETUP, UIDS, OfShards, Shards, batch_of, cut, make_place, make_rows
+
+ESTIMATORS = sorted(ADVANTAGES)
+COLUMNS = ("values", "old_log_probs", "ref_log_probs")
+WHERES = ("none", "reward", "loss", "both")
+KL_COEF = 0.3
+"""Of this step; the configuration's own has been steered away from."""
+
+
+class ActorOfShards(OfShards, ActorRolloutRefWorker):
+    """The actor among shards of this process."""
+
+
+class CriticOfShards(OfShards, CriticWorker):
+    """The critic among shards of this process."""
+
+
+def config_of(advantage: str, where: str = "both", **changes: object) -> AlgorithmConfig:
+    """A configuration in which no two numbers are alike."""
+    kl = KlConfig(where=where, coef=0.05, in_reward="k1", in_loss="k2")  # type: ignore[arg-type]
+    return replace(AlgorithmConfig(advantage=advantage, gamma=0.9, lam=0.8, kl=kl), **changes)
+
+
+def shards_of(rows: list[Row], num_shards: int) -> list[DataProto]:
+    """The shards' batches, with the rows' places in the whole one."""
+    batches = []
+    for positions in cut(rows, num_shards):
+        batch = batch_of([rows[at] for at in positions])
+        batches.append(batch.union(DataProto.from_dict({"position": torch.tensor(positions)}, row_ids=batch.row_ids)))
+    return batches
+
+
+def advantages_by_worker(
+    rows: list[Row], config: AlgorithmConfig, num_shards: int, worker_class: type = ActorOfShards
+) -> tuple[list[DataProto], dict[str, list[list[float]]], list[float]]:
+    """The shards' answers, their columns in the order of all rows, and each shard's mean KL."""
+    shards, batches = Shards(num_shards), shards_of(rows, num_shards)
+
+    def work(shard: int) -> DataProto:
+        arguments = (0.7, 50) if worker_class is ActorOfShards else (50,)
+        worker = worker_class(make_place(), SETUP, config, *arguments)
+        worker.shards, worker.shard = shards, shard
+        answer: DataProto = worker.compute_advantages(batches[shard], WholeBatch(UIDS, KL_COEF))
+        return answer
+
+    answers = shards.run(work)
+    columns: dict[str, list[list[float]]] = {}
+    for name in answers[0].columns():
+        found: list[list[float]] = [[]] * len(rows)
+        for positions, answer in zip(cut(rows, num_shards), answers, strict=True):
+            for position, values in zip(positions, answer.packed(name).rows(), strict=True):  # type: ignore[union-attr]
+                found[position] = values.tolist()
+        columns[name] = found
+    for batch, answer in zip(batches, answers, strict=True):
+        assert answer.row_ids.tolist() == batch.row_ids.tolist(), "each row's answer bears the row's id"
+    return answers, columns, [float(answer.meta_info["kl"]) for answer in answers]
+
+
+def check(rows: list[Row], config: AlgorithmConfig, num_shards: int, worker_class: type = ActorOfShards) -> None:
+    """Compare all that a worker says with the formulas."""
+    advantages, returns, kl = advantages_of(rows, config, KL_COEF)
+    answers, columns, kls = advantages_by_worker(rows, config, num_shards, worker_class)
+    expected = {"advantages": advantages}
+    if worker_class is CriticOfShards:
+        assert returns is not None, "a critic's estimator has returns"
+        expected["returns"] = returns
+    assert columns.keys() == expected.keys()
+    for name, of_rows in expected.items():
+        for row, found, values in zip(rows, columns[name], of_rows, strict=True):
+            assert found == pytest.approx(row.whole(values), rel=1e-5, abs=1e-5), (name, row)
+        assert all(answer.values(name).dtype == torch.float32 for answer in answers)
+    assert kls == pytest.approx([kl] * num_shards, rel=1e-9, abs=1e-12), "every shard knows the mean of all"
+    assert (kl != 0) == (config.kl.where in ("reward", "both"))
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+@pytest.mark.parametrize("where", WHERES)
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_advantages_are_those_of_the_formulas(name: str, where: str, num_shards: int) -> None:
+    check(make_rows(*COLUMNS), config_of(name, where), num_shards)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_without_a_mask_every_token_counts(name: str) -> None:
+    check(make_rows(*COLUMNS, with_holes=False), config_of(name), 2)
+
+
+@pytest.mark.parametrize("estimator", sorted(KL_ESTIMATORS))
+@pytest.mark.parametrize("name", ["rloo", "gae"])
+def test_the_reward_is_charged_by_its_own_estimator(name: str, estimator: str) -> None:
+    kl = KlConfig(where="reward", coef=0.05, in_reward=estimator, in_loss="abs")
+    check(make_rows(*COLUMNS), config_of(name, kl=kl, whiten=False), 2)
+
+
+@pytest.mark.parametrize(("gamma", "lam", "whiten"), itertools.product((1.0, 0.7), (1.0, 0.6, 0.0), (True, False)))
+def test_the_critic_learns_the_returns_whatever_the_discounts(gamma: float, lam: float, whiten: bool) -> None:
+    check(make_rows(*COLUMNS), config_of("gae", gamma=gamma, lam=lam, whiten=whiten), 2, CriticOfShards)
+
+
+def test_group_estimators_feel_the_coefficient_of_this_step() -> None:
+    rows, config = make_rows(*COLUMNS), config_of("grpo", "reward")
+    batch = shards_of(rows, 1)[0]
+    found = [
+        shard_advantages(batch, WholeBatch(UIDS, coef), config, lambda x: x)[0].advantages_T for coef in (0.0, 0.3)
+    ]
+    assert not torch.allclose(*found)
+    assert torch.equal(
+        found[0], shard_advantages(batch, WholeBatch(UIDS, 0.3), config_of("grpo", "loss"), _same)[0].advantages_T
+    )
+
+
+def test_scores_keep_their_precision_on_the_way_between_shards() -> None:
+    rows = make_rows(with_holes=False)
+    for number, row in enumerate(rows):
+        row.score = 1e6 + number * 1e-3  # float32 knows no such differences
+    check(rows, config_of("dr_grpo", "none"), 2)
+
+
+def test_declared_columns_are_those_that_are_read() -> None:
+    assert set(READS) == {"responses", "scores", "position"}
+    assert set(OPTIONAL) == {"response_mask", "values", "old_log_probs", "ref_log_probs", "baseline_scores"}
+
+
+def test_a_score_per_token_is_refused() -> None:
+    (batch,) = shards_of(make_rows(), 1)
+    wrong = batch.select("responses", "position")
+    column = jagged(torch.zeros(int(batch.lengths("responses").sum())), batch.lengths("responses"))
+    wrong = wrong.union(DataProto.from_dict({"scores": column}, row_ids=batch.row_ids))
+    with pytest.raises(AssertionError, match="`scores` has one number per row"):
+        shard_advantages(wrong, WholeBatch(UIDS, 0.0), config_of("grpo", "none"), _same)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
