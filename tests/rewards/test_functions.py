@@ -45,6 +45,9 @@ def sample(response: str = "", truth: Any = "", tokens: int = 0) -> Sample:
         ("it falls to \N{MINUS SIGN}12.", -12, {"last_number": True}, (1, 1)),
         ("nothing", "7", {"last_number": True}, (0, 0)),
         ("10-3", "3", {"last_number": True}, (1, 1)),
+        ("#### 8 and then 7", "7", {"last_number": True}, (0, 1)),
+        ("8\n#### 7\n9", "7", {"last_number": True}, (1, 1)),
+        ("it costs $1,250.50 now", "1250.5", {"last_number": True}, (1, 1)),
     ],
 )
 def test_gsm8k(response: str, truth: Any, options: dict[str, Any], expected: tuple[int, int]) -> None:
@@ -69,6 +72,12 @@ def test_digits(response: str, truth: str, expected: float) -> None:
     assert digits.score(sample(response, truth)) == pytest.approx(expected)
 
 
+def test_digits_of_the_answer_that_fits_best_earn_the_share_that_is_asked_for() -> None:
+    assert digits.score(sample("137", ["942", "147"]), partial=0.9) == pytest.approx(0.9 * 2 / 3)
+    assert digits.score(sample("137", ["942", " 137 "]), partial=0.9) == 1.0
+    assert digits.score(sample("137", "13"), partial=0.9) == 0.0
+
+
 @pytest.mark.parametrize(
     ("response", "truth", "expected"),
     [
@@ -80,6 +89,8 @@ def test_digits(response: str, truth: str, expected: float) -> None:
         ("it is 4", "4", (0, 0)),
         ("\\boxed{}", "", (0, 0)),
         ("\\boxed{4", "4", (0, 0)),
+        ("#### 12 and so \\boxed{4}", "4", (1, 1)),
+        ("\\boxed{4}\n#### 5", "5", (0, 1)),
     ],
 )
 def test_math(response: str, truth: str, expected: tuple[int, int]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import threading
 import time
@@ -12,6 +14,8 @@ from typing import Any
 import pytest
 
 from mrl.config.schema import RewardFunctionConfig
+from mrl.errors import RewardError
+from mrl.rewards.functions import http
 from mrl.rewards.outcome import Failure, Score
 from tests.rewards.conftest import Bench, make_sample
 
@@ -21,6 +25,7 @@ class Service(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         sample = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.whole.append((dict(self.headers), sample, time.monotonic()))  # type: ignore[attr-defined]
         seen: list[tuple[int, str | None]] = self.server.seen  # type: ignore[attr-defined]
         is_first = sample["row_id"] not in {row for row, _ in seen}
         seen.append((sample["row_id"], self.headers["Authorization"]))
@@ -64,6 +69,9 @@ class Service(BaseHTTPRequestHandler):
     def refuse(self, sample: dict[str, Any]) -> None:
         self.answer(b"who?", 401)
 
+    def status(self, sample: dict[str, Any]) -> None:
+        self.answer(b"so", sample["extra_info"]["status"])
+
     def garbage(self, sample: dict[str, Any]) -> None:
         self.answer(b"<html>oh</html>")
 
@@ -91,6 +99,7 @@ def service() -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
     server.daemon_threads = True
     server.seen = []  # type: ignore[attr-defined]
+    server.whole = []  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -185,3 +194,41 @@ def test_the_key_comes_from_the_environment(bench: Bench, service: ThreadingHTTP
     (outcome,) = bench.manager(functions=functions).score([make_sample("good", 2)])
     assert isinstance(outcome, Failure)
     assert outcome.detail == ("judge: JUDGE_API_KEY is not set for reward workers\n  fix: add it to reward.environment")
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504])
+def test_a_status_that_may_pass_is_waited_out(service: ThreadingHTTPServer, status: int) -> None:
+    with pytest.raises(RewardError, match=f"gave no score in 3 attempts; the last: status {status}"):
+        http.score(make_sample("status", status=status), address(service), backoff_s=0.0)
+    assert len(service.seen) == 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 410, 422, 501])
+def test_a_status_that_will_not_pass_is_an_error_at_once(service: ThreadingHTTPServer, status: int) -> None:
+    with pytest.raises(RewardError, match=f"answered with status {status}"):
+        http.score(make_sample("status", status=status), address(service), backoff_s=0.0)
+    assert len(service.seen) == 1  # type: ignore[attr-defined]
+
+
+def test_the_service_gets_the_whole_sample_as_json(service: ThreadingHTTPServer) -> None:
+    sample = make_sample("good", 7, deep=[1, {"a": None}])
+    assert http.score(sample, address(service)) == {"score": 7, "length": 9}
+    ((headers, body, _),) = service.whole  # type: ignore[attr-defined]
+    assert body == dataclasses.asdict(sample)
+    assert headers["Content-Type"] == headers["Accept"] == "application/json"
+    assert "Authorization" not in headers
+
+
+def test_each_pause_is_twice_the_one_before(service: ThreadingHTTPServer) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RewardError, match="gave no score in 4 attempts"):
+        http.score(make_sample("error"), address(service), attempts=4, backoff_s=0.1)
+    end = time.monotonic()
+    times = [at for _, _, at in service.whole]  # type: ignore[attr-defined]
+    pauses = [after - before for before, after in itertools.pairwise(times)]
+    assert all(0.1 * 2**k <= pause < 0.1 * 2**k + 0.08 + 0.1 * k for k, pause in enumerate(pauses)), pauses
+    assert end - begin < 0.7 + 0.6, "and none after the last"
+
+
+def address(server: ThreadingHTTPServer) -> str:
+    return f"http://127.0.0.1:{server.server_port}/"

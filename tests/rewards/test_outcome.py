@@ -1,0 +1,181 @@
+"""What a worker says and how it travels: numbers, parts, frames, failures, and the figures of a batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from mrl.rewards.catalogue import RewardFunction, is_built_in
+from mrl.rewards.frames import CONTROL, FrameError, FrameReader, control, frame, to_json
+from mrl.rewards.metrics import reward_metrics
+from mrl.rewards.outcome import FAILURE_KINDS, BadResult, Failure, Score, failure_reply, numbers_of, read_reply
+from mrl.rewards.processes import describe_status
+from mrl.rewards.sample import Sample
+from mrl.rewards.settings import FunctionSettings
+from mrl.rewards.worker import score_sample
+from tests.rewards.conftest import make_sample
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 12, 13, 1000])
+def test_frames_are_cut_wherever_the_bytes_come_in_pieces(step: int) -> None:
+    frames = [(3, b"abc"), (CONTROL, b""), (1 << 40, b"x" * 20)]
+    stream = b"".join(frame(*each) for each in frames)
+    reader = FrameReader(most_bytes=20)
+    found = []
+    for begin in range(0, len(stream), step):
+        found += list(reader.feed(stream[begin : begin + step]))
+    assert found == frames
+
+
+def test_a_frame_may_be_as_long_as_allowed_and_no_longer() -> None:
+    assert list(FrameReader(3).feed(frame(1, b"abc"))) == [(1, b"abc")]
+    with pytest.raises(FrameError, match="a frame of 4 bytes; at most 3"):
+        list(FrameReader(3).feed(frame(1, b"abcd")[:12]))
+
+
+def test_what_belongs_to_no_sample_is_json() -> None:
+    ((ticket, body),) = FrameReader(100).feed(control(ready=True, problems=["x"]))
+    assert ticket == CONTROL
+    assert json.loads(body) == {"ready": True, "problems": ["x"]}
+    assert to_json("\ud83d\u00e9") == b'"\\ud83d\\u00e9"'
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        to_json(float("nan"))
+
+
+def test_a_sample_arrives_with_all_that_it_has() -> None:
+    sample = make_sample("nan", 5, deep={"list": [1, None, "é"]})
+    assert Sample.from_json(sample.to_json()) == sample
+    assert sample.name == "row 5 (uid u5, source unit/test)"
+
+
+def test_results_are_numbers_within_bounds() -> None:
+    assert numbers_of(2) == {"score": 2.0}
+    assert numbers_of({"score": True, "x" * 100: 1}) == {"score": 1.0, "x" * 100: 1.0}
+    assert len(numbers_of({"score": 1.0} | {str(n): 0.0 for n in range(99)})) == 100
+    for wrong in ({"score": 1.0} | {str(n): 0.0 for n in range(100)}, {"score": 1, "x" * 101: 1}, {"score": 1, "": 1}):
+        with pytest.raises(BadResult):
+            numbers_of(wrong)
+    with pytest.raises(BadResult, match="printable"):
+        numbers_of({"score": 1, "a\nb": 1})
+
+
+def test_long_details_are_cut() -> None:
+    assert failure_reply("raised", "x" * 2000, 0.5) == {"failure": "raised", "detail": "x" * 2000, "seconds": 0.5}
+    assert failure_reply("raised", "x" * 2001, 0.5)["detail"] == "x" * 2000 + " ..."
+
+
+@pytest.mark.parametrize("kind", FAILURE_KINDS)
+def test_a_failure_is_read_as_it_was_told(kind: str) -> None:
+    body = to_json({"failure": kind, "detail": "why", "seconds": 1.5})
+    assert read_reply(body, 3) == Failure(kind, "why", 1.5, attempts=3)  # type: ignore[arg-type]
+
+
+def test_a_score_is_read_as_it_was_told() -> None:
+    body = to_json({"value": 2, "parts": {"a": 1, "a/b": -0.5}, "seconds": 0.25})
+    assert read_reply(body, 1) == Score(2.0, {"a": 1.0, "a/b": -0.5}, 0.25)
+
+
+@pytest.mark.parametrize("parts", [{"a": True, "b": None}, {"a": "1"}, [1.0]], ids=repr)
+def test_parts_are_numbers_too(parts: object) -> None:
+    outcome = read_reply(to_json({"value": 1.0, "parts": parts, "seconds": 0.0}), 2)
+    assert isinstance(outcome, Failure)
+    assert outcome.kind == "crashed"
+    assert outcome.attempts == 2
+
+
+def function(label: str, weight: float, result: object) -> RewardFunction:
+    """A function that gives that result, or raises it."""
+
+    def give(sample: Sample, plus: float = 0.0) -> object:
+        if isinstance(result, BaseException):
+            raise result
+        return result if plus == 0.0 else float(str(result)) + plus
+
+    return RewardFunction(FunctionSettings(label, "own:function", weight, {"plus": 0.0}), give)
+
+
+def test_the_sum_is_weighted_and_parts_bear_their_functions_names() -> None:
+    functions = [function("a", 2.0, {"score": 1.5, "x": 9}), function("b", -1.0, 4), function("c", 0.0, 100)]
+    reply = score_sample(functions, make_sample().to_json(), 1 << 28)
+    assert reply.pop("seconds") >= 0
+    assert reply == {"value": 2 * 1.5 - 4, "parts": {"a": 1.5, "a/x": 9.0, "b": 4.0, "c": 100.0}}
+
+
+def test_a_failure_names_the_function_and_ends_the_sample() -> None:
+    later = function("c", 1.0, RuntimeError("never called"))
+    for wrong, kind, detail in (
+        (float("inf"), "bad_result", "b: the result is inf, not a finite number"),
+        (MemoryError(), "memory", "b: more than 256 MiB"),
+    ):
+        reply = score_sample(
+            [function("a", 1.0, 1), function("b", 1.0, wrong), later], make_sample().to_json(), 1 << 28
+        )
+        assert (reply["failure"], reply["detail"]) == (kind, detail)
+    reply = score_sample([function("a", 1.0, ValueError("oh"))], make_sample().to_json(), 1 << 28)
+    assert (reply["failure"], reply["detail"].split(" (")[0]) == ("raised", "a: ValueError: oh")
+
+
+def test_options_are_handed_over() -> None:
+    made = function("a", 1.0, 2)
+    with_option = RewardFunction(FunctionSettings("a", "own:function", 1.0, {"plus": 0.5}), made.function)
+    assert score_sample([with_option], make_sample().to_json(), 1 << 28)["value"] == 2.5
+    assert is_built_in(FunctionSettings("a", "gsm8k", 1.0, {}))
+    assert not is_built_in(made.settings)
+
+
+def test_the_end_of_a_process_in_words() -> None:
+    killed = "its process was ended by signal 9 (Killed; out of memory, or it closed its channel)"
+    assert describe_status(int(signal.SIGKILL)) == killed
+    assert describe_status(int(signal.SIGTERM)) == "its process was ended by signal 15 (Terminated)"
+    pid = os.posix_spawn("/bin/sh", ["sh", "-c", "exit 7"], {})
+    assert describe_status(os.waitpid(pid, 0)[1]) == "its process left with status 7"
+
+
+def test_figures_stand_for_their_own_source() -> None:
+    samples = [Sample(**{**vars(make_sample(row_id=row)), "data_source": "ab"[row % 2]}) for row in range(5)]
+    outcomes = [
+        Score(1.0, {"f": 1.0, "f/x": 5.0}, 0.1),
+        Score(-2.0, {"f": -2.0}, 3.0),
+        Score(4.0, {"f": 4.0, "f/x": 7.0}, 0.2),
+        Failure("memory", "", 0.4),
+        Failure("timeout", "", 0.6),
+    ]
+    found = reward_metrics(samples, outcomes)
+    assert found == {
+        "reward/num_samples": 5,
+        "reward/failed_share": 0.4,
+        "reward/score/mean": 1.0,
+        "reward/score/min": -2.0,
+        "reward/score/max": 4.0,
+        "reward/f/mean": 1.0,
+        "reward/f/min": -2.0,
+        "reward/f/max": 4.0,
+        "reward/f/x/mean": 6.0,
+        "reward/f/x/min": 5.0,
+        "reward/f/x/max": 7.0,
+        "reward/a/num_samples": 3,
+        "reward/a/failed_share": pytest.approx(1 / 3),
+        "reward/a/score/mean": 2.5,
+        "reward/a/score/min": 1.0,
+        "reward/a/score/max": 4.0,
+        "reward/a/f/mean": 2.5,
+        "reward/a/f/min": 1.0,
+        "reward/a/f/max": 4.0,
+        "reward/a/f/x/mean": 6.0,
+        "reward/a/f/x/min": 5.0,
+        "reward/a/f/x/max": 7.0,
+        "reward/b/num_samples": 2,
+        "reward/b/failed_share": 0.5,
+        "reward/b/score/mean": -2.0,
+        "reward/b/score/min": -2.0,
+        "reward/b/score/max": -2.0,
+        "reward/b/f/mean": -2.0,
+        "reward/b/f/min": -2.0,
+        "reward/b/f/max": -2.0,
+        **{f"reward/failed/{kind}": int(kind in ("memory", "timeout")) for kind in FAILURE_KINDS},
+        "reward/seconds/max": 3.0,
+    }
+    assert reward_metrics([], [])["reward/failed_share"] == 0.0

@@ -1,0 +1,57 @@
+"""Reward functions that tell what a worker is and has; every part is a number, as parts are."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+from mrl.rewards.sample import Sample
+
+_PR_GET_PDEATHSIG, _PR_GET_CHILD_SUBREAPER = 2, 37
+
+
+def score(sample: Sample) -> dict[str, float]:
+    """Sleep for `s` seconds, then say who scored, and when."""
+    begin = time.monotonic()
+    time.sleep(sample.extra_info.get("s", 0.0))
+    return {"score": 1.0, "pid": os.getpid(), "begin": begin, "end": time.monotonic()}
+
+
+def at_length(sample: Sample) -> dict[str, float]:
+    """The same with parts of these names, and so an answer that is as long as the sample wants it."""
+    return score(sample) | dict.fromkeys(sample.extra_info["names"], 1.0)
+
+
+def limits(sample: Sample) -> dict[str, float]:
+    """The limits of the process, and what it has of the keeper."""
+    flag, heir = ctypes.c_int(), ctypes.c_int()
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(flag))
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(heir))
+    listed = os.listdir("/proc/self/fd")
+    targets = [os.readlink(f"/proc/self/fd/{name}") for name in listed if os.path.exists(f"/proc/self/fd/{name}")]
+    return {
+        "score": 1.0,
+        "memory_bytes": resource.getrlimit(resource.RLIMIT_AS)[0],
+        "memory_bytes_at_most": resource.getrlimit(resource.RLIMIT_AS)[1],
+        "file_bytes": resource.getrlimit(resource.RLIMIT_FSIZE)[0],
+        "core_bytes": resource.getrlimit(resource.RLIMIT_CORE)[0],
+        "leads_a_session": float(os.getsid(0) == os.getpid()),
+        "ends_with_the_keeper": float(flag.value == signal.SIGKILL),
+        "adopts_orphans": float(heir.value),
+        "standard_is_null": float(all(os.readlink(f"/proc/self/fd/{n}") == os.devnull for n in (0, 1, 2))),
+        "others_open": len([target for target in targets if target != os.devnull]),
+        "goes_first": float(Path("/proc/self/oom_score_adj").read_text()),
+        "threads": float(os.environ["OMP_NUM_THREADS"]),
+        "has_path": float("PATH" in os.environ),
+        "num_variables": len([name for name in os.environ if name.startswith("MRL_OTHER")]),
+    }
+
+
+def as_told(sample: Sample, factor: float = 1.0, shift: float = 0.0) -> dict[str, float]:
+    """The sample's own number times an option, plus another, and a part beside it."""
+    return {"score": factor * float(sample.extra_info["ok"]) + shift, "half": 0.5}
