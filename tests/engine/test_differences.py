@@ -1,0 +1,118 @@
+"""What measures layouts can itself be wrong: differences by hand, verdicts at their goals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.config.schema import ParallelConfig
+from mrl.engine.parity import Difference, Held, ParityCase, ParityResult, RankResult, make_rows, together
+from mrl.engine.verify import RELATIVE_GOAL, SCORES_GOAL, Verified, fewest_ranks
+from mrl.models.families import read_spec
+from tests.models.tiny_models import make_tiny
+
+WEIGHT = np.arange(6, dtype=np.float32).reshape(3, 2)
+ONE = ParityResult(
+    scores=np.array([-1.0, -2.0, -3.0]),
+    entropies=np.array([1.0, 2.0, 3.0]),
+    losses=(4.0, 0.5),
+    grad_norms=(2.0, 8.0),
+    held=[Held("w", ((0, 3), (0, 2)), WEIGHT), Held("b", ((0, 2),), np.array([1, 2], np.float32))],
+)
+
+
+def test_equal_results_do_not_differ_however_they_are_held() -> None:
+    parts = [
+        Held("w", ((2, 3), (0, 2)), WEIGHT[2:]),
+        Held("w", ((0, 2), (1, 2)), WEIGHT[:2, 1:]),
+        Held("b", ((1, 2),), np.array([2], np.float32)),
+    ]
+    assert Difference.between(ONE, ONE) == Difference(0, 0, 0, 0, 0)
+    assert Difference.between(ONE, replace(ONE, held=parts)) == Difference(0, 0, 0, 0, 0)
+    in_parts = replace(ONE, held=[*parts, Held("w", ((0, 2), (0, 1)), WEIGHT[:2, :1])])
+    assert Difference.between(in_parts, ONE).parameters == 1  # nobody holds the first of b
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"scores": np.array([-1.0, -2.5, -3.0])}, Difference(0.5, 0, 0, 0, 0)),
+        ({"scores": np.array([-1.0, -2.0])}, Difference(math.inf, 0, 0, 0, 0)),
+        ({"entropies": np.array([1.0, 2.0, 2.75])}, Difference(0, 0.25, 0, 0, 0)),
+        ({"losses": (4.0, 0.25)}, Difference(0, 0, 0.5, 0, 0)),
+        ({"losses": (5.0, 0.5)}, Difference(0, 0, 0.25, 0, 0)),
+        ({"grad_norms": (2.0, 9.0)}, Difference(0, 0, 0, 0.125, 0)),
+        ({"held": [Held("w", ((1, 2), (0, 2)), WEIGHT[1:2] + 0.5)]}, Difference(0, 0, 0, 0, 0.5)),
+        ({"held": [Held("b", ((1, 2),), np.array([1.75], np.float32))]}, Difference(0, 0, 0, 0, 0.25)),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_each_difference_is_measured_as_it_says(changes: dict[str, object], difference: Difference) -> None:
+    assert Difference.between(ONE, replace(ONE, **changes)) == difference  # type: ignore[arg-type]
+
+
+def test_ranks_are_put_together_by_row() -> None:
+    def rank(rows: dict[int, list[float]], losses: tuple[float, float], name: str) -> RankResult:
+        scores = {number: np.array(values) for number, values in rows.items()}
+        entropies = {number: -values for number, values in scores.items()}
+        return RankResult(scores, entropies, losses, (7.0, 8.0), [Held(name, ((0, 1),), np.zeros(1, np.float32))])
+
+    first = rank({10: [3.0], 2: [1.0, 2.0]}, (0.5, 1.0), "a")
+    second = rank({1: [0.5], 3: []}, (0.25, 2.0), "b")
+    whole = together([first, second, rank({}, (0.0, 0.0), "c")])
+    assert whole.scores.tolist() == [0.5, 1.0, 2.0, 3.0]
+    assert whole.entropies.tolist() == [-0.5, -1.0, -2.0, -3.0]
+    assert whole.losses == (0.75, 3.0)
+    assert whole.grad_norms == (7.0, 8.0)
+    assert [held.name for held in whole.held] == ["a", "b", "c"]
+
+
+def test_rows_of_a_measurement_have_every_odd_length(tmp_path: Path) -> None:
+    spec = read_spec(make_tiny("llama", tmp_path / "llama"))
+    case = ParityCase("", "lm", ParallelConfig(), 64)
+    rows = make_rows(spec, case)
+    assert (rows.lengths[:3].tolist(), rows.response_lengths[:2].tolist()) == ([2, 12, 24], [1, 0])
+    assert rows.lengths.max() <= case.longest
+    assert len(rows.lengths) == case.num_rows
+    masked = rows.columns["response_mask"]
+    assert 0 < int((~masked).sum()) < len(masked)
+    assert torch.equal(rows.tokens, make_rows(spec, case).tokens)
+    assert not torch.equal(rows.tokens[:40], make_rows(spec, replace(case, seed=1)).tokens[:40])
+
+
+RIGHT = Verified(4, transformers=SCORES_GOAL, loss=RELATIVE_GOAL, grad_norm=RELATIVE_GOAL, parameters=1.0)
+
+
+@pytest.mark.parametrize(
+    ("verified", "is_right"),
+    [
+        (RIGHT, True),
+        (replace(RIGHT, transformers=1.1 * SCORES_GOAL), False),
+        (replace(RIGHT, loss=1.1 * RELATIVE_GOAL), False),
+        (replace(RIGHT, grad_norm=1.1 * RELATIVE_GOAL), False),
+    ],
+)
+def test_a_layout_is_right_up_to_its_goals(verified: Verified, is_right: bool) -> None:
+    assert verified.is_right is is_right
+
+
+@pytest.mark.parametrize(
+    ("parallel", "dp", "num_ranks"),
+    [
+        (ParallelConfig(), 1, 1),
+        (ParallelConfig(), 8, 2),
+        (ParallelConfig(cp=2, pp=2), 1, 4),
+        (ParallelConfig(cp=2, pp=2), 2, 8),
+        (ParallelConfig(ep=4), 8, 4),
+        (ParallelConfig(tp=2, ep=3, etp=2), 6, 6),
+        (ParallelConfig(pp=2, ep=4), 4, 8),
+    ],
+    ids=str,
+)
+def test_the_fewest_ranks_that_show_a_layout(parallel: ParallelConfig, dp: int, num_ranks: int) -> None:
+    assert fewest_ranks(parallel, dp) == num_ranks

@@ -1,0 +1,43 @@
+"""Ranks as processes of this machine: who answers in which order, and whoever fails is named."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from mrl.engine.local_world import run_on_ranks
+from mrl.errors import EngineError
+
+
+def meet(fault: str) -> tuple[int, int, float, int, str]:
+    """Who this is, what all ranks' numbers add up to, and with how many threads."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if fault == "raise":
+        raise ValueError("this rank cannot")
+    if fault == "leave":
+        os._exit(3)
+    if fault == "hang":
+        time.sleep(600)
+    total = torch.tensor(float(rank + 1))
+    torch.distributed.all_reduce(total)
+    return rank, size, float(total), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+def test_every_rank_answers_in_the_order_of_ranks() -> None:
+    assert run_on_ranks(2, meet, "", timeout_s=300) == [(rank, 2, 3.0, 1, "1") for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "limit_s"),
+    [
+        ("raise", r"rank 0 of 1 failed:\n(.|\n)*ValueError: this rank cannot", 300),
+        ("leave", "the process of rank 0 of 1 ended without an answer", 300),
+        ("hang", r"ranks \[0\] of 1 gave no answer in 0.5 s", 0.5),
+    ],
+)
+def test_a_rank_that_fails_is_named(fault: str, message: str, limit_s: float) -> None:
+    with pytest.raises(EngineError, match=message):
+        run_on_ranks(1, meet, fault, timeout_s=limit_s)

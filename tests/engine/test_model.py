@@ -1,0 +1,185 @@
+"""What Megatron is told about a model on a layout, and where each rank thinks that it stands: no process is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mrl.config.mesh import Mesh
+from mrl.config.schema import MegatronModelConfig, ParallelConfig
+from mrl.engine.engine import EngineRequest, MegatronEngine
+from mrl.engine.layer_spec import RmsNorm, _has_experts
+from mrl.engine.model import ModelRequest, transformer_config
+from mrl.engine.packed_rows import Cut
+from mrl.engine.parallel import Groups
+from mrl.errors import EngineError
+from mrl.models.families import read_spec
+from mrl.models.spec import ModelSpec
+
+LARGE = ParallelConfig(tp=2, cp=2, pp=2, vpp=2, ep=2, etp=1, sequence_parallel=True)
+
+
+def groups_of(parallel: ParallelConfig, rank: int = 0, world_size: int = 8) -> Groups:
+    """A rank's place; nothing here talks to its groups."""
+    mesh = Mesh(world_size, parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp)
+    nobody: Any = None
+    return Groups(parallel, mesh.coordinates(rank), mesh, torch.device("cpu"), nobody, nobody, nobody, nobody)
+
+
+def config_of(spec: ModelSpec, parallel: ParallelConfig, dtype: str = "float32", **megatron: Any) -> TransformerConfig:
+    return transformer_config(ModelRequest(spec, "lm", dtype, megatron), groups_of(parallel))
+
+
+@pytest.fixture(scope="module")
+def moe(tiny_spec: dict[str, ModelSpec]) -> ModelSpec:
+    return tiny_spec["qwen3_moe"]
+
+
+@pytest.fixture(scope="module")
+def tiny_spec(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSpec]:
+    from tests.models.tiny_models import make_tiny
+
+    directory = tmp_path_factory.mktemp("specs")
+    return {family: read_spec(make_tiny(family, directory / family)) for family in ("llama", "qwen3_moe", "mistral")}
+
+
+def test_a_layout_reaches_megatron_size_by_size(moe: ModelSpec) -> None:
+    config = config_of(moe, LARGE)
+    assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size) == (2, 2)
+    assert config.virtual_pipeline_model_parallel_size == 2
+    assert (config.context_parallel_size, config.expert_model_parallel_size) == (2, 2)
+    assert config.expert_tensor_parallel_size == 1
+    assert config.sequence_parallel
+    assert config.overlap_p2p_comm
+    one = config_of(moe, ParallelConfig())
+    assert one.virtual_pipeline_model_parallel_size is None
+    assert not one.sequence_parallel
+    assert not one.overlap_p2p_comm
+
+
+def test_uneven_stages_reach_megatron_at_the_right_ends(tiny_spec: dict[str, ModelSpec]) -> None:
+    config = config_of(tiny_spec["llama"], ParallelConfig(pp=2, first_stage_layers=1, last_stage_layers=3))
+    assert (config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage) == (1, 3)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_a_dtype_is_that_of_parameters_and_messages(moe: ModelSpec, dtype: str, expected: torch.dtype) -> None:
+    config = config_of(moe, ParallelConfig(), dtype)
+    assert (config.params_dtype, config.pipeline_dtype, config.bf16) == (expected, expected, dtype == "bfloat16")
+
+
+def test_what_must_hold_whatever_the_layout(moe: ModelSpec) -> None:
+    for parallel in (ParallelConfig(), LARGE):
+        config = config_of(moe, parallel)
+        assert config.calculate_per_token_loss
+        assert config.variable_seq_lengths
+        assert not config.batch_p2p_comm
+        assert not config.perform_initialization
+        assert config.moe_token_dispatcher_type == "alltoall"
+        assert config.hidden_dropout == config.attention_dropout == 0
+
+
+def test_the_users_settings_win_where_they_may(moe: ModelSpec) -> None:
+    config = config_of(moe, LARGE, recompute_granularity="selective", batch_p2p_comm=True)
+    assert config.recompute_granularity == "selective"
+    assert config.batch_p2p_comm
+    assert config_of(moe, LARGE, tensor_model_parallel_size=2).tensor_model_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "needed"),
+    [
+        ("tensor_model_parallel_size", 4, "2"),
+        ("pipeline_model_parallel_size", 1, "2"),
+        ("virtual_pipeline_model_parallel_size", None, "2"),
+        ("context_parallel_size", 1, "2"),
+        ("expert_model_parallel_size", 4, "2"),
+        ("expert_tensor_parallel_size", 2, "1"),
+        ("sequence_parallel", False, "True"),
+        ("params_dtype", torch.bfloat16, "torch.float32"),
+        ("calculate_per_token_loss", False, "True"),
+        ("variable_seq_lengths", False, "True"),
+        ("bf16", True, "False"),
+        ("fp16", True, "None"),
+    ],
+)
+def test_a_setting_that_contradicts_the_engine_is_refused(
+    moe: ModelSpec, setting: str, value: object, needed: str
+) -> None:
+    with pytest.raises(EngineError, match=rf"megatron\.{setting}={value} contradicts the engine, which needs {needed}"):
+        config_of(moe, LARGE, "float32", **{setting: value})
+
+
+def test_a_loss_of_routers_is_refused(moe: ModelSpec) -> None:
+    with pytest.raises(EngineError, match=r"moe_aux_loss_coeff=0\.01: the auxiliary loss of routers"):
+        config_of(moe, ParallelConfig(), moe_aux_loss_coeff=0.01)
+
+
+def test_experts_stand_in_the_layers_that_the_model_says(moe: ModelSpec, tiny_spec: dict[str, ModelSpec]) -> None:
+    routed = config_of(moe, ParallelConfig())
+    assert [_has_experts(routed, layer) for layer in range(4)] == [True, False, True, True]
+    dense = config_of(tiny_spec["llama"], ParallelConfig())
+    assert [_has_experts(dense, layer) for layer in range(4)] == [False] * 4
+    routed.moe_layer_freq = 2
+    assert [_has_experts(routed, layer) for layer in range(4)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_is_that_of_transformers_to_the_bit(moe: ModelSpec, dtype: torch.dtype) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    config = config_of(moe, LARGE, "bfloat16" if dtype is torch.bfloat16 else "float32")
+    ours, theirs = RmsNorm(config, 32, eps=1e-3), Qwen3RMSNorm(32, eps=1e-3).to(dtype)
+    noise = torch.Generator().manual_seed(0)
+    weight = torch.randn(32, generator=noise).to(dtype)
+    for norm in (ours, theirs):
+        norm.weight.data.copy_(weight)
+    x = (0.01 * torch.randn(5, 3, 32, generator=noise)).to(dtype)
+    assert ours.weight.dtype == dtype
+    assert torch.equal(ours(x), theirs(x))
+    assert ours.weight.sequence_parallel  # type: ignore[attr-defined]
+    assert not RmsNorm(config_of(moe, ParallelConfig()), 32).weight.sequence_parallel  # type: ignore[attr-defined]
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_rank_knows_its_stage_and_its_cut() -> None:
+    for rank in range(8):
+        groups = groups_of(LARGE, rank)
+        assert (groups.is_first_stage, groups.is_last_stage) == (rank < 4, rank >= 4)
+        assert groups.cut == Cut(2, rank // 2 % 2, 2)
+    plain = groups_of(ParallelConfig(tp=4, pp=2), 5)
+    assert plain.cut == Cut(1, 0, 1)  # tensor ranks split the sequence only where they are told to
+    alone = groups_of(ParallelConfig(), 3)
+    assert (alone.is_first_stage, alone.is_last_stage) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "multiples"),
+    [
+        (ParallelConfig(), (1, 1, 1, 1)),
+        (ParallelConfig(tp=4, sequence_parallel=True, cp=2), (4, 8, 1, 2)),
+        (ParallelConfig(tp=2, pp=2), (1, 1, 1, 1)),
+        (ParallelConfig(pp=2, vpp=2), (1, 1, 2, 1)),
+        (LARGE, (4, 4, 2, 2)),
+    ],
+    ids=str,
+)
+def test_micro_batches_keep_to_what_the_layout_needs(
+    tiny_spec: dict[str, ModelSpec], parallel: ParallelConfig, multiples: tuple[int, int, int, int]
+) -> None:
+    spec = tiny_spec["llama"]
+    engine = object.__new__(MegatronEngine)  # a real one of this layout needs eight processes
+    engine.request = EngineRequest(spec, "lm", MegatronModelConfig(parallel=parallel, max_tokens_per_device=64))
+    engine.groups = groups_of(parallel)
+    rules = engine.packing
+    assert (rules.row_multiple, rules.pack_multiple, rules.count_multiple, rules.context_size) == multiples
+    pairs = spec.attention_flops_per_token_pair
+    for num_tokens in (1, 10, 1000):
+        expected = num_tokens * spec.flops_per_token + num_tokens * (num_tokens + 1) // 2 * pairs
+        assert rules.cost.of(np.array([num_tokens])) == pytest.approx([expected])

@@ -1,0 +1,167 @@
+"""Rows packed into a micro-batch, cut among ranks, and put back: no token is lost, moved or scored twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.engine.packed_rows import Cut, MicroBatch, TokenRows, concat, pack
+from mrl.errors import BatchError
+
+CPU = torch.device("cpu")
+
+
+def rows_of(lengths: list[int], responses: list[int], before: bool = True) -> TokenRows:
+    """Tokens that no two places share, and a column that says which response token it is of."""
+    column = torch.arange(sum(responses)) * 10
+    tokens = torch.arange(100, 100 + sum(lengths))
+    return TokenRows(tokens, np.array(lengths, np.int64), np.array(responses, np.int64), {"number": column}, before)
+
+
+@pytest.mark.parametrize(
+    ("cut", "row_multiple", "pack_multiple"),
+    [
+        (Cut(), 1, 1),
+        (Cut(1, 0, 2), 1, 2),
+        (Cut(1, 0, 8), 1, 8),
+        (Cut(2, 0, 1), 4, 4),
+        (Cut(2, 1, 2), 4, 4),
+        (Cut(2, 0, 4), 4, 8),
+        (Cut(2, 1, 8), 4, 16),
+        (Cut(3, 2, 1), 6, 6),
+        (Cut(3, 0, 4), 6, 12),
+        (Cut(4, 0, 4), 8, 16),
+    ],
+    ids=str,
+)
+def test_a_row_divides_into_two_pieces_a_rank_and_the_whole_among_tensor_ranks(
+    cut: Cut, row_multiple: int, pack_multiple: int
+) -> None:
+    assert (cut.row_multiple, cut.pack_multiple) == (row_multiple, pack_multiple)
+
+
+BATCHES = [
+    ([1], [0]),
+    ([5], [4]),
+    ([9, 14, 5, 20, 7], [3, 13, 0, 1, 6]),
+    ([4, 8, 4], [2, 2, 3]),
+    ([1, 1, 2], [0, 0, 1]),
+    ([], []),
+]
+
+
+def sharing(rows: TokenRows, cp: int, parts: int) -> list[MicroBatch]:
+    return [pack(rows, Cut(cp, rank, parts), CPU) for rank in range(cp)]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["predicted", "judged"])
+@pytest.mark.parametrize(("cp", "parts"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 2)])
+@pytest.mark.parametrize(("lengths", "responses"), BATCHES, ids=str)
+def test_every_response_token_is_scored_once_where_it_is_to_be(
+    lengths: list[int], responses: list[int], cp: int, parts: int, before: bool
+) -> None:
+    rows = rows_of(lengths, responses, before)
+    ends = np.cumsum(lengths).astype(int)
+    answers = [
+        place for end, num in zip(ends, responses, strict=True) for place in range(end - num, end)
+    ]  # among the rows' own tokens
+    found: dict[int, tuple[int, int]] = {}
+    for batch in sharing(rows, cp, parts):
+        assert len(batch.score_at) == len(batch.score_to) == len(batch.labels)
+        assert batch.num_scores == sum(responses)
+        at = batch.tokens[0, batch.score_at]
+        for number, token, label in zip(batch.score_to.tolist(), at.tolist(), batch.labels.tolist(), strict=True):
+            assert number not in found, "scored by two ranks"
+            found[number] = token, label
+    expected = {number: (100 + place - before, 100 + place) for number, place in enumerate(answers)}
+    assert found == expected
+
+
+@pytest.mark.parametrize(("cp", "parts"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 2), (2, 8)])
+@pytest.mark.parametrize(("lengths", "responses"), BATCHES, ids=str)
+def test_ranks_share_the_tokens_evenly_and_hold_all_of_them(
+    lengths: list[int], responses: list[int], cp: int, parts: int
+) -> None:
+    batches = sharing(rows_of(lengths, responses), cp, parts)
+    sizes = {batch.tokens.shape for batch in batches}
+    assert len(sizes) == 1
+    ((batch_size, here),) = sizes
+    assert batch_size == 1
+    assert here % parts == 0
+    assert here > 0
+    tokens = torch.cat([batch.tokens[0] for batch in batches])
+    assert sorted(tokens[tokens > 0].tolist()) == list(range(100, 100 + sum(lengths)))
+    row_multiple = Cut(cp, 0, parts).row_multiple
+    for batch in batches:
+        ends = batch.params.cu_seqlens_q
+        assert ends.dtype == torch.int32
+        assert torch.equal(ends, batch.params.cu_seqlens_kv)
+        assert ends[0] == 0
+        assert ends[-1] == here * cp
+        stored = ends.diff().tolist()
+        wanted = [-(-length // row_multiple) * row_multiple for length in lengths]
+        assert stored[: len(lengths)] == wanted
+        assert len(stored) <= len(lengths) + 1
+        assert sum(stored) - sum(wanted) < Cut(cp, 0, parts).pack_multiple or not lengths
+        assert batch.params.max_seqlen_q == batch.params.max_seqlen_kv == max(stored)
+        assert batch.params.qkv_format == "thd"
+        assert batch.params.segments is not None
+        assert batch.params.segments.query_lengths.sum() == here
+
+
+def test_a_row_lies_as_its_rank_and_the_mirror_image_of_it() -> None:
+    rows = rows_of([8, 3], [1, 1])
+    first, second = (batch.tokens[0].tolist() for batch in sharing(rows, 2, 1))
+    assert first == [100, 101, 106, 107, 108, 0]
+    assert second == [102, 103, 104, 105, 109, 110]
+
+
+def test_what_fits_gets_no_row_of_padding() -> None:
+    assert pack(rows_of([4, 4], [1, 1]), Cut(1, 0, 4), CPU).params.cu_seqlens_q.tolist() == [0, 4, 8]
+    assert pack(rows_of([4, 3], [1, 1]), Cut(1, 0, 4), CPU).params.cu_seqlens_q.tolist() == [0, 4, 7, 8]
+    assert pack(rows_of([], []), Cut(2, 0, 4), CPU).params.cu_seqlens_q.tolist() == [0, 8]
+
+
+def test_rows_are_taken_in_the_order_that_is_asked_for_with_what_is_theirs() -> None:
+    taken = rows_of([2, 4, 3], [1, 3, 2], before=False).take([2, 0, 2])
+    assert taken.tokens.tolist() == [106, 107, 108, 100, 101, 106, 107, 108]
+    assert taken.lengths.tolist() == [3, 2, 3]
+    assert taken.response_lengths.tolist() == [2, 1, 2]
+    assert taken.columns["number"].tolist() == [40, 50, 0, 40, 50]
+    assert taken.before is False
+    nothing = rows_of([2, 4], [1, 3]).take([])
+    assert (len(nothing.lengths), nothing.tokens.numel(), len(nothing.columns["number"])) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("cut_into", [[[0, 1, 2, 3, 4]], [[4, 0], [2], [], [3, 1]], [[1], [0], [3], [2], [4]]], ids=str)
+def test_values_of_micro_batches_come_back_in_row_order(cut_into: list[list[int]]) -> None:
+    rows = rows_of([2, 4, 3, 9, 1], [1, 3, 0, 5, 0])
+    parts = [rows.take(np.array(index, np.int64)).columns["number"] for index in cut_into]
+    assert concat(parts, cut_into, rows.response_lengths).tolist() == rows.columns["number"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": torch.zeros(8)}, "3 rows of 9 tokens together meet 8 tokens and 3 response lengths"),
+        ({"response_lengths": np.array([1, 3])}, "3 rows of 9 tokens together meet 9 tokens and 2 response lengths"),
+        ({"response_lengths": np.array([1, 4, 1])}, "row 1 has 4 response tokens among 4"),
+        ({"response_lengths": np.array([1, 3, -1])}, "row 2 has -1 response tokens among 3"),
+        ({"columns": {"kl": torch.zeros(5)}}, "column `kl` has 5 values for 6 response tokens"),
+        ({"columns": {"kl": torch.zeros(9)}}, "column `kl` has 9 values for 6 response tokens"),
+    ],
+    ids=str,
+)
+def test_rows_that_do_not_agree_with_themselves_are_refused(changes: dict[str, Any], message: str) -> None:
+    fields: dict[str, Any] = {
+        "tokens": torch.zeros(9),
+        "lengths": np.array([2, 4, 3]),
+        "response_lengths": np.array([1, 3, 2]),
+        "columns": {},
+    }
+    TokenRows(**fields)
+    with pytest.raises(BatchError, match=message):
+        TokenRows(**{**fields, **changes})
