@@ -1,0 +1,124 @@
+"""Replicas without processes, under a real fleet: they hold versions, die when they are told to, and note it all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from mrl.errors import RolloutError
+from mrl.events import Event, EventLog, read_events
+from mrl.rollout.engine import EngineSettings
+from mrl.rollout.fleet import RolloutFleet
+from mrl.rollout.requests import Generated, GenerationRequest
+
+LIMITS = EngineSettings(Path("model"), "float32", "cpu", 40, 100, Path("sockets"), "rollout-0")
+
+
+def request(key: str, max_tokens: int = 10, prompt: str = "") -> GenerationRequest:
+    return GenerationRequest(key, prompt or key, np.ones(3, np.int32), 0, max_tokens)
+
+
+def sample(key: str, version: int = 1) -> Generated:
+    return Generated(key, np.ones(1, np.int32), np.zeros(1, np.float32), "stop", version)
+
+
+@dataclass
+class World:
+    """A fleet on stubs; tests put an action in front of a replica's method, once, or let it answer otherwise."""
+
+    directory: Path
+    num_replicas: int = 2
+    asked: list[tuple[int, str, tuple[Any, ...]]] = field(default_factory=list)
+    sent: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+    before: dict[tuple[int, str], list[Callable[[], None]]] = field(default_factory=dict)
+    may_start: dict[int, threading.Event] = field(default_factory=dict)
+    num_started: list[int] = field(default_factory=list)
+    send_error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.log = EventLog(self.directory / "events.jsonl")
+        self.lock = threading.Lock()
+        self.fleet = RolloutFleet(self.num_replicas, self.start, self.send, LIMITS, self.log)
+
+    def start(self, index: int) -> Any:
+        gate = self.may_start.get(index)
+        assert gate is None or gate.wait(20), "the test never let this replica start"
+        self.num_started.append(index)
+        return Replica(self, index)
+
+    def send(self, replicas: Sequence[int], version: int) -> None:
+        self.sent.append((tuple(replicas), version))
+        error, self.send_error = self.send_error, None
+        if error is not None:
+            raise error
+
+    def fail_once(self, index: int, method: str, error: Exception) -> None:
+        """The next such call raises."""
+
+        def fail() -> None:
+            raise error
+
+        self.before.setdefault((index, method), []).append(fail)
+
+    def calls(self, method: str) -> list[tuple[int, tuple[Any, ...]]]:
+        """The replicas that were asked for this, with what."""
+        with self.lock:
+            return [(index, args) for index, name, args in self.asked if name == method]
+
+    def events(self, kind: type[Event]) -> list[Any]:
+        return [found.event for found in read_events(self.log.path) if isinstance(found.event, kind)]
+
+
+class Replica:
+    """In place of a group with one replica."""
+
+    def __init__(self, world: World, index: int) -> None:
+        self.world, self.index = world, index
+        self.held: int | None = None
+        self.waiting: list[GenerationRequest] = []
+
+    def shutdown(self) -> None:
+        self.world.asked.append((self.index, "shutdown", ()))
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            return self.answer(name, args)
+
+        def future(*args: Any) -> Any:
+            return SimpleNamespace(get=lambda: call(*args))
+
+        call.future = future  # type: ignore[attr-defined]
+        return call
+
+    def answer(self, name: str, args: tuple[Any, ...]) -> Any:
+        with self.world.lock:
+            self.world.asked.append((self.index, name, args))
+            actions = self.world.before.get((self.index, name), [])
+            action = actions.pop(0) if actions else None
+        if action is not None:
+            action()
+        return self.do(name, args)
+
+    def do(self, name: str, args: tuple[Any, ...]) -> Any:
+        if name == "receive_weights":
+            (self.held,) = args
+        if name == "sleep":
+            self.held = None
+        if name == "abort":
+            self.waiting.clear()
+        if name == "full_tensors_because":
+            return "because of the test"
+        return self.give(*args) if name == "exchange" else None
+
+    def give(self, requests: Sequence[GenerationRequest], _: Any, version: int, __: float) -> Any:
+        """The last of what waits, a sample at a time."""
+        if self.held != version:
+            return RolloutError(f"replica {self.index} is stale: it holds weights {self.held}, not version {version}")
+        self.waiting += requests
+        return [sample(self.waiting.pop().key, version)] if self.waiting else []

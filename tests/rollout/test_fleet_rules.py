@@ -1,0 +1,248 @@
+"""What a fleet asks of whom, and what it concludes from failures: a real fleet on replicas without processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mrl.errors import RolloutError, WorkerDied, WorkerRaised, WorkerSilent
+from mrl.events import ReplicaLost, ReplicaServes
+from mrl.rollout.fleet import WAIT_S
+from mrl.rollout.requests import GenerationRequest, Sampling
+from tests.rollout.stub_replicas import LIMITS, World, request
+
+PLAIN = Sampling()
+WANTED = [request(f"p{number // 2}/{number % 2}", prompt=f"p{number // 2}") for number in range(8)]
+KEYS = [each.key for each in WANTED]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def world(num_replicas: int = 2) -> World:
+        made.append(World(tmp_path, num_replicas))
+        return made[-1]
+
+    yield world
+    for each in made:
+        for gate in each.may_start.values():
+            gate.set()
+        each.fleet.close()
+        each.log.close()
+
+
+def keys_of(world: World, version: int = 1) -> list[str]:
+    samples = world.fleet.generate(WANTED, PLAIN, version)
+    assert {sample.weight_version for sample in samples} == {version}
+    return [sample.key for sample in samples]
+
+
+def test_samples_come_in_the_order_of_their_requests_from_all_replicas(make: Callable[..., World]) -> None:
+    world = make()
+    assert keys_of(world) == KEYS
+    asked = world.calls("exchange")
+    assert {index for index, _ in asked} == {0, 1}
+    assert all(args[1:] == (PLAIN, 1, WAIT_S) for _, args in asked)
+    given = [each.key for _, args in asked for each in args[0]]
+    assert sorted(given) == sorted(KEYS)
+    assert world.fleet.generate([], PLAIN, 1) == []
+
+
+def test_only_what_is_stale_is_brought_up_to_date(make: Callable[..., World]) -> None:
+    world = make()
+    keys_of(world, 1)
+    keys_of(world, 1)
+    assert world.sent == [((0, 1), 1)]
+    world.fleet.update(2)
+    keys_of(world, 2)
+    assert world.sent == [((0, 1), 1), ((0, 1), 2)]
+    world.fleet.update(2)  # who asks for an update gets it
+    assert world.sent[2:] == [((0, 1), 2)]
+    keys_of(world, 3)
+    assert world.sent[3:] == [((0, 1), 3)]
+    assert [args for _, args in world.calls("receive_weights")] == [(1,), (1,), (2,), (2,), (2,), (2,), (3,), (3,)]
+    served = [(event.replica, event.weight_version) for event in world.events(ReplicaServes)]
+    assert served == [(0, 1), (1, 1), (0, 2), (1, 2), (0, 2), (1, 2), (0, 3), (1, 3)]
+
+
+def test_engines_that_slept_hold_nothing(make: Callable[..., World]) -> None:
+    world = make()
+    keys_of(world)
+    world.fleet.sleep()
+    world.fleet.wake("weights")
+    world.fleet.wake("kv_cache")
+    keys_of(world)
+    assert world.sent == [((0, 1), 1), ((0, 1), 1)]
+    assert world.calls("wake") == [(0, ("weights",)), (1, ("weights",)), (0, ("kv_cache",)), (1, ("kv_cache",))]
+    assert world.calls("sleep") == [(0, ()), (1, ())]
+
+
+def test_a_successor_that_starts_after_the_end_of_a_stream_is_not_taken_for_the_dead_one(
+    make: Callable[..., World],
+) -> None:
+    world = make()
+    world.fleet.update(1)
+    world.may_start[1] = threading.Event()
+    world.fail_once(1, "exchange", WorkerDied("the process of rank 0 was killed\nmore of it"))
+    assert keys_of(world) == KEYS  # by the other alone
+    assert world.sent == [((0, 1), 1)]
+    world.may_start[1].set()
+    assert keys_of(world) == KEYS
+    assert world.sent == [((0, 1), 1), ((1,), 1)]
+    (lost,) = world.events(ReplicaLost)
+    assert (lost.replica, lost.reason, lost.num_unfinished) == (1, "the process of rank 0 was killed", 4)
+    assert world.num_started == [0, 1, 1] or world.num_started == [1, 0, 1]
+    assert world.calls("shutdown") == [(1, ())]
+
+
+def test_a_successor_joins_the_stream_that_is_under_way(make: Callable[..., World]) -> None:
+    world = make()
+    world.fleet.update(1)
+    for index in (0, 1):
+        world.fail_once(index, "exchange", WorkerSilent("it is stopped"))
+    assert keys_of(world) == KEYS  # nobody was left
+    assert sorted(index for indices, _ in world.sent[1:] for index in indices) == [0, 1]
+    assert {version for _, version in world.sent} == {1}
+    assert [event.reason for event in world.events(ReplicaLost)] == ["it is stopped"] * 2
+    assert sorted(index for index, _ in world.calls("shutdown")) == [0, 1]
+
+
+def test_whoever_dies_while_it_receives_is_let_go_and_the_rest_tries_again(make: Callable[..., World]) -> None:
+    world = make(3)
+    world.send_error = RolloutError("weights 1 did not arrive")
+    world.fail_once(0, "receive_weights", WorkerDied("killed"))
+    world.fail_once(2, "receive_weights", WorkerRaised("the trainer is gone"))
+    world.fleet.update(1)
+    assert world.sent == [((0, 1, 2), 1), ((2,), 1)]
+    assert [(event.replica, event.reason, event.num_unfinished) for event in world.events(ReplicaLost)] == [
+        (0, "killed", 0)
+    ]
+    assert keys_of(world) == KEYS
+    successors = [indices for indices, _ in world.sent[2:]]
+    assert successors in ([], [(0,)])  # whether it was there in time
+
+
+@pytest.mark.parametrize("who", ["the trainer", "a replica"])
+def test_a_transfer_that_fails_with_everybody_alive_stops_the_run(make: Callable[..., World], who: str) -> None:
+    world = make()
+    if who == "the trainer":
+        world.send_error = RolloutError("replica 1 refused the weights")
+    else:
+        world.fail_once(1, "receive_weights", WorkerRaised("replica 1 refused the weights"))
+    with pytest.raises((RolloutError, WorkerRaised), match="replica 1 refused the weights"):
+        world.fleet.update(1)
+    assert world.events(ReplicaLost) == []
+    assert len(world.sent) == 1
+
+
+def test_replicas_that_were_left_without_a_version_get_it_before_they_serve(make: Callable[..., World]) -> None:
+    world = make()
+    world.fleet.update(1)
+    world.fail_once(1, "receive_weights", WorkerRaised("refused"))
+    with pytest.raises(WorkerRaised, match="refused"):
+        world.fleet.update(1)
+    assert keys_of(world) == KEYS
+    assert world.sent == [((0, 1), 1), ((0, 1), 1), ((1,), 1)]
+
+
+def test_a_rule_that_was_broken_stops_the_run_and_the_others_forget(make: Callable[..., World]) -> None:
+    world = make()
+    world.fleet.update(1)
+    world.fleet._replicas[1].held = 7  # type: ignore[attr-defined]  # it lies about what it holds
+    with pytest.raises(RolloutError, match="replica 1 is stale: it holds weights 7, not version 1"):
+        world.fleet.generate(WANTED, PLAIN, 1)
+    assert world.calls("abort") == [(0, ()), (1, ())]
+    assert world.events(ReplicaLost) == []
+
+
+def test_whoever_stops_asking_makes_those_forget_who_have_something(make: Callable[..., World]) -> None:
+    world = make()
+    stream = world.fleet.stream(WANTED[:1], PLAIN, 1)
+    assert next(stream).key == KEYS[0]
+    stream.close()  # type: ignore[attr-defined]
+    assert world.calls("abort") == []
+    stream = world.fleet.stream(WANTED, PLAIN, 1)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert {index for index, _ in world.calls("abort")} == {0, 1}
+    assert keys_of(world) == KEYS
+
+
+def test_who_fails_to_wake_is_let_go_and_replaced(make: Callable[..., World]) -> None:
+    world = make()
+    world.fleet.update(1)
+    world.fail_once(0, "wake", WorkerRaised("out of memory\nTraceback"))
+    world.fleet.wake("kv_cache")
+    (lost,) = world.events(ReplicaLost)
+    assert (lost.replica, lost.reason, lost.num_unfinished) == (0, "out of memory", 0)
+    assert world.calls("wake") == [(0, ("kv_cache",)), (1, ("kv_cache",))]
+    assert keys_of(world) == KEYS
+    world.fleet.update(2)
+    assert world.sent[-1] == ((0, 1), 2) or world.sent[-1] == ((1, 0), 2)
+    assert sorted(world.num_started) == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([WANTED[0], WANTED[0]], "two requests have the same key"),
+        ([WANTED[0], request("x", max_tokens=38)], "x: 3 prompt tokens and 38 more do not fit into 40"),
+        (
+            [GenerationRequest("y", "y", np.array([100], np.int32), 0, 1)],
+            r"y: a prompt token is not in \[0, 100\)",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anybody_is_asked(
+    make: Callable[..., World], wrong: list[GenerationRequest], message: str
+) -> None:
+    world = make()
+    with pytest.raises(RolloutError, match=message):
+        next(world.fleet.stream(wrong, PLAIN, 1))
+    assert world.sent == []
+    assert LIMITS.max_tokens == 40
+
+
+def test_why_whole_tensors_travel_is_asked_once(make: Callable[..., World]) -> None:
+    world = make()
+    for _ in range(2):
+        assert world.fleet.full_tensors_because == "because of the test"
+    assert world.calls("full_tensors_because") == [(0, ())]
+
+
+def test_a_replica_is_asked_again_only_after_it_has_answered(make: Callable[..., World]) -> None:
+    world = make()
+    world.fleet.update(1)
+    busy = {0: 0, 1: 0}
+
+    def watched(index: int) -> Callable[[], None]:
+        def act() -> None:
+            busy[index] += 1
+            assert busy[index] == 1, "it was asked twice at once"
+            time.sleep(0.01)
+            busy[index] -= 1
+
+        return act
+
+    for index in (0, 1):
+        world.before[index, "exchange"] = [watched(index)] * 20
+    assert keys_of(world) == KEYS
+    assert world.events(ReplicaLost) == []
+
+
+def test_all_that_were_started_are_ended(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.fleet.update(1)
+    world.may_start[1] = threading.Event()
+    world.fail_once(1, "exchange", WorkerDied("killed"))
+    keys_of(world)
+    world.may_start[1].set()
+    world.fleet.close()
+    assert sorted(index for index, _ in world.calls("shutdown")) == [0, 1, 1]  # the successor, which never served
+    world.log.close()
