@@ -104,6 +104,13 @@ class RankWorker(Worker):
         return self.all_reduce()
 
     @register(Dispatch.ONE_TO_ALL)
+    def raise_alone(self, rank: int) -> int:
+        """One rank raises, and the others answer: from now on they are out of step."""
+        if self.rank == rank:
+            raise BatchError("row 9 is bad")
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
     def raise_everywhere(self) -> None:
         raise BatchError("every rank says the same")
 

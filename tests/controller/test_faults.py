@@ -123,6 +123,19 @@ def test_an_error_that_every_rank_raises_leaves_the_workers_alive(doomed_workers
     assert group.who() == 0
 
 
+def test_where_one_raises_and_the_others_answer_the_group_ends(
+    run_context: RunContext, doomed_workers: MakeGroup
+) -> None:
+    group = doomed_workers()
+    with pytest.raises(WorkerRaised, match="row 9 is bad") as caught:
+        group.raise_alone(1)
+    assert caught.value.ranks == (1,)
+    assert "the other ranks were released: 0, 2, 3" in str(caught.value)
+    _, released = witness(run_context)
+    assert (released.role, released.ranks, released.reason) == ("critic", [0, 1, 2, 3], "rank 1 raised in raise_alone")
+    assert_ended(run_context, group)
+
+
 def test_a_worker_that_cannot_start_says_why(run_context: RunContext, doomed_workers: MakeGroup) -> None:
     with pytest.raises(WorkerRaised) as caught:
         doomed_workers(fail_on_rank=2)

@@ -12,11 +12,11 @@ from mrl.config.schema import ParallelConfig, TrainedModelConfig
 from mrl.models.layout import Layout, RankPlace
 from mrl.models.rollout_table import EngineSizes, rollout_tensors
 from mrl.models.table import hf_tensors, shards_of
-from mrl.plan.activations import layer_bytes, stage_activations
+from mrl.plan.activations import head_bytes, layer_bytes, stage_activations
 from mrl.plan.advice import advise
 from mrl.plan.engine_memory import RESERVE
 from mrl.plan.known_models import model_spec
-from mrl.plan.memory import MemoryPlan, Phase, plan_memory
+from mrl.plan.memory import MemoryPlan, Phase, plan_memory, role_stages
 from mrl.plan.weights import buffers, engine_elements
 from tests.plan.planning import PRESETS, REWARD_MODEL, subject_of
 
@@ -133,6 +133,55 @@ def test_a_reward_model_has_parameters_alone_and_leaves_for_the_rollout() -> Non
     assert not {item.what for item in scoring.items if item.role == "reward_model"} & {"gradients", "optimizer"}
     without = plan_memory(subject_of("ppo-llama3.1-8b-1n8g"))
     assert plan.host_bytes_per_node - without.host_bytes_per_node == 8 * held
+
+
+@pytest.mark.parametrize("preset", ["grpo-qwen2.5-7b-1n8g", "grpo-qwen3-32b-4n8g", "ppo-llama3.1-70b-8n8g"])
+def test_the_reference_is_a_copy_of_the_actors_parameters_on_the_host(preset: str) -> None:
+    none, *kept = (subject_of(preset, algorithm__kl__where=where) for where in ("none", "loss", "reward", "both"))
+    per_rank = max(role.weights.parameters for role in role_stages(none, "actor"))
+    assert per_rank > 0
+    for subject in kept:
+        more = plan_memory(subject).host_bytes_per_node - plan_memory(none).host_bytes_per_node
+        assert more == per_rank * subject.config.cluster.devices_per_node
+
+
+def test_the_host_holds_what_leaves_the_fullest_machine() -> None:
+    subject = subject_of("ppo-llama3.1-8b-1n8g", algorithm__kl__where="none")
+    roles = [role_stages(subject, name)[0].weights for name in ("actor", "critic")]
+    whole = plan_memory(subject).host_bytes_per_node
+    assert whole == 8 * sum(weights.parameters + weights.optimizer for weights in roles)
+    staying = subject_of("ppo-llama3.1-8b-1n8g", algorithm__kl__where="loss", sync__offload="false")
+    assert plan_memory(staying).host_bytes_per_node == 8 * roles[0].parameters, "the reference alone"
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_the_head_stands_on_the_last_stage_alone(pp: int, vpp: int) -> None:
+    changes = {
+        f"{role}__parallel__{name}": size for role in ("actor", "critic") for name, size in (("pp", pp), ("vpp", vpp))
+    }
+    subject = subject_of("ppo-llama3.1-70b-8n8g", **changes)
+    for name, head in (("actor", "lm"), ("critic", "score")):
+        stages = role_stages(subject, name)
+        assert [role.stage for role in stages] == list(range(pp))
+        model = subject.config.model_roles()[name]
+        for role in stages:
+            is_last = role.stage == pp - 1
+            for items, backward in ((role.train, True), (role.score, False)):
+                found = [item.num_bytes for item in items if item.what == "head"]
+                assert found == [head_bytes(subject.specs[name], model, head, backward=backward)] * is_last
+
+
+def test_the_head_keeps_hidden_states_their_gradient_and_three_tiles() -> None:
+    """By hand for Llama-3.1-8B: h 4096 and 128256 columns, in bfloat16; a tile is 2^28 bytes, or 512 columns."""
+    model, tiles = trained(), 3 * (1 << 28)
+    assert head_bytes(LLAMA_8B, model, "lm", backward=False) == 1000 * 4096 * 2 + tiles
+    assert head_bytes(LLAMA_8B, model, "lm", backward=True) == 1000 * 4096 * 8 + 128256 * 4096 * 2 + tiles
+    halved = trained(parallel=ParallelConfig(tp=2))
+    assert head_bytes(LLAMA_8B, halved, "lm", backward=True) == 1000 * 4096 * 8 + 64128 * 4096 * 2 + tiles
+    assert head_bytes(LLAMA_8B, model, "score", backward=False) == 1000 * 4096 * 2
+    assert head_bytes(LLAMA_8B, model, "score", backward=True) == 1000 * 4096 * 8
+    many = TrainedModelConfig(max_tokens_per_device=1 << 18)
+    assert head_bytes(LLAMA_8B, many, "lm", backward=False) == (1 << 18) * (4096 * 2 + 3 * 512 * 4)
 
 
 def test_memory_that_does_not_take_turns_adds_up() -> None:

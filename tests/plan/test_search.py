@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import random
 import shlex
 from itertools import product
+from typing import Any
 
 import pytest
 
 from mrl.config.load import load_config
 from mrl.plan import search as searching
 from mrl.plan.memory import plan_memory
-from mrl.plan.search import placements, search, try_out
+from mrl.plan.search import Found, Option, Placement, placements, search, try_out
 from mrl.plan.subject import Subject, make_subject
-from mrl.plan.timing import Lengths, assumed_lengths, plan_time
+from mrl.plan.timing import Lengths, TimedPhase, TimePlan, assumed_lengths, plan_time
 from tests.plan.planning import CONFIGS, REWARD_MODEL, subject_of
 
 CASES = {
@@ -25,15 +27,19 @@ CASES = {
 }
 
 
-def exhaustive(subject: Subject, lengths: Lengths) -> dict[str, float]:
-    """The fastest of each kind of placement, of all combinations."""
-    fastest: dict[str, float] = {}
+def exhaustive(subject: Subject, lengths: Lengths) -> dict[str, list[float]]:
+    """The seconds of all combinations of each kind of placement, the fastest first."""
+    seconds: dict[str, list[float]] = {}
     for placement in placements(subject, lengths):
         for options in product(*placement.parts.values()):
             one = try_out(placement, dict(zip(placement.parts, options, strict=True)), lengths)
             if one is not None:
-                fastest[placement.name] = min(one.time.seconds, fastest.get(placement.name, math.inf))
-    return fastest
+                seconds.setdefault(placement.name, []).append(one.time.seconds)
+    return {name: sorted(found) for name, found in seconds.items()}
+
+
+def num_combinations(subject: Subject, lengths: Lengths) -> int:
+    return sum(math.prod(map(len, placement.parts.values())) for placement in placements(subject, lengths))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -46,10 +52,17 @@ def test_the_fastest_of_all_is_found(case: str, monkeypatch: pytest.MonkeyPatch)
     preset, changes = CASES[case]
     subject = subject_of(preset, **changes)
     lengths = assumed_lengths(subject.config)
-    result = search(subject, lengths, most=1)
-    assert result.is_complete
-    assert {one.placement: one.time.seconds for one in result.found} == pytest.approx(exhaustive(subject, lengths))
-    assert "colocated" in {one.placement for one in result.found}
+    every = exhaustive(subject, lengths)
+    for most in (1, 2, 5):
+        result = search(subject, lengths, most=most)
+        assert result.is_complete
+        found: dict[str, list[float]] = {}
+        for one in result.found:
+            found.setdefault(one.placement, []).append(one.time.seconds)
+        assert found.keys() == every.keys() >= {"colocated"}
+        for name, seconds in found.items():
+            assert seconds == pytest.approx(every[name][:most]), name
+        assert sum(map(len, found.values())) <= result.num_tried <= num_combinations(subject, lengths)
 
 
 def test_what_is_found_can_be_typed_and_is_what_was_promised() -> None:
@@ -71,3 +84,48 @@ def test_a_search_that_stops_early_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(searching, "_MOST_TRIED", 1)
     subject = subject_of("ppo-llama3.1-8b-1n8g")
     assert not search(subject, assumed_lengths(subject.config)).is_complete
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_none_of_the_fastest_is_missed_where_the_whole_takes_longer_than_its_parts(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a combination takes beside its parts, and whether it fits, is known when it is tried out alone."""
+    subject, chance = subject_of("grpo-qwen2.5-7b-1n8g"), random.Random(7)
+    memory, section = plan_memory(subject), subject.config.actor
+    for _ in range(150):
+        choices = [
+            Placement(
+                "any",
+                subject,
+                {"number": number},
+                {
+                    part: [Option(at, section, {part: at}) for at in sorted(chance.choices(range(1, 30), k=4))]
+                    for part in ("actor", "rollout")
+                },
+            )
+            for number in range(2)
+        ]
+        beside = {
+            (number, picked, other): chance.choice([0.0, 1.0, 4.0, 15.0, math.inf])
+            for number in range(2)
+            for picked in range(30)
+            for other in range(30)
+        }
+
+        def tried(placement: Placement, chosen: dict[str, Option], lengths: Lengths, beside: Any = beside) -> Any:
+            parts = [option.seconds for option in chosen.values()]
+            extra = beside[placement.changes["number"], *parts]
+            time = TimePlan((TimedPhase("all", {"parts": sum(parts), "beside": extra}),), 1.0, 1)
+            return None if math.isinf(extra) else Found("any", placement.changes, memory, time)
+
+        every = [
+            one.time.seconds
+            for placement in choices
+            for options in product(*placement.parts.values())
+            if (one := tried(placement, dict(zip(placement.parts, options, strict=True)), Lengths(1, 1))) is not None
+        ]
+        monkeypatch.setattr(searching, "try_out", tried)
+        result = searching._search(choices, Lengths(1, 1), most)
+        assert [one.time.seconds for one in result.found] == sorted(every)[:most]
+        assert result.is_complete

@@ -173,6 +173,20 @@ def test_row_operations_on_a_stored_column_move_no_values() -> None:
     assert mixed.repeat(2).stored["responses"].parts == ("part a", "part b")
 
 
+def test_a_part_whose_rows_stand_in_another_order_is_not_that_part() -> None:
+    whole = stored(make_batch(3), "responses", "the part")
+    assert whole.stored["responses"].is_whole_part()
+    assert whole.reorder([0, 1, 2]).stored["responses"].is_whole_part()
+    for order in ([1, 0, 2], [2, 1, 0]):
+        column = whole.reorder(order).stored["responses"]
+        assert not column.is_whole_part()
+        assert column.rows_among_parts().tolist() == order
+        assert column.lengths is not None
+        assert column.lengths.tolist() == [row + 1 for row in order]
+    twice = DataProto(whole.stored, np.arange(3), {}).repeat(2).take([0, 1, 4])
+    assert not twice.stored["responses"].is_whole_part(), "as many rows as the part has, but not each of them"
+
+
 def test_equal_handles_are_one_part() -> None:
     left, right = (stored(piece, "responses", "the part") for piece in make_batch(4).split([2, 2]))
     assert DataProto.concat([left, right]).stored["responses"].parts == ("the part",)

@@ -1,0 +1,188 @@
+"""What a node sees of its processes and logs, on processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mrl.controller import node_agent
+from mrl.controller.dispatch import Dispatch, register, registered_methods
+from mrl.controller.node_agent import NodeAgent, NodeLost, ProcessId, ProcessView, own_process, read_process, view
+from mrl.controller.resource_pool import RayResourcePool
+from mrl.controller.worker_log import log_path, make_log_directory, stack_path, tail
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "1000"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def id_of(process: subprocess.Popen[bytes]) -> ProcessId:
+    seen = read_process(process.pid)
+    assert seen is not None
+    return ProcessId(process.pid, seen[1])
+
+
+def test_a_process_is_seen_as_the_kernel_has_it(sleeper: subprocess.Popen[bytes]) -> None:
+    process = id_of(sleeper)
+    assert not view(process).is_gone
+    assert not view(process).is_stopped
+    sleeper.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 5
+    while not view(process).is_stopped and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert view(process).is_stopped
+    assert not view(process).is_gone
+    sleeper.kill()
+    deadline = time.monotonic() + 5
+    while not view(process).is_gone and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert view(process).is_gone, "a zombie has ended too"
+    sleeper.wait()
+    assert view(process) == ProcessView(None)
+    assert own_process().pid == os.getpid()
+    assert not view(own_process()).is_gone
+
+
+def test_another_process_with_the_same_number_is_not_the_one_that_was(sleeper: subprocess.Popen[bytes]) -> None:
+    process = id_of(sleeper)
+    assert view(ProcessId(process.pid, process.start_ticks + 1)).is_gone
+
+
+@pytest.mark.parametrize(
+    ("state", "is_gone", "is_stopped"),
+    [
+        *[(state, False, False) for state in "RSDI"],
+        *[(state, False, True) for state in "Tt"],
+        *[(state, True, False) for state in ("Z", "X", None)],
+    ],
+)
+def test_states_of_the_kernel(state: str | None, is_gone: bool, is_stopped: bool) -> None:
+    assert (ProcessView(state).is_gone, ProcessView(state).is_stopped) == (is_gone, is_stopped)
+
+
+def test_processes_that_do_not_end_are_ended(sleeper: subprocess.Popen[bytes]) -> None:
+    agent, process = NodeAgent(), id_of(sleeper)
+    other = ProcessId(process.pid, process.start_ticks + 1)
+    begin = time.monotonic()
+    agent.end([other])
+    assert time.monotonic() - begin < 0.3, "what is gone is not waited for"
+    assert sleeper.poll() is None, "and not ended either"
+    agent.end([process])
+    assert sleeper.wait(5) == -signal.SIGKILL
+
+
+def test_without_its_raylet_a_node_is_lost() -> None:
+    agent = NodeAgent()
+    assert not agent.look([own_process()])[0].is_gone
+    assert agent.out_of_memory_kills() >= 0
+    agent._raylet += 1
+    assert agent.look([own_process(), own_process()]) == [ProcessView(None)] * 2
+    with pytest.raises(NodeLost):
+        agent.out_of_memory_kills()
+
+
+def test_a_node_sees_files_and_says_how_it_is_guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").touch()
+    agent = NodeAgent()
+    assert agent.sees(str(tmp_path / "here"))
+    assert not agent.sees(str(tmp_path / "there"))
+    assert not agent.sees(str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert agent.describe()[1] == "token"
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    assert agent.describe()[1] == "disabled"
+
+
+def test_the_tail_of_a_log_is_its_last_lines_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MRL_TEST_TOKEN", "canary-5up3r-hidden")
+    log = tmp_path / "rank-0.log"
+    assert tail(log, 3) == ""
+    log.write_text("\n".join([*(f"line {number}" for number in range(500)), "canary-5up3r-hidden", "end"]))
+    lines = tail(log, 3).splitlines()
+    assert (len(lines), lines[0], lines[2]) == (3, "line 499", "end")
+    assert "canary" not in lines[1]
+    log.write_text("one\ntwo\n")
+    assert NodeAgent().tail(str(log), 20) == "one\ntwo"
+
+
+def test_a_role_that_starts_again_gets_other_logs(tmp_path: Path) -> None:
+    directories = [make_log_directory(tmp_path, role) for role in ("actor", "actor", "critic")]
+    assert [path.relative_to(tmp_path).as_posix() for path in directories] == [
+        "logs/actor.1",
+        "logs/actor.2",
+        "logs/critic.1",
+    ]
+    assert stat.S_IMODE(directories[0].stat().st_mode) == 0o700
+    assert log_path(directories[0], 3).name == "rank-3.log"
+    assert stack_path(log_path(directories[0], 3)).name == "rank-3.stack"
+
+
+REDIRECTED = """
+import os, sys
+from pathlib import Path
+from mrl.controller.worker_log import redirect_output
+redirect_output(Path(sys.argv[1]))
+print("the key is canary-5up3r-hidden")
+print("loud", file=sys.stderr)
+os.write(1, b"from below\\n")
+os.kill(os.getpid(), {signal})
+os._exit(0)
+"""
+
+
+def test_everything_that_a_process_says_is_in_its_log_and_its_stacks_beside_it(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    program = REDIRECTED.replace("{signal}", str(int(node_agent.STACK_SIGNAL)))
+    environment = os.environ | {"MRL_TEST_TOKEN": "canary-5up3r-hidden"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(log)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    text = log.read_text()
+    assert "canary" not in text
+    assert [line for line in text.splitlines() if "key" not in line] == ["loud", "from below"]
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    assert 'File "<string>", line' in stack_path(log).read_text()
+
+
+def test_a_pool_is_whole_nodes_and_a_rest() -> None:
+    def sizes(num_devices: int, here: int) -> list[int]:
+        return RayResourcePool("all", num_devices, here, "cpu")._bundles_per_node
+
+    assert sizes(20, 8) == [8, 8, 4]
+    assert sizes(16, 8) == [8, 8]
+    assert sizes(3, 8) == [3]
+    assert RayResourcePool("all", 20, 8, "gpu").describe() == 'pool "all": 20 GPUs on 3 nodes'
+    assert RayResourcePool("all", 3, 8, "cpu").describe() == 'pool "all": 3 CPU slots on 1 node'
+
+
+def test_only_methods_that_take_batches_declare_columns() -> None:
+    class Worker:
+        @register(Dispatch.DATA_PARALLEL, reads=("a",), writes=("b",), optional=("c",))
+        def run(self) -> None:
+            """Marked."""
+
+        def hidden(self) -> None:
+            """Not marked."""
+
+    (spec,) = registered_methods(Worker).values()
+    assert (spec.name, spec.dispatch) == ("run", Dispatch.DATA_PARALLEL)
+    assert (spec.reads, spec.writes, spec.optional) == (("a",), ("b",), ("c",))
+    for dispatch in (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO, Dispatch.ALL_TO_ALL):
+        for columns in ({"reads": ("a",)}, {"writes": ("a",)}, {"optional": ("a",)}):
+            with pytest.raises(
+                ValueError, match=f"only DATA_PARALLEL methods read and write columns, not {dispatch.name}"
+            ):
+                register(dispatch, **columns)

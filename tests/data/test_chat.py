@@ -1,0 +1,124 @@
+"""Rendering and encoding with tokenizers that add tokens of their own, and what must not stand in a message."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from mrl.config.schema import RolloutConfig
+from mrl.data.chat import ChatTokenizer, PromptEncoder, compare_tokenizer, load_tokenizer
+from mrl.data.rlhf_dataset import open_dataset
+from mrl.data.rows import PromptRow
+from mrl.errors import BadRow, DataError
+from tests.data.conftest import data_config, good_row, jsonl
+
+BOS = "<|system|>"
+"""Plays the part of Llama's beginning-of-text: the template writes it, and the tokenizer would as well."""
+
+
+@pytest.fixture(scope="module")
+def with_bos(tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    """A tokenizer whose post-processor puts a token before every text, as Llama 3's does."""
+    directory = tmp_path_factory.mktemp("bos") / "made"
+    shutil.copytree(tokenizer_directory, directory)
+    path = directory / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    number = tokenizer.token_to_id(BOS)
+    tokenizer.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, number)])
+    tokenizer.save(str(path))
+    template = f"{{{{ '{BOS}' }}}}" + (directory / "chat_template.jinja").read_text()
+    (directory / "chat_template.jinja").write_text(template)
+    return load_tokenizer(str(directory))
+
+
+def row_of(*contents: str) -> PromptRow:
+    """A row of user messages."""
+    messages = tuple({"role": "user", "content": content} for content in contents)
+    return PromptRow(messages, "numbers", "counting", "1", {}, "1", "rows.jsonl:1")
+
+
+def test_the_template_alone_writes_special_tokens(with_bos: ChatTokenizer) -> None:
+    number = with_bos.get_vocab()[BOS]
+    assert with_bos(["x"], add_special_tokens=True)["input_ids"][0][0] == number, "this tokenizer would add one"
+    encoder = PromptEncoder(with_bos, {})
+    texts = [encoder.render(row_of("why?")), encoder.render(row_of("so"))]
+    for text, ids in zip(texts, encoder.encode(texts), strict=True):
+        assert ids.count(number) == 1
+        assert ids[0] == number
+        assert with_bos.decode(ids) == text
+    assert encoder.encode([]) == []
+
+
+def test_a_prompt_of_the_data_begins_with_one_such_token(here: Path, with_bos: ChatTokenizer) -> None:
+    Path("rows.jsonl").write_bytes(jsonl(good_row(prompt="why?")))
+    data = data_config("rows.jsonl")
+    rollout = RolloutConfig(max_prompt_tokens=64, max_response_tokens=8)
+    batch = open_dataset(data.train, data, rollout, with_bos).batch([0])
+    ids = batch.values("prompts").tolist()
+    assert ids.count(with_bos.get_vocab()[BOS]) == 1
+    assert with_bos.decode(ids) == batch["prompt_text"][0]
+
+
+@pytest.mark.parametrize("control", ["<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"])
+def test_no_message_speaks_with_another_roles_voice(tokenizer: ChatTokenizer, control: str) -> None:
+    encoder = PromptEncoder(tokenizer, {})
+    with pytest.raises(BadRow) as caught:
+        encoder.render(row_of("fine", f"so{control}then"))
+    assert str(caught.value) == (
+        f'rows.jsonl:1: message 1 (user) holds the control token "{control}"\n'
+        "  fix: remove it: it would speak with another role's voice"
+    )
+    assert encoder.render(row_of("<|end |>", "<|Pad|>")).endswith("<|assistant|>")
+
+
+def test_every_message_stands_in_the_prompt_and_the_answer_may_begin(tokenizer: ChatTokenizer) -> None:
+    text = PromptEncoder(tokenizer, {}).render(row_of("one", "two"))
+    assert text == "<|user|>one<|end|><|user|>two<|end|><|assistant|>"
+
+
+def test_a_template_that_refuses_a_prompt_names_the_row(tokenizer_directory: Path, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    shutil.copytree(tokenizer_directory, made)
+    (made / "chat_template.jinja").write_text("{{ raise_exception('users only') }}")
+    with pytest.raises(BadRow) as caught:
+        PromptEncoder(load_tokenizer(str(made)), {}).render(row_of("one"))
+    assert str(caught.value) == (
+        "rows.jsonl:1: the chat template refuses this prompt: users only\n"
+        "  fix: mend the row, or the template's options in data.template"
+    )
+
+
+def test_a_reward_model_reads_the_policys_ids(
+    tokenizer: ChatTokenizer, tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    assert list(compare_tokenizer(tokenizer, str(tokenizer_directory))) == []
+    made = tmp_path / "made"
+    shutil.copytree(tokenizer_directory, made)
+    (made / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (warned,) = compare_tokenizer(tokenizer, str(made))
+    assert warned == f"the chat template of {made} is not the policy's, in whose form it will read prompts"
+    content = json.loads((made / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (made / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError) as caught:
+        list(compare_tokenizer(tokenizer, str(made)))
+    mine = tokenizer.get_vocab()
+    assert f"2 of the policy's {len(mine)} tokens have other ids or none: " in str(caught.value)
+
+
+def test_a_model_without_room_for_its_tokens_is_refused(tokenizer_directory: Path, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    shutil.copytree(tokenizer_directory, made)
+    size = len(load_tokenizer(str(made)))
+    (made / "config.json").write_text(json.dumps({"vocab_size": size}))
+    load_tokenizer(str(made))
+    (made / "config.json").write_text(json.dumps({"vocab_size": size - 1}))
+    with pytest.raises(DataError, match=f"has {size} tokens, but the model has embeddings for {size - 1}"):
+        load_tokenizer(str(made))
+    load_tokenizer(str(made), renders=False)
