@@ -1,0 +1,234 @@
+"""The algorithms of a step, one row after the other, as their papers write them: float64, loops, nothing packed.
+
+This is the second opinion that mrl is held against, and imports nothing of it. A token that the model did not write
+does not exist here: rows come without their masked tokens, and the result is put back where they stood.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Row:
+    """One sample: what came from the engine, and what the step finds out about it."""
+
+    row_id: int
+    uid: str
+    source: str
+    prompt: list[int]
+    response: list[int]
+    rollout: Tensor  # log-probs by the engine
+    score: float
+    written: Tensor  # which response tokens the model wrote
+    baseline: float = math.nan
+    columns: dict[str, Tensor] = field(default_factory=dict)  # one value per written token
+
+    @property
+    def num_written(self) -> int:
+        return int(self.written.sum())
+
+    def spread(self, name: str) -> list[float]:
+        """A column with 0 on the tokens that the model did not write."""
+        whole = torch.zeros(len(self.response), dtype=torch.float64)
+        whole[self.written] = self.columns[name].detach()
+        found: list[float] = whole.tolist()
+        return found
+
+
+def kl_estimate(name: str, log_probs: Tensor, reference: Tensor) -> Tensor:
+    """Schulman's estimators of KL(pi || ref) from samples of pi, with r = ref / pi.
+
+    k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r, at most 10. A plus sign: that value, with the gradient of k2.
+    """
+    log_r = reference - log_probs
+    name = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(name, name)
+    values = {"k1": -log_r, "abs": log_r.abs(), "k2": log_r**2 / 2, "k3": (log_r.exp() - 1 - log_r).clamp(max=10)}
+    value = values[name.removesuffix("+")]
+    return value.detach() + values["k2"] - values["k2"].detach() if name.endswith("+") else value
+
+
+def discounted(values: Sequence[float], decay: float) -> list[float]:
+    """y_t = x_t + decay y_(t+1)."""
+    backwards = accumulate(reversed(values), lambda after, value: value + decay * after)
+    return list(backwards)[::-1]
+
+
+def whitened(rows: Sequence[Row], of: list[list[float]]) -> list[list[float]]:
+    """Mean 0 and variance 1 over all tokens of all rows; the unbiased variance, plus 1e-8."""
+    everything = [value for values in of for value in values]
+    mean = sum(everything) / max(len(everything), 1)
+    variance = sum((value - mean) ** 2 for value in everything) / max(len(everything) - 1, 1)
+    return [[(value - mean) / math.sqrt(variance + 1e-8) for value in values] for values in of]
+
+
+def row_advantages(name: str, rows: Sequence[Row], scores: Sequence[float]) -> list[float]:
+    """One advantage per row: how its score compares with the scores of the same prompt."""
+    found = [0.0] * len(rows)
+    groups = [[at for at, row in enumerate(rows) if row.uid == uid] for uid in {row.uid for row in rows}]
+    varied = sum(len(group) for group in groups if len({scores[at] for at in group}) > 1)
+    for group in groups:
+        n, mean = len(group), sum(scores[at] for at in group) / len(group)
+        tokens = sum(rows[at].num_written for at in group)
+        weighted = sum(scores[at] * rows[at].num_written for at in group) / max(tokens, 1)
+        spread = math.sqrt(sum((scores[at] - mean) ** 2 for at in group) / max(n - 1, 1))
+        for at in group:
+            others = (n * mean - scores[at]) / max(n - 1, 1)
+            found[at] = {
+                "grpo": (scores[at] - mean) / (spread + 1e-6),
+                "dr_grpo": scores[at] - mean,
+                "reinforce_plus_plus_baseline": scores[at] - mean,
+                "rloo": scores[at] - others,
+                "opo": scores[at] - weighted,
+                "gpg": (scores[at] - mean) * len(rows) / max(varied, 1),
+            }[name]
+            if n == 1:
+                found[at] = 0.0  # compared with nothing
+    return found
+
+
+def add_advantages(rows: Sequence[Row], algorithm: dict[str, Any], kl_coef: float) -> float:
+    """The columns `advantages`, and `returns` where there is a critic; the mean KL, where it is charged in the reward.
+
+    r_t = -kl_coef kl_t, and the row's score on its last token. The KL is averaged over a row's tokens, then over rows.
+    """
+    name, kl = algorithm["advantage"], algorithm["kl"]
+    charged = kl["where"] in ("reward", "both")
+    rewards, scores, row_kls = [], [], []
+    for row in rows:
+        of_row = [0.0] * row.num_written
+        if charged:
+            estimate = kl_estimate(kl["in_reward"], row.columns["old_log_probs"], row.columns["ref_log_probs"]).tolist()
+            of_row = [-kl_coef * value for value in estimate]
+            row_kls += [sum(estimate) / len(estimate)] if estimate else []
+        scores.append(row.score + sum(of_row))
+        if of_row:
+            of_row[-1] += row.score
+        rewards.append(of_row)
+    if name == "gae":
+        advantages = _generalized(rows, rewards, algorithm)
+    elif name == "reinforce_plus_plus":
+        advantages = whitened(rows, [discounted(of_row, algorithm["gamma"]) for of_row in rewards])
+    elif name == "remax":
+        pairs = zip(rows, rewards, strict=True)
+        advantages = [[value - row.baseline for value in discounted(of_row, 1.0)] for row, of_row in pairs]
+    else:
+        per_row = row_advantages(name, rows, scores)
+        advantages = [[value] * row.num_written for row, value in zip(rows, per_row, strict=True)]
+        if name == "reinforce_plus_plus_baseline":
+            advantages = whitened(rows, advantages)
+    for row, of_row in zip(rows, advantages, strict=True):
+        row.columns["advantages"] = torch.tensor(of_row, dtype=torch.float64)
+    return sum(row_kls) / max(len(row_kls), 1)
+
+
+def _generalized(rows: Sequence[Row], rewards: list[list[float]], algorithm: dict[str, Any]) -> list[list[float]]:
+    """GAE: delta_t = r_t + gamma V_(t+1) - V_t, A_t = delta_t + gamma lam A_(t+1), R_t = A_t + V_t."""
+    gamma, lam, found = algorithm["gamma"], algorithm["lam"], []
+    for row, of_row in zip(rows, rewards, strict=True):
+        values = [*row.columns["values"].tolist(), 0.0]
+        deltas = [reward + gamma * values[t + 1] - values[t] for t, reward in enumerate(of_row)]
+        found.append(discounted(deltas, gamma * lam))
+        row.columns["returns"] = torch.tensor(found[-1], dtype=torch.float64) + row.columns["values"]
+    return whitened(rows, found) if algorithm["whiten"] else found
+
+
+def policy_loss(loss: dict[str, Any], log_probs: Tensor, row: Row) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each token of a row, and per token which are clipped and how far the policy has moved."""
+    old, advantage = row.columns.get("old_log_probs", log_probs.detach()), row.columns["advantages"]
+    low, high, name = loss["clip_low"], loss["clip_high"], loss["policy"]
+    log_ratio = log_probs - old
+    ratio, none, reports = log_ratio.exp(), torch.zeros_like(old), {"ppo_kl": -log_ratio.detach()}
+    if name in ("ppo", "vanilla", "gspo"):
+        if name == "gspo" and len(old):
+            ratio = (log_ratio.detach().mean() + log_probs - log_probs.detach()).exp()
+        plain, held = -advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high)
+        worst, reports["pg_clipfrac"] = torch.max(plain, held), (held > plain).double()
+        if name == "gspo":
+            return worst, reports
+        limit = -advantage * (math.inf if loss["dual_clip"] is None else loss["dual_clip"])
+        bounded = (advantage < 0) & (worst > limit)
+        return torch.where(bounded, limit, worst), reports | {"pg_clipfrac_lower": bounded.double()}
+    if name == "cispo":
+        weight = ratio.detach().clamp(1 - low, 1 + high)
+        return -weight * advantage * log_probs, reports | {"pg_clipfrac": (weight != ratio).double()}
+    if name in ("gmpo", "geo_mean"):
+        held, up = log_ratio.clamp(-low, high), advantage > 0
+        pessimistic = torch.where(
+            up, torch.min(log_ratio, held), torch.where(advantage < 0, torch.max(log_ratio, held), 0.0)
+        )
+        whole = -advantage.mean() * pessimistic.mean().exp() if len(old) else none.sum()
+        beyond = held != log_ratio
+        reports["pg_clipfrac_lower"] = (beyond & (advantage < 0)).double()
+        return whole.expand(len(old)), reports | {"pg_clipfrac": (beyond & up).double()}
+    assert name == "gpg", name
+    return -advantage * log_probs, reports | {"pg_clipfrac": none}
+
+
+def correction(settings: dict[str, Any], row: Row) -> Tensor:
+    """pi_train / pi_engine per token, per sequence, or its geometric mean: held at the bounds, or 0 beyond them."""
+    log_ratio = row.columns["old_log_probs"] - row.columns["rollout"]
+    if settings["level"] == "sequence":
+        log_ratio = log_ratio.sum().expand(len(log_ratio))
+    elif settings["level"] == "geometric" and len(log_ratio):
+        log_ratio = log_ratio.mean().expand(len(log_ratio))
+    ratio = log_ratio.exp()
+    held = ratio.clamp(settings["lower"], settings["upper"])
+    return held if settings["beyond"] == "truncate" else torch.where(ratio == held, held, 0.0)
+
+
+def value_loss(clip: float | None, values: Tensor, row: Row) -> tuple[Tensor, dict[str, Tensor]]:
+    """1/2 (V - R)^2; with a clip the worse of it and of the same with V held near its old value."""
+    returns, old = row.columns["returns"], row.columns["values"]
+    error = (values - returns) ** 2
+    held = error if clip is None else (torch.max(torch.min(values, old + clip), old - clip) - returns) ** 2
+    worst = torch.max(error, held)
+    return worst / 2, {"vf_clipfrac": (held > error).double(), "vpred_mean": values.detach()}
+
+
+def token_weights(config: dict[str, Any], rows: Sequence[Row]) -> list[float]:
+    """What a token of each row counts in the loss of an update of these rows."""
+    loss, horizon = config["algorithm"]["loss"], config["rollout"]["max_response_tokens"]
+    tokens = max(sum(row.num_written for row in rows), 1)
+    whole = max(sum(row.num_written > 0 for row in rows), 1)
+    return [
+        {
+            "token-mean": 1 / tokens,
+            "token-sum": 1.0,
+            "seq-mean-token-sum": 1 / whole,
+            "seq-mean-token-mean": 1 / (whole * max(row.num_written, 1)),
+            "seq-mean-token-sum-norm": 1 / (whole * (loss["horizon_tokens"] or horizon)),
+        }[loss["aggregation"]]
+        for row in rows
+    ]
+
+
+def mismatch(rows: Sequence[Row]) -> dict[str, float]:
+    """How far the engine is from the trainer: means over tokens, and over rows that have any."""
+    whole = [row.columns["old_log_probs"] - row.columns["rollout"] for row in rows if row.num_written]
+    x = torch.cat(whole)
+    ours, theirs = (
+        torch.stack([row.columns[name].mean() for row in rows if row.num_written])
+        for name in ("old_log_probs", "rollout")
+    )
+    means = {
+        "kl": -x,
+        "k3_kl": x.exp() - 1 - x,
+        "chi2_token": x.exp() ** 2 - 1,
+        "log_prob_abs_diff_mean": x.abs(),
+        "training_ppl": (-ours).exp(),
+        "rollout_ppl": (-theirs).exp(),
+        "log_ppl_diff": theirs - ours,
+        "log_ppl_abs_diff": (theirs - ours).abs(),
+        "ppl_ratio": (theirs - ours).exp(),
+        "chi2_seq": torch.stack([(2 * each.sum()).exp() - 1 for each in whole]),
+    }
+    found = {f"mismatch/{name}": float(values.mean()) for name, values in means.items()}
+    return found | {"mismatch/log_prob_abs_diff_max": float(x.abs().max())}

@@ -1,0 +1,273 @@
+"""A run in one process per data-parallel rank: mrl's own trainer, workers and Megatron; no Ray, a scripted engine.
+
+Every rank does the driver's work, on the same numbers; a group gives each rank's worker its shard and gathers what all
+of them answer. So the whole loop runs in a second or two, and its recording can be held against the reference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mrl.config.load import Resolved, load_config
+from mrl.config.mesh import Mesh
+from mrl.config.schema import Config, ParallelConfig
+from mrl.controller import Place, RayWorkerGroup, Rendezvous, Worker
+from mrl.controller.dispatch import Dispatch, MethodSpec, registered_methods
+from mrl.controller.worker_group import _join_shards
+from mrl.data.chat import load_tokenizer
+from mrl.data.prompt_loader import PromptLoader, Skips
+from mrl.data.rlhf_dataset import open_dataset
+from mrl.engine.parallel import Groups, model_parallel
+from mrl.events import EventLog
+from mrl.observe.clock import Clock
+from mrl.observe.console import Console
+from mrl.protocol import DataProto
+from mrl.protocol.columns import jagged
+from mrl.rewards.outcome import Failure, Outcome, Score
+from mrl.rewards.sample import Sample
+from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.trainer import team as team_module
+from mrl.trainer.generation import Generator, Scored
+from mrl.trainer.model_role import ModelRole
+from mrl.trainer.ppo import RayPPOTrainer
+from mrl.trainer.run import open_run
+from mrl.trainer.team import Team
+from mrl.trainer.validation import Validator
+from mrl.workers.actor import ActorRolloutRefWorker
+from mrl.workers.critic import CriticWorker
+from mrl.workers.reward_model import RewardModelWorker
+from tests.reference.history import history
+from tests.reference.matrix import LocalCase
+from tests.reference.recording import Recorder
+from tests.reference.rewards import FUNCTION, score_of
+
+PARTS = ("parameters", "gradients", "optimizer")
+ALPHABET = b"0123456789+= ab"
+SEED_OF_MODELS = 5
+
+
+@dataclass(frozen=True)
+class _Answered:
+    answer: Any
+
+    def get(self) -> Any:
+        return self.answer
+
+
+class LocalGroup(RayWorkerGroup):
+    """A worker on each rank of this world instead of Ray's processes; columns are checked as Ray's group does it."""
+
+    def __init__(self, role: str, worker: Worker, mesh: Mesh) -> None:
+        self.role, self.mesh, self._worker = role, mesh, worker
+        self._methods = registered_methods(type(worker))
+
+    def submit(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call this rank's worker, and gather what all ranks answer."""
+        if spec.dispatch is Dispatch.DATA_PARALLEL:
+            shards = self._shards(spec, args)
+            mine = shards[self._worker.rank]
+            answers = self._gathered(getattr(self._worker, spec.name)(mine, *args[1:], **kwargs))
+            if spec.writes:
+                written = [sorted(answer.columns()) for answer in answers]
+                assert written == [sorted(spec.writes)] * len(shards), f"{spec.name} wrote {written}"
+            return _Answered(_join_shards(answers) if spec.writes else answers)
+        agreed = [args, kwargs]
+        dist.broadcast_object_list(agreed)  # paths are rank 0's
+        return _Answered(self._gathered(getattr(self._worker, spec.name)(*agreed[0], **agreed[1])))
+
+    def shutdown(self) -> None:
+        """There is nothing to end."""
+
+    def _gathered(self, answer: Any) -> list[Any]:
+        answers: list[Any] = [None] * self.mesh.world_size
+        dist.all_gather_object(answers, answer)
+        return answers
+
+
+class ScriptedEngine:
+    """In the place of the hybrid engine: what a sample says follows from its seed, or from its prompt if greedy."""
+
+    full_tensors_because = ""
+
+    def __init__(self, config: Config, stop_token: int, groups: Sequence[LocalGroup]) -> None:
+        self._groups = groups
+        self._stop_token, self._vocab_log = stop_token, float(np.log(200))
+        self._symbols = np.frombuffer(ALPHABET, dtype=np.uint8)
+        self._encode = load_tokenizer(config.model.path)
+        self.num_versions = 1
+        self.is_awake = False
+
+    @contextmanager
+    def rollout_mode(self) -> Iterator[None]:
+        self.is_awake = True
+        for group in self._groups:
+            group.offload(*PARTS)
+        yield
+        for group in self._groups:
+            group.onload(*PARTS)
+        self.is_awake = False
+
+    def weights_changed(self) -> None:
+        self.num_versions += 1
+
+    def metrics(self) -> dict[str, float]:
+        return {"sync/version": self.num_versions}
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generated]:
+        """The last one is finished first."""
+        assert self.is_awake, "generation outside of rollout_mode"
+        for request in reversed(requests):
+            of_prompt = hashlib.blake2b(request.prompt.encode(), digest_size=4).digest()
+            seed = int.from_bytes(of_prompt, "big") if sampling.top_k == 1 else request.seed
+            chance = np.random.default_rng(seed)
+            length = int(chance.integers(1, request.max_tokens + 2))
+            stops = length <= request.max_tokens
+            text = bytes(chance.choice(self._symbols, min(length, request.max_tokens))).decode()
+            ids = np.array(self._encode(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+            if stops:
+                ids[-1] = self._stop_token
+            log_probs = (-self._vocab_log + chance.normal(0, 0.3, len(ids))).astype(np.float32)
+            yield Generated(request.key, ids, log_probs, "stop" if stops else "length", self.num_versions)
+
+
+@dataclass
+class InstantRewards:
+    """In the place of the reward manager; an outcome is ready at once."""
+
+    failures: bool
+    waiting: dict[int, Outcome] = field(default_factory=dict)
+    num_submitted: int = 0
+
+    def submit(self, sample: Sample) -> int:
+        self.num_submitted += 1
+        score = score_of(sample.response, sample.ground_truth)
+        fails = self.failures and (sample.row_id * 7 + len(sample.response)) % 11 == 0
+        self.waiting[self.num_submitted] = Failure("raised", "", 0.0) if fails else Score(score, {FUNCTION: score}, 0.0)
+        return self.num_submitted
+
+    def drain(self) -> dict[int, Outcome]:
+        done, self.waiting = dict(reversed(self.waiting.items())), {}
+        return done
+
+
+@contextmanager
+def local_team(case: LocalCase, groups: Groups, config: Config, events: EventLog, clock: Clock) -> Iterator[Team]:
+    """What `make_team` makes, without Ray."""
+    mesh, rank = groups.mesh, groups.at.rank
+
+    def start(role: str) -> ModelRole:
+        place = Place(role, rank, rank, mesh, Rendezvous("", 0, mesh.world_size, None))
+        setup, horizon = team_module._setup(role, config), config.rollout.max_response_tokens
+        worker: Worker
+        if role == "actor":
+            worker = _Actor(place, setup, config.algorithm, config.rollout.temperature, horizon)
+        elif role == "critic":
+            worker = _Critic(place, setup, config.algorithm, horizon)
+        else:
+            worker = _RewardModel(place, setup)
+        return ModelRole(LocalGroup(role, worker, mesh), config.model_roles()[role])
+
+    tokenizer = load_tokenizer(config.model.path)
+    dataset = open_dataset(config.data.train, config.data, config.rollout, tokenizer)
+    validation = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
+    rewards: Any = InstantRewards(case.failures)
+    roles = {role: start(role) for role in config.model_roles()}
+    hybrid: Any = ScriptedEngine(config, tokenizer.eos_token_id, [role.group for role in roles.values()])
+    generator = Generator(config, hybrid, rewards, tokenizer, clock.progress)
+    if case.mask:
+        whole = generator.run
+        generator.run = lambda *args, **kwargs: _with_holes(whole(*args, **kwargs))  # type: ignore[method-assign]
+    yield Team(
+        actor=roles["actor"],
+        critic=roles.get("critic"),
+        reward_model=roles.get("reward_model"),
+        hybrid=hybrid,
+        prompts=PromptLoader(dataset, config.data, config.batch, events),
+        generator=generator,
+        validator=Validator(config, validation, generator, Skips(0, events)),
+        kl=team_module._kl_controller(config),
+    )
+
+
+def _with_holes(scored: Scored) -> Scored:
+    """Some tokens are an environment's: in the middle, at the end, and in one row of seven all of them."""
+    lengths = scored.batch.lengths("responses")
+    masks = []
+    for row_id, length in zip(scored.batch.row_ids.tolist(), lengths.tolist(), strict=True):
+        masks += [row_id % 7 != 3 and (row_id + 2 * token) % 5 != 1 for token in range(length)]
+    column = jagged(torch.tensor(masks), lengths)
+    return Scored(
+        scored.batch.union(DataProto.from_dict({"response_mask": column}, row_ids=scored.batch.row_ids)), scored.metrics
+    )
+
+
+class _InThisWorld:
+    def init_process_group(self, backend: str, timeout_s: float) -> None:
+        """There is one."""
+
+
+class _Actor(_InThisWorld, ActorRolloutRefWorker):
+    pass
+
+
+class _Critic(_InThisWorld, CriticWorker):
+    pass
+
+
+class _RewardModel(_InThisWorld, RewardModelWorker):
+    pass
+
+
+def record(cases: Sequence[LocalCase], directory: str) -> list[str]:
+    """The recordings of these cases as JSON; called on every rank."""
+    torch.set_num_threads(1)
+    with model_parallel(ParallelConfig(), SEED_OF_MODELS) as groups:
+        return [json.dumps(_record(case, Path(directory), groups)) for case in cases]
+
+
+def _record(case: LocalCase, directory: Path, groups: Groups) -> dict[str, Any]:
+    place = directory / f"rank-{groups.at.rank}"
+    place.mkdir(exist_ok=True)
+    file = place / f"{case.name}.yaml"
+    file.write_text(json.dumps(case.values | {"run": {"name": case.name, "dir": str(place)}}))
+    resolved = load_config(str(file))
+    with (
+        patch("mrl.workers.model_worker.model_parallel", lambda parallel, seed: nullcontext(groups)),
+        patch(
+            "mrl.trainer.ppo.make_team",
+            lambda config, path, events, clock: local_team(case, groups, config, events, clock),
+        ),
+        patch("mrl.trainer.ppo.store", lambda batch: batch),  # there is no object store
+    ):
+        recorded = _part(case, resolved, directory, groups, case.stop_after)
+        if case.stop_after is not None:
+            rest = _part(case, resolved, directory, groups, None)
+            recorded["steps"] += rest["steps"]
+            recorded["validations"] += rest["validations"]
+    return recorded | history(place / case.name)
+
+
+def _part(
+    case: LocalCase, resolved: Resolved[Config], directory: Path, groups: Groups, stop_after: int | None
+) -> dict[str, Any]:
+    with open_run(resolved, Console(1, stream=io.StringIO(), quiet=True)) as run:
+        trainer = RayPPOTrainer(run)
+        if case.stop_after is None:
+            run.save = lambda team, step, validated: None  # type: ignore[method-assign]
+        with trainer.init_workers():
+            run.wants_to_stop = lambda: trainer.num_steps_done == stop_after  # type: ignore[method-assign]
+            recorder = Recorder(trainer, directory / "weights" / case.name)
+            trainer.fit()
+            return recorder.recorded()

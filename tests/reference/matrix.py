@@ -1,0 +1,225 @@
+"""Which runs are held against the reference: every pair of options occurs together in one of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.reference.rewards import FUNCTION
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LocalCase:
+    """A configuration, and what else the run goes through."""
+
+    name: str
+    options: dict[str, Any]
+    """The levels of the factors below."""
+    values: dict[str, Any]
+    mask: bool = False
+    """Whether some response tokens count as not written by the model."""
+    failures: bool = False
+    """Whether some samples get no score."""
+    stop_after: int | None = None
+    """The step after which the run saves, ends, and goes on in a new trainer."""
+
+
+COMMON: dict[str, tuple[Any, ...]] = {
+    "kl": ("none", "reward", "loss", "both", "reward adaptive", "both adaptive"),
+    "in_reward": ("k1", "k2", "k3", "abs"),
+    # Not abs: where the policy is its reference, as in every first update, its gradient is a rounding error's sign.
+    "in_loss": ("k3", "k1", "k2", "k1+", "k3+", "abs+"),
+    "aggregation": ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    "policy": ("ppo", "gspo", "cispo", "gmpo", "gpg"),
+    "temperature": (0.7, 1.0),
+    "updates": ("2 updates", "1 update", "3 updates", "2 updates 2 epochs"),
+    "schedule": ("warmup linear", "constant", "cosine"),
+    "clip": ((0.1, 0.3, None), (0.2, 0.2, 3.0), (0.05, 0.05, 1.01)),
+    "entropy": (0.02, 0.0),
+    "correction": (None, ("token", "truncate"), ("token", "mask"), ("sequence", "truncate"), ("geometric", "mask")),
+    "sampling": ("plain", "overlong", "dynamic", "failures"),
+    "mask": (False, True),
+    "reward_model": (None, 0.5),
+    "resume": (False, True),
+}
+GROUPS = {
+    "advantage": (
+        *("grpo", "rloo", "dr_grpo", "opo", "gpg"),
+        *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
+    ),
+    "gamma": ((1.0, 1.0), (0.9, 0.8)),
+} | COMMON
+VALUES = {
+    "advantage": ("gae",),
+    "gamma": ((0.95, 0.9), (1.0, 1.0)),
+    "whiten": (True, False),
+    "value_clip": (0.05, None, 0.5),
+    "warmup": (1, 0, 2),
+    "head": ("made", "new"),
+} | COMMON
+SCHEDULES = {
+    "constant": {},
+    "warmup linear": {"warmup_steps": 2, "decay": "linear", "decay_steps": 5, "min_lr_ratio": 0.1},
+    "cosine": {"decay": "cosine", "decay_steps": 4},
+}
+PROMPTS, SAMPLES, LONGEST = 4, 3, 8
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Few combinations of which each pair of levels of any two factors is part of one; always the same ones.
+
+    Each begins with a pair that is still missing, and takes for every other factor the level that adds most.
+    """
+    names = list(factors)
+    missing = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(names, 2)
+        for i in range(len(factors[a]))
+        for j in range(len(factors[b]))
+    }
+    found = []
+    while missing:
+        chosen = dict(min(missing, key=lambda pair: [(names.index(name), level) for name, level in pair]))
+        for name in names:
+            if name not in chosen:
+                new = [_num_new(missing, names, chosen, name, level) for level in range(len(factors[name]))]
+                # Of equals another one in each combination, so that what is not counted varies as well.
+                best = [level for level, count in enumerate(new) if count == max(new)]
+                chosen[name] = best[len(found) % len(best)]
+        missing -= set(itertools.combinations([(name, chosen[name]) for name in names], 2))
+        found.append({name: factors[name][chosen[name]] for name in names})
+    return found
+
+
+def _num_new(missing: set[Any], names: list[str], chosen: dict[str, int], name: str, level: int) -> int:
+    pairs = (
+        sorted([(other, at), (name, level)], key=lambda each: names.index(each[0])) for other, at in chosen.items()
+    )
+    return sum(tuple(pair) in missing for pair in pairs)
+
+
+def make_case(name: str, options: Options, models: Path, num_ranks: int) -> LocalCase:
+    """The configuration of a combination; an option that needs another is left out where that one is not there."""
+    is_gae, resume = options["advantage"] == "gae", options["resume"] and num_ranks == 1
+    number, num_updates = int(name.split("-")[1]), int(options["updates"][0])
+    where, *adaptive = options["kl"].split()
+    kl = {"where": where, "coef": 0.1, "in_reward": options["in_reward"], "in_loss": options["in_loss"]}
+    low, high, dual = options["clip"]
+    trained = {
+        "dtype": "float32",
+        "max_tokens_per_device": 64,
+        "schedule": SCHEDULES[options["schedule"]],
+        "optimizer": {"lr": 1.5e-3, "weight_decay": 0.1, "clip_grad": 0.5, "adam_eps": 1e-4},
+    }
+    roles = ["actor", *(["critic"] if is_gae else []), *(["reward_model"] if options["reward_model"] else [])]
+    dynamic = options["sampling"] == "dynamic"
+    values: dict[str, Any] = {
+        "cluster": {"devices_per_node": num_ranks, "device": "cpu"},
+        "placement": {"pools": {"all": num_ranks}, "roles": dict.fromkeys(roles, "all")},
+        "model": {"path": str(models / "policy")},
+        "algorithm": {
+            "advantage": options["advantage"],
+            "gamma": options["gamma"][0],
+            "lam": options["gamma"][1],
+            "whiten": options.get("whiten", True),
+            "kl": kl | ({"target": 0.002, "horizon_samples": 50} if adaptive else {}),
+            "loss": {
+                "policy": options["policy"],
+                "aggregation": options["aggregation"],
+                "clip_low": low,
+                "clip_high": high,
+                "dual_clip": dual,
+                "entropy_coef": options["entropy"],
+                "value_clip": options.get("value_clip", 0.5),
+            },
+            "dynamic_sampling": {"most_rounds": 20} if dynamic else None,
+            "overlong": {"buffer_tokens": 4, "factor": 0.7} if options["sampling"] == "overlong" else None,
+            "correction": _correction(options["correction"]),
+        },
+        "batch": {
+            "prompts_per_step": PROMPTS,
+            "samples_per_prompt": SAMPLES,
+            "samples_per_update": PROMPTS * SAMPLES // num_updates,
+            "epochs_per_step": 2 if "epochs" in options["updates"] else 1,
+        },
+        "actor": trained,
+        "rollout": {
+            "max_prompt_tokens": 16,
+            "max_response_tokens": LONGEST,
+            "temperature": options["temperature"],
+            "replicas": 1,
+        },
+        "sync": {"probe_every": 0},  # the scripted engine has no weights
+        "data": {"train": _source("train"), "validation": _source("validation"), "seed": number % 5},
+        "reward": {"functions": {FUNCTION: {"name": f"tests.reference.rewards:{FUNCTION}"}}},
+        "training": {
+            "steps": 3,
+            "seed": number,
+            "critic_warmup_steps": options.get("warmup", 0) if is_gae else 0,
+        },
+        "validation": {"every": 2, "samples_per_prompt": 2, "temperature": 0.5, "top_p": 0.9, "solved_at": 0.5},
+    }
+    if is_gae:
+        values["critic"] = trained | {"optimizer": trained["optimizer"] | {"lr": 2e-3}}  # type: ignore[operator]
+        values["model"]["critic"] = str(models / "critic") if options["head"] == "made" else None
+    if options["reward_model"]:
+        path, weight = str(models / "scorer"), options["reward_model"]
+        values["reward_model"] = {"path": path, "weight": weight, "dtype": "float32", "max_tokens_per_device": 64}
+        # They read scores before the reward model has given its own.
+        if dynamic or options["advantage"] == "remax":
+            del values["reward_model"], values["placement"]["roles"]["reward_model"]
+    failures = options["sampling"] == "failures"
+    return LocalCase(name, dict(options), values, options["mask"], failures, 2 if resume else None)
+
+
+def _source(part: str) -> dict[str, Any]:
+    return {"sums": {"dataset": "toy:addition", "options": {"part": part, "largest": 14 if part == "train" else 20}}}
+
+
+def _correction(options: tuple[str, str] | None) -> dict[str, Any] | None:
+    if options is None:
+        return None
+    return {"level": options[0], "beyond": options[1], "upper": 1.2, "lower": 0.6}
+
+
+def all_cases(models: Path) -> dict[str, tuple[int, list[LocalCase]]]:
+    """Name of each part -> its ranks and cases. Quick parts are few cases that have every level of every factor."""
+    combinations = [("values", each) for each in pairwise(VALUES)] + [("groups", each) for each in pairwise(GROUPS)]
+    found: dict[str, tuple[int, list[LocalCase]]] = {}
+    for ranks in (1, 2):
+        cases = [
+            make_case(f"{kind}-{number}", options, models, ranks)
+            for number, (kind, options) in enumerate(combinations)
+            if number % 2 + 1 == ranks
+        ]
+        quick = every_level(cases)
+        found[f"{ranks}-quick"] = ranks, quick
+        rest = [case for case in cases if case not in quick]
+        found |= {f"{ranks}-{number}": (ranks, rest[number::2]) for number in range(2)}
+    return found
+
+
+def every_level(cases: Sequence[LocalCase]) -> list[LocalCase]:
+    """Few of these cases, in which each level is that any of them has; always the one that adds most."""
+    chosen: list[LocalCase] = []
+    missing = set().union(*(_levels(case) for case in cases))
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(_levels(case) & missing)))
+        missing -= _levels(chosen[-1])
+    return chosen
+
+
+def _levels(case: LocalCase) -> set[tuple[str, str]]:
+    return {(name, str(level)) for name, level in case.options.items()}
+
+
+def record(cases: Sequence[LocalCase], directory: str) -> list[str]:
+    """The recordings of these cases as JSON; for every rank of a world of its own."""
+    from tests.reference import local_run  # Megatron is for the ranks, which alone run this
+
+    return local_run.record(cases, directory)

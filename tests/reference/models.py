@@ -1,0 +1,40 @@
+"""Three models that are as small as they may be: a policy, a critic and a reward model, of the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3Config
+
+from mrl.data.toy_tokenizer import save_toy_tokenizer
+
+
+def make_models(directory: Path) -> None:
+    """Write `policy`, `critic` and `scorer`; norms are random too, so that a mix-up shows.
+
+    None has a padding token: transformers would begin it at 0 and never train it, though engines may sample it.
+    """
+    for number, (name, num_labels) in enumerate((("policy", None), ("critic", 1), ("scorer", 1))):
+        config = Qwen3Config(
+            vocab_size=save_toy_tokenizer(directory / name),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,  # the least that vLLM has on a CPU
+            max_position_embeddings=64,
+            tie_word_embeddings=False,
+            initializer_range=0.1,
+            dtype="float32",
+            **({} if num_labels is None else {"num_labels": num_labels}),
+        )
+        torch.manual_seed(number)
+        kind = AutoModelForCausalLM if num_labels is None else AutoModelForSequenceClassification
+        model = kind.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter += 0.1 * torch.randn_like(parameter)
+        model.save_pretrained(directory / name)

@@ -1,0 +1,141 @@
+"""A run written down as it runs: what was asked of the engines and what came back, every column, update and weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mrl.controller.transport import fetch
+from mrl.protocol import DataProto, RemoteColumn
+from mrl.protocol.columns import Jagged
+from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.trainer.generation import Scored
+from mrl.trainer.model_role import ModelRole
+from mrl.trainer.ppo import RayPPOTrainer
+
+FETCH_S = 60.0
+TEXTS = ("uid", "data_source", "prompt_text", "response_text", "ground_truth")
+
+
+class Recorder:
+    """Listens to a trainer whose workers stand; everything that it writes down is plain JSON."""
+
+    def __init__(self, trainer: RayPPOTrainer, weights: Path) -> None:
+        self._trainer, self._weights = trainer, weights
+        self._now: dict[str, Any] = _empty()
+        self._steps: list[dict[str, Any]] = []
+        self._validations: list[dict[str, Any]] = []
+        self._asked: dict[str, Any] = {}
+        team = trainer.team
+        self._wrap(team.hybrid, "generate", self._on_generate)
+        self._wrap(team.generator, "run", self._on_run)
+        self._wrap(trainer, "step", self._on_step)
+        self._wrap(trainer, "validate", self._on_validate)
+        roles = {**team.roles, **({"reward_model": team.reward_model} if team.reward_model else {})}
+        for name, role in roles.items():
+            self._listen(name, role)
+
+    def recorded(self) -> dict[str, Any]:
+        """All that was heard."""
+        return {"steps": self._steps, "validations": self._validations}
+
+    @staticmethod
+    def _wrap(owner: Any, name: str, listener: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: listener(original, *args, **kwargs))
+
+    def _listen(self, name: str, role: ModelRole) -> None:
+        def on_columns(original: Callable[..., DataProto], method: str, batch: DataProto, *rest: Any) -> DataProto:
+            written = original(method, batch, *rest)
+            self._now["columns"] |= _columns(written)
+            return written
+
+        def on_update(original: Callable[..., Any], method: str, batch: DataProto) -> Any:
+            report = original(method, batch)
+            self._now["updates"].setdefault(name, []).append(report | {"row_ids": sorted(batch.row_ids.tolist())})
+            return report
+
+        self._wrap(role, "run", on_columns)
+        self._wrap(role, "evenly", on_columns)
+        self._wrap(role, "update", on_update)
+
+    def _on_generate(
+        self, original: Callable[..., Iterator[Generated]], requests: Sequence[GenerationRequest], sampling: Sampling
+    ) -> Iterator[Generated]:
+        asked = [
+            {"key": r.key, "uid": r.prompt, "prompt": r.prompt_ids.tolist(), "seed": r.seed, "max_tokens": r.max_tokens}
+            for r in requests
+        ]
+        how = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        self._asked = {"requests": asked, "sampling": how | {"stop": list(sampling.stop_token_ids)}}
+        return original(requests, sampling)
+
+    def _on_run(self, original: Callable[..., Scored], batch: DataProto, sampling: Sampling, step: int) -> Scored:
+        scored = original(batch, sampling, step)
+        generator = self._trainer.team.generator
+        kinds = {id(generator.training): "training", id(generator.greedy): "greedy"}
+        call = {"kind": kinds.get(id(sampling), "validation"), "step": step, "rows": _rows(scored.batch)}
+        self._now["calls"].append(call | self._asked)
+        return scored
+
+    def _on_step(self, original: Callable[..., Any]) -> Any:
+        before, self._now = self._now, _empty()
+        report = original()
+        team, step = self._trainer.team, report.step
+        self._now |= {
+            "step": step,
+            "row_ids": report.batch.row_ids.tolist(),
+            "scores": _values(report.batch, "scores"),
+            "kl_coef": team.kl.coef,
+            "weights": {name: str(self._weights / f"{step}-{name}") for name in team.roles},
+        }
+        for name, role in team.roles.items():
+            role.group.export(self._now["weights"][name])
+        self._steps.append(self._now)
+        self._now = before
+        return report
+
+    def _on_validate(self, original: Callable[..., dict[str, float]]) -> dict[str, float]:
+        before, self._now = self._now, _empty()
+        figures = original()
+        self._validations.append({"after": self._trainer.num_steps_done, "figures": figures} | self._now)
+        self._now = before
+        return figures
+
+
+def _empty() -> dict[str, Any]:
+    return {"calls": [], "columns": {}, "updates": {}}
+
+
+def _rows(batch: DataProto) -> list[dict[str, Any]]:
+    names = ["prompts", "responses", "rollout_log_probs", "scores", "truncated"]
+    names += [name for name in ("response_mask",) if name in batch.columns()]
+    columns = {name: _values(batch, name) for name in names}
+    texts = {name: batch.non_tensor_batch[name] for name in TEXTS}
+    return [
+        {"row_id": row_id}
+        | {name: column[row_id] for name, column in columns.items()}
+        | {name: texts[name][position] for name in TEXTS}
+        for position, row_id in enumerate(batch.row_ids.tolist())
+    ]
+
+
+def _columns(written: DataProto) -> dict[str, dict[int, list[float]]]:
+    here = written
+    if any(isinstance(column, RemoteColumn) for column in written.columns().values()):
+        here = fetch(written, FETCH_S)
+    return {name: _values(here, name) for name in here.columns()}
+
+
+def _values(batch: DataProto, name: str) -> dict[int, list[Any]]:
+    """Row id -> the row's values."""
+    column = batch.columns()[name]
+    ids = batch.row_ids.tolist()
+    if isinstance(column, Jagged):
+        ends = np.cumsum(batch.lengths(name))
+        rows = np.split(batch.values(name).numpy(), ends[:-1])
+        return dict(zip(ids, (row.tolist() for row in rows), strict=True))
+    return dict(zip(ids, ([value] for value in column.tolist()), strict=True))  # type: ignore[union-attr]

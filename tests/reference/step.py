@@ -1,0 +1,266 @@
+"""A whole training step, in plain torch with transformers' models: what mrl's workers, engines and layouts must equal.
+
+In: plain configuration, models, what the engines sampled. Out: columns, losses, norms, rates, weights and figures.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.reference import formulas
+from tests.reference.formulas import Row
+
+Loss = Callable[[list[Row]], tuple[Tensor, dict[str, float]]]
+Round = dict[str, Any]  # `sampled` and, for ReMax, `greedy`: rows that got a score; `figures` of the rewards
+
+
+class Adam:
+    """AdamW with a clipped gradient norm and a schedule; vectors (norms, biases) do not decay."""
+
+    def __init__(self, model: Any, settings: dict[str, Any]) -> None:
+        own = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.01, "clip_grad": 1.0}
+        self.own, self.schedule = own | settings["optimizer"], settings["schedule"]
+        self.parameters = list(model.parameters())
+        self.moments = [(torch.zeros_like(each), torch.zeros_like(each)) for each in self.parameters]
+        self.num_updates = 0
+
+    @property
+    def learning_rate(self) -> float:
+        """What the next update uses: up in a straight line from 0, then down to a share of the highest."""
+        at, peak, warmup = self.num_updates, self.own["lr"], self.schedule["warmup_steps"]
+        lowest, end = peak * self.schedule["min_lr_ratio"], self.schedule["decay_steps"]
+        if at < warmup:
+            return float(peak * at / warmup)
+        if self.schedule["decay"] == "constant":
+            return float(peak)
+        done = min((at - warmup) / (end - warmup), 1.0)
+        left = 1 - done if self.schedule["decay"] == "linear" else (math.cos(math.pi * done) + 1) / 2
+        return float(lowest + left * (peak - lowest))
+
+    @torch.no_grad()
+    def step(self, loss: Tensor) -> float:
+        """One update; the gradient norm before it was clipped."""
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        whole = [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients, strict=True)]
+        norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in whole))
+        clip = self.own["clip_grad"]
+        factor = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
+        rate, b1, b2 = self.learning_rate, self.own["adam_beta1"], self.own["adam_beta2"]
+        self.num_updates += 1
+        for parameter, gradient, (first, second) in zip(self.parameters, whole, self.moments, strict=True):
+            gradient = gradient * factor
+            first.mul_(b1).add_(gradient, alpha=1 - b1)
+            second.mul_(b2).add_(gradient.square(), alpha=1 - b2)
+            if parameter.ndim > 1:
+                parameter.mul_(1 - rate * self.own["weight_decay"])
+            denominator = (second / (1 - b2**self.num_updates)).sqrt() + self.own["adam_eps"]
+            parameter.sub_(rate * (first / (1 - b1**self.num_updates)) / denominator)
+        return norm
+
+
+def value_model(path: str, new_head: bool = False) -> Any:
+    """A model with one number per token; a head that the files lack begins at 0."""
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float64)
+    if new_head:
+        torch.nn.init.zeros_(model.score.weight)
+    return model
+
+
+def token_values(model: Any, row: Row, last: bool = False) -> Tensor:
+    """The value of the state before each written token; or, for a reward model, of the whole sample."""
+    values: Tensor = model.score(model.model(torch.tensor([[*row.prompt, *row.response]])).last_hidden_state)[0, :, 0]
+    return values[-1] if last else values[len(row.prompt) - 1 : -1][row.written]
+
+
+@torch.no_grad()
+def add_column(rows: list[Row], name: str, of_row: Callable[[Row], Tensor]) -> None:
+    """One value per written token."""
+    for row in rows:
+        row.columns[name] = of_row(row)
+
+
+class Reference:
+    """The models, their optimizers, and the KL coefficient, from step to step."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config, self.algorithm, model = config, config["algorithm"], config["model"]
+        self.actor = AutoModelForCausalLM.from_pretrained(model["path"], dtype=torch.float64)
+        self.initial, self.actor_adam = copy.deepcopy(self.actor), Adam(self.actor, config["actor"])
+        self.critic = self.reward_model = None
+        if config["critic"] is not None:
+            self.critic = value_model(model["critic"] or model["path"], new_head=model["critic"] is None)
+            self.critic_adam = Adam(self.critic, config["critic"])
+        if config["reward_model"] is not None:
+            self.reward_model = value_model(config["reward_model"]["path"])
+        self.kl_coef = self.algorithm["kl"]["coef"]
+
+    def step(self, number: int, rounds: Sequence[Round]) -> dict[str, Any]:
+        """One step, from what was sampled for it."""
+        rows, figures = self.collect(rounds)
+        for row in rows:
+            row.columns = {"rollout": row.rollout[row.written]}
+        if self.reward_model is not None:
+            figures |= self.add_model_scores(rows)
+        kl, batch = self.algorithm["kl"], self.config["batch"]
+        num_samples = batch["prompts_per_step"] * batch["samples_per_prompt"] * batch["epochs_per_step"]
+        if (
+            num_samples > batch["samples_per_update"]
+            or kl["where"] in ("reward", "both")
+            or self.algorithm["correction"] is not None
+        ):
+            add_column(rows, "old_log_probs", lambda row: self.log_probs(self.actor, row)[0])
+            figures |= formulas.mismatch(rows)
+        if kl["where"] != "none":
+            add_column(rows, "ref_log_probs", lambda row: self.log_probs(self.initial, row)[0])
+        if self.critic is not None:
+            add_column(rows, "values", lambda row: token_values(self.critic, row))
+        figures["reward/kl"] = formulas.add_advantages(rows, self.algorithm, self.kl_coef)
+        updates = {}
+        if self.critic is not None:
+            updates["critic"] = self.update(rows, number, self.critic_adam, self.critic_loss)
+        if number > self.config["training"]["critic_warmup_steps"]:
+            updates["actor"] = self.update(rows, number, self.actor_adam, self.actor_loss)
+        for role, of_role in updates.items():
+            names = [name for name in of_role[0] if name != "row_ids"]
+            figures |= {f"{role}/{name}": float(np.mean([each[name] for each in of_role])) for name in names}
+            figures[f"{role}/skipped"] = 0.0
+        if kl["target"] is not None:
+            error = min(max(figures["reward/kl"] / kl["target"] - 1, -0.2), 0.2)
+            self.kl_coef *= 1 + error * len(rows) / kl["horizon_samples"]
+        return {
+            "row_ids": [row.row_id for row in rows],
+            "scores": {row.row_id: [row.score] for row in rows},
+            "columns": {name: {row.row_id: row.spread(name) for row in rows} for name in rows[0].columns},
+            "updates": updates,
+            "kl_coef": self.kl_coef,
+            "metrics": figures | self.batch_figures(rows),
+        }
+
+    def collect(self, rounds: Sequence[Round]) -> tuple[list[Row], dict[str, float]]:
+        """The rows that are learnt from: of DAPO's rounds the prompts whose samples differ, as many as are wanted."""
+        rows, per_round, num_uniform = [], [], 0
+        wanted = self.config["batch"]["prompts_per_step"]
+        for each in rounds:
+            sampled, figures = list(each["sampled"]), dict(each["figures"])
+            if self.algorithm["advantage"] == "remax":
+                greedy = {row.uid: row.score for row in each["greedy"]}
+                sampled = [row for row in sampled if row.uid in greedy]
+                for row in sampled:
+                    row.baseline = greedy[row.uid]
+                figures["reward/greedy/mean"] = float(np.mean([row.baseline for row in sampled]))
+            if self.algorithm["dynamic_sampling"] is not None:
+                scores: dict[str, list[float]] = {}
+                for row in sampled:
+                    scores.setdefault(row.uid, []).append(row.score)
+                uneven = [uid for uid, of_uid in scores.items() if len(set(of_uid)) > 1]
+                num_uniform += sum(len(of_uid) > 1 and len(set(of_uid)) == 1 for of_uid in scores.values())
+                taken = set(uneven[: wanted - len({row.uid for row in rows})])
+                sampled = [row for row in sampled if row.uid in taken]
+            rows += sampled
+            per_round.append(figures)
+        figures = {name: float(np.mean([each.get(name, np.nan) for each in per_round])) for name in per_round[-1]}
+        if self.algorithm["dynamic_sampling"] is not None:
+            figures |= {"sampling/rounds": len(rounds), "sampling/uniform_prompts": num_uniform}
+        if overlong := self.algorithm["overlong"]:
+            longest, buffer = self.config["rollout"]["max_response_tokens"], overlong["buffer_tokens"]
+            into = [min(max(len(row.response) - (longest - buffer), 0) / buffer, 1.0) for row in rows]
+            penalties = [-overlong["factor"] * each for each in into]  # in a straight line through the last tokens
+            for row, penalty in zip(rows, penalties, strict=True):
+                row.score += penalty
+            figures["reward/overlong_penalty"] = float(np.mean(penalties))
+        return rows, figures
+
+    @torch.no_grad()
+    def add_model_scores(self, rows: list[Row]) -> dict[str, float]:
+        """The reward model's score of each sample, weighted, beside that of the functions."""
+        scores = [float(token_values(self.reward_model, row, last=True)) for row in rows]
+        for row, score in zip(rows, scores, strict=True):
+            row.score += self.config["reward_model"]["weight"] * score
+        return spread_of("reward/model", scores)
+
+    def log_probs(self, model: Any, row: Row) -> tuple[Tensor, Tensor]:
+        """Log-prob of each written token at the temperature of the rollout, and the entropy there."""
+        logits = model(torch.tensor([[*row.prompt, *row.response]])).logits[0, len(row.prompt) - 1 : -1]
+        log_probs = (logits / self.config["rollout"]["temperature"]).log_softmax(-1)[row.written]
+        sampled = log_probs.gather(1, torch.tensor(row.response)[row.written][:, None])[:, 0]
+        return sampled, -(log_probs.exp() * log_probs).sum(-1)
+
+    def update(self, rows: list[Row], step: int, adam: Adam, loss: Loss) -> list[dict[str, Any]]:
+        """All updates of one model in this step: in each epoch the rows in a new order, cut into equal parts."""
+        batch, reports = self.config["batch"], []
+        num_parts = max(1, round(len(rows) / batch["samples_per_update"]))
+        for epoch in range(batch["epochs_per_step"]):
+            order = np.random.default_rng([self.config["training"]["seed"], step - 1, epoch]).permutation(len(rows))
+            for part in np.array_split(order if num_parts > 1 else np.arange(len(rows)), num_parts):
+                chosen, rate = [rows[at] for at in part], adam.learning_rate
+                value, report = loss(chosen)
+                report |= {"loss": float(value.detach()), "grad_norm": adam.step(value), "lr": rate}
+                reports.append(report | {"row_ids": sorted(row.row_id for row in chosen)})
+        return reports
+
+    def actor_loss(self, rows: list[Row]) -> tuple[Tensor, dict[str, float]]:
+        """L = sum_t w_t (c_t pg_t + kl_coef kl_t - entropy_coef H_t), with c the correction."""
+        loss, kl = self.algorithm["loss"], self.algorithm["kl"]
+        terms: dict[str, Any] = {"pg_loss": 0.0, "kl_loss": 0.0, "entropy": 0.0}
+        sums: Counter[str] = Counter()
+        for row, weight in zip(rows, formulas.token_weights(self.config, rows), strict=True):
+            log_probs, entropy = self.log_probs(self.actor, row)
+            of_token, reports = formulas.policy_loss(loss, log_probs, row)
+            if self.algorithm["correction"] is not None:
+                of_token = of_token * formulas.correction(self.algorithm["correction"], row)
+            terms["pg_loss"] = terms["pg_loss"] + weight * of_token.sum()
+            terms["entropy"] = terms["entropy"] + weight * entropy.sum()
+            if kl["where"] in ("loss", "both"):
+                estimate = formulas.kl_estimate(kl["in_loss"], log_probs, row.columns["ref_log_probs"])
+                terms["kl_loss"] = terms["kl_loss"] + weight * estimate.sum()
+            reports |= {"entropy_mean": entropy, "rollout_diff": (log_probs - row.columns["rollout"]).abs()}
+            sums.update({name: float(value.sum()) for name, value in reports.items()})  # type: ignore[arg-type]
+        # The coefficient of the loss stays; only the reward's is steered.
+        whole = terms["pg_loss"] + kl["coef"] * terms["kl_loss"] - loss["entropy_coef"] * terms["entropy"]
+        there = {"pg_loss": True, "kl_loss": kl["where"] in ("loss", "both"), "entropy": bool(loss["entropy_coef"])}
+        shown = {name: float(terms[name].detach()) for name in terms if there[name]}
+        return whole, means(sums, rows) | shown | {"tokens": float(sum(row.num_written for row in rows))}
+
+    def critic_loss(self, rows: list[Row]) -> tuple[Tensor, dict[str, float]]:
+        """L = sum_t w_t value_loss_t."""
+        whole, sums = torch.zeros((), dtype=torch.float64), Counter[str]()
+        for row, weight in zip(rows, formulas.token_weights(self.config, rows), strict=True):
+            values = token_values(self.critic, row)
+            of_token, reports = formulas.value_loss(self.algorithm["loss"]["value_clip"], values, row)
+            whole = whole + weight * of_token.sum()
+            sums.update({name: float(value.sum()) for name, value in reports.items()})  # type: ignore[arg-type]
+        return whole, means(sums, rows) | {"vf_loss": float(whole.detach())}
+
+    def batch_figures(self, rows: list[Row]) -> dict[str, float]:
+        """Scores and lengths of the batch, and how many prompts teach nothing."""
+        responses, prompts = [len(row.response) for row in rows], [len(row.prompt) for row in rows]
+        num_scores = Counter(uid for uid, _ in {(row.uid, row.score) for row in rows})
+        figures = {
+            "response_length/clip_ratio": responses.count(self.config["rollout"]["max_response_tokens"]) / len(rows),
+            "groups/uniform_share": list(num_scores.values()).count(1) / len(num_scores),
+            "batch/samples": len(rows),
+            "perf/total_num_tokens": sum(prompts) + sum(responses),
+        }
+        columns = {"critic/score": [row.score for row in rows], "response_length": responses, "prompt_length": prompts}
+        return figures | {
+            name: value for key, values in columns.items() for name, value in spread_of(key, values).items()
+        }
+
+
+def spread_of(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Mean, largest and smallest."""
+    return {f"{name}/mean": float(np.mean(values)), f"{name}/max": max(values), f"{name}/min": min(values)}
+
+
+def means(sums: Counter[str], rows: list[Row]) -> dict[str, float]:
+    """Over the tokens of an update."""
+    return {name: value / max(sum(row.num_written for row in rows), 1) for name, value in sums.items()}

@@ -1,0 +1,65 @@
+"""Three steps of the real trainer, workers and Megatron in every pair of options, against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.config.load import load_config
+from mrl.engine.local_world import run_on_ranks
+from tests.reference.compare import hold
+from tests.reference.judge import Judge
+from tests.reference.matrix import all_cases, record
+from tests.reference.models import make_models
+from tests.reference.rewards import FUNCTION
+
+LIMIT_S = 500.0
+TOLERANCE = 1e-5
+NAMES = [
+    pytest.param(name, marks=[] if name.endswith("quick") else [pytest.mark.slow])
+    for name in ("1-quick", "2-quick", "1-0", "1-1", "2-0", "2-1")
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    make_models(directory)
+    return directory
+
+
+@pytest.mark.parametrize("part", NAMES)
+def test_every_quantity_is_the_reference_s(part: str, models: Path, tmp_path: Path) -> None:
+    ranks, cases = all_cases(models)[part]
+    recordings = run_on_ranks(ranks, record, cases, str(tmp_path), timeout_s=LIMIT_S)[0]
+    seen: Counter[str] = Counter()
+    for case, recording in zip(cases, recordings, strict=True):
+        recorded: dict[str, Any] = json.loads(recording)
+        config = dataclasses.asdict(load_config(str(tmp_path / "rank-0" / f"{case.name}.yaml")).config)
+        differences = hold(config, recorded, FUNCTION)
+        off = {name: f"{value:.1e}" for name, value in differences.items() if not value <= TOLERANCE}
+        assert not off, f"{case.name}: {off}\n{describe(config)}"
+        if not (case.failures or case.mask):
+            Judge(config).judge(recorded)
+        seen.update(name for line in recorded["metrics"] for name, value in line.items() if value)
+    for name in BITE:
+        assert seen[name], f"{name} is 0 in every step of every case: its option has not been tried"
+
+
+BITE = (
+    *("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_clipfrac", "reward/kl", "actor/kl_loss"),
+    *("actor/entropy", "reward/failed/raised", "sampling/uniform_prompts", "reward/overlong_penalty"),
+    *("reward/model/mean", "reward/greedy/mean", "response_length/clip_ratio", "groups/uniform_share"),
+)
+"""Figures that are 0 where an option does nothing."""
+
+
+def describe(config: dict[str, Any]) -> str:
+    """What a case is, in a few lines."""
+    names = ("algorithm", "batch", "training")
+    return "\n".join(f"  {name}: {json.dumps(config[name])}" for name in names)

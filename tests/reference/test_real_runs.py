@@ -1,0 +1,79 @@
+"""Whole runs, with Ray's processes and a vLLM engine: recorded, judged, and held against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.config.load import load_config
+from tests.reference.compare import hold
+from tests.reference.judge import Judge
+from tests.reference.matrix import make_case
+from tests.reference.models import make_models
+from tests.reference.rewards import FUNCTION
+
+ROOT = Path(__file__).resolve().parents[2]
+TOLERANCE = 1e-5
+PLAIN = {
+    "gamma": (1.0, 1.0),
+    "in_reward": "k1",
+    "in_loss": "k3",
+    "policy": "ppo",
+    "aggregation": "token-mean",
+    "clip": (0.1, 0.2, 3.0),
+    "temperature": 0.7,
+    "updates": "2 updates",
+    "schedule": "warmup linear",
+    "entropy": 0.01,
+    "correction": None,
+    "sampling": "plain",
+    "mask": False,
+    "reward_model": None,
+    "resume": False,
+}
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ppo-1": (
+        {"advantage": "gae", "kl": "both adaptive", "whiten": True, "value_clip": 0.05, "warmup": 1, "head": "made"},
+        {"parallel": {"tp": 2}},
+    ),
+    "remax-2": ({"advantage": "remax", "kl": "loss", "correction": ("token", "truncate"), "updates": "1 update"}, {}),
+}
+"""Name -> options beside the plain ones, and the actor's own settings; two devices each."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_real_run_is_the_reference_s(name: str, tmp_path: Path) -> None:
+    make_models(tmp_path / "models")
+    options, own = RUNS[name]
+    values = make_case(name, PLAIN | options, tmp_path / "models", num_ranks=2).values
+    values |= {"run": {"name": name, "dir": str(tmp_path)}, "sync": {"probe_tolerance": 1e-4}}
+    values["actor"] |= own
+    values["rollout"] |= {"vllm": {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26}}
+    values["training"] |= {"save_every": 1, "keep": 3}
+    config, file = tmp_path / "run.yaml", tmp_path / "recorded.json"
+    config.write_text(json.dumps(values))
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.reference.record_run", str(config), str(file)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    recorded = json.loads(file.read_text())
+    plain = dataclasses.asdict(load_config(str(config)).config)
+    Judge(plain).judge(recorded)
+    differences = hold(plain, recorded, FUNCTION)
+    off = {key: f"{value:.1e}" for key, value in differences.items() if not value <= TOLERANCE}
+    assert not off, off
+    assert len(recorded["steps"]) == 3
