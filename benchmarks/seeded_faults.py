@@ -1,122 +1,281 @@
-"""How many of a hundred mistakes in `mrl/algos/` the tests notice.
+"""How many of several hundred faults in mrl the tests notice, package by package.
 
-    python benchmarks/seeded_faults.py [--json FILE] [--only TEXT]
+    python benchmarks/seeded_faults.py [--json FILE] [--only TEXT] [--slow] [--jobs N]
 
-`mrl/algos/` and `tests/algos/` are copied to a temporary folder, one mistake (`algorithm_faults.py`) is put into the
-copy, and the tests run on it until the first fails. The process that has torch loaded forks once per mistake. Exit
-status 1 if fewer than 90 of 100 are caught.
+`benchmarks/faults/` holds the faults, a file per package, and `tests.toml`, which says what a change of a file runs.
+The sources are copied to a temporary folder, one fault is put into the copy, and those tests run on it until the first
+fails, in a process that has the heavy libraries loaded already; without the fault that test must pass. With `--slow`
+the slow ones follow where the quick ones have let a fault pass. `further.toml` holds faults that were planted only
+after the tests had been finished.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.queues import Queue
 from pathlib import Path
-
-import hypothesis  # noqa: F401  loaded before the forks
-import pytest
-import torch
-import torch.distributed  # loaded before the forks
-import torch.multiprocessing
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.algorithm_faults import FAULTS
 from benchmarks.harness import Benchmark, parser
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-LEAST_CAUGHT_SHARE = 0.9
-FEWEST_FAULTS = 100
-TIMEOUT_S = 120
-"""A fault that makes the tests hang is caught, too."""
+FAULTS = REPOSITORY / "benchmarks" / "faults"
+FURTHER = "further"
+COPIED = ("mrl", "tests", "benchmarks", "configs", "launch", "docs", "README.md", "pyproject.toml")
+LIMITS_S = {"quick": 300.0, "slow": 600.0}
+"""Of one call of pytest. What is then still running has not noticed anything."""
 CASES_PER_TEST = "25"
-TEST_FILES = ("test_field_bugs.py", "test_reference_values.py", "test_against_float64.py", "test_properties.py")
-PASSED, FAILED = int(pytest.ExitCode.OK), int(pytest.ExitCode.TESTS_FAILED)
+LEAST_SHARES = {"all": 0.95, "package": 0.9, FURTHER: 0.9}
+PASSED, FAILED, NO_TESTS = 0, 1, 5  # pytest's exit codes
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change of one file."""
+
+    id: str
+    file: str
+    old: str
+    new: str
+    what: str = ""
+    group: str = ""
+    """Its package, or `further`."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the tests made of a fault."""
+
+    fault: Fault
+    caught: str
+    """quick, slow, no, or invalid where no test could be collected."""
+    by: str
+    seconds: float
+
+
+def read_faults() -> list[Fault]:
+    """All faults; the text of each occurs once in its file."""
+    found = []
+    for path in sorted(FAULTS.glob("*.toml")):
+        if path.stem != "tests":
+            found += [Fault(**each, group=path.stem) for each in tomllib.loads(path.read_text())["fault"]]
+    for fault in found:
+        if (times := (REPOSITORY / fault.file).read_text().count(fault.old)) != 1:
+            raise SystemExit(f"{fault.id}: {fault.file} has this {times} times, not once: {fault.old}")
+    order = list(table()["quick"])
+    return sorted(found, key=lambda fault: order.index(package_of(fault.file)))
+
+
+def table() -> dict[str, Any]:
+    """What `tests.toml` says."""
+    return tomllib.loads((FAULTS / "tests.toml").read_text())
+
+
+def package_of(file: str) -> str:
+    """`mrl/trainer` of `mrl/trainer/ppo.py`."""
+    return "/".join(file.split("/")[:2])
+
+
+def tests_of(file: str, speed: str) -> list[str]:
+    """What a change of a file runs, one call of pytest each: its own tests first, then those of its package."""
+    own = Path("tests", *Path(file).parts[1:-1], f"test_{Path(file).stem}.py")
+    chosen: list[str] = table()[speed].get(package_of(file), [])
+    return [str(own), *chosen] if (REPOSITORY / own).exists() else chosen
 
 
 def copy_of_sources(folder: Path) -> None:
-    """What the tests of the algorithms need, and nothing else."""
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(REPOSITORY / "mrl" / "algos", folder / "mrl" / "algos", ignore=ignore)
-    shutil.copytree(REPOSITORY / "tests" / "algos", folder / "tests" / "algos", ignore=ignore)
-    for name in ("__init__.py", "errors.py", "registry.py"):
-        shutil.copy(REPOSITORY / "mrl" / name, folder / "mrl" / name)
+    """What the tests need."""
+    for name in COPIED:
+        source = REPOSITORY / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, folder / name)
 
 
-def run_tests(folder: Path) -> int:
-    """pytest's exit code on the copy, in a fork; `FAILED` for a run that had to be stopped."""
+class FirstFailure:
+    """A plugin of pytest: the first test that fails, and where one cannot even be read."""
+
+    def __init__(self) -> None:
+        self.name = ""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed and not self.name:
+            self.name = str(report.nodeid)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed and not self.name:
+            self.name = f"not collected: {report.nodeid}"
+
+
+def run_tests(folder: Path, tests: str, speed: str) -> tuple[int, str]:
+    """pytest's exit code on the copy, in a fork, and the first test that failed; PASSED where the time is over."""
+    reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        _tests_in_child(folder)
-    deadline = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return FAILED
+        os.close(reading)
+        _tests_in_child(folder, tests, speed, writing)
+    os.close(writing)
+    deadline, status = time.monotonic() + LIMITS_S[speed], None
+    while status is None and time.monotonic() < deadline:
+        done, found = os.waitpid(child, os.WNOHANG)
+        status = found if done else None
+        time.sleep(0.05)
+    if status is None:
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return PASSED, "out of time"
+    with os.fdopen(reading) as file:
+        code, first = os.waitstatus_to_exitcode(status), file.read()
+    return PASSED if code == NO_TESTS else code, first
 
 
-def _tests_in_child(folder: Path) -> None:
+def _tests_in_child(folder: Path, tests: str, speed: str, writing: int) -> None:
+    import pytest
+
+    os.setpgid(0, 0)
     os.chdir(folder)
-    os.environ["MRL_ALGO_CASES"] = CASES_PER_TEST
+    os.environ |= {"MRL_ALGO_CASES": CASES_PER_TEST, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     sys.path[0] = str(folder)
-    for name in [name for name in sys.modules if name.split(".")[0] in ("mrl", "tests")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("mrl", "tests", "benchmarks")]:
         del sys.modules[name]
     sys.dont_write_bytecode = True
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
-        options = ["-x", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", "-c", os.devnull]
-        options.append(f"--rootdir={folder}")
-        code = pytest.main([*options, *(str(folder / "tests" / "algos" / name) for name in TEST_FILES)])
+        first = FirstFailure()
+        options = ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}", f"--basetemp={folder}/tmp"]
+        options += ["-m", "slow" if speed == "slow" else "not slow", "-W", "ignore"]
+        options += [f"--deselect={test}" for test in table()["deselected"]]
+        code = pytest.main([*options, tests], plugins=[first])
+    os.write(writing, first.name.encode())
     os._exit(int(code))
 
 
-def apply(folder: Path, fault: tuple[str, str, str]) -> None:
-    """Put the mistake into the copy."""
-    name, old, new = fault
-    path = folder / "mrl" / "algos" / name
-    text = path.read_text()
-    if text.count(old) != 1:
-        raise SystemExit(f"{name}: occurs {text.count(old)} times, not once: {old}")
-    path.write_text(text.replace(old, new))
+class Judge:
+    """Puts faults into a copy of the sources and looks what notices them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._sound: dict[str, bool] = {}
+        copy_of_sources(folder)
+
+    def judge(self, fault: Fault, speeds: Sequence[str]) -> Verdict:
+        """Run the fault's tests, those of its own module first, until one fails that passes without the fault."""
+        began, path = time.monotonic(), self.folder / fault.file
+        whole, notes = path.read_text(), []
+        for speed in speeds:
+            for tests in tests_of(fault.file, speed):
+                path.write_text(whole.replace(fault.old, fault.new))
+                code, by = run_tests(self.folder, tests, speed)
+                path.write_text(whole)
+                if code == PASSED or (code == FAILED and not self._is_sound(by, speed)):
+                    notes += [by] if by else []
+                    continue
+                caught = speed if code == FAILED else "invalid"
+                return Verdict(fault, caught, by or f"pytest's exit code {code}", time.monotonic() - began)
+        return Verdict(fault, "no", ", ".join(notes), time.monotonic() - began)
+
+    def _is_sound(self, test: str, speed: str) -> bool:
+        """Whether it passes without any fault; if not, what it says of one is nothing."""
+        if test not in self._sound:
+            self._sound[test] = run_tests(self.folder, test, speed)[0] == PASSED
+        return self._sound[test]
+
+
+def _work(faults: Sequence[Fault], speeds: Sequence[str], waiting: Queue[int | None], done: Queue[Verdict]) -> None:
+    """Judge faults until none is waiting."""
+    _preload()
+    with tempfile.TemporaryDirectory() as temporary:
+        judge = Judge(Path(temporary))
+        while (number := waiting.get()) is not None:
+            done.put(judge.judge(faults[number], speeds))
+
+
+def _preload() -> None:
+    """What most tests load first: a fork has it at once."""
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+    import torch.multiprocessing
+    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def verdicts(faults: Sequence[Fault], speeds: Sequence[str], jobs: int) -> Iterator[Verdict]:
+    """Every fault's, as they come."""
+    context = multiprocessing.get_context("fork")
+    waiting: Queue[int | None] = context.Queue()
+    done: Queue[Verdict] = context.Queue()
+    for number in [*range(len(faults)), *[None] * jobs]:
+        waiting.put(number)
+    workers = [context.Process(target=_work, args=(faults, speeds, waiting, done)) for _ in range(jobs)]
+    for worker in workers:
+        worker.start()
+    try:
+        for _ in faults:
+            yield done.get()
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+
+
+def summarize(bench: Benchmark, found: Sequence[Verdict]) -> None:
+    """A row per package, the faults that were not noticed, and the goals."""
+    groups: dict[str, list[Verdict]] = {}
+    for verdict in found:
+        groups.setdefault(verdict.fault.group, []).append(verdict)
+    planted = [verdict for group, of_group in groups.items() for verdict in of_group if group != FURTHER]
+    for group, of_group in [*sorted(groups.items()), ("all", planted)]:
+        counts = {kind: sum(each.caught == kind for each in of_group) for kind in ("quick", "slow", "no", "invalid")}
+        bench.row(group=group, faults=len(of_group), **counts)
+    for verdict in found:
+        if verdict.caught in ("no", "invalid"):
+            bench.row(group=verdict.fault.group, fault=verdict.fault.id, what=verdict.fault.what or verdict.fault.new)
+    bench.goal("faults", len(found), at_least=200)
+    bench.goal("share caught, all", share(planted), at_least=LEAST_SHARES["all"])
+    for group, of_group in sorted(groups.items()):
+        bench.goal(f"share caught, {group}", share(of_group), at_least=LEAST_SHARES["package"])
+
+
+def share(found: Sequence[Verdict]) -> float:
+    """Of the valid faults."""
+    valid = [verdict for verdict in found if verdict.caught != "invalid"]
+    return sum(verdict.caught != "no" for verdict in valid) / max(1, len(valid))
 
 
 def main() -> int:
-    """Check that the tests pass as they are, then count."""
-    arguments_parser = parser("How many of a hundred mistakes in mrl/algos/ the tests notice.")
-    arguments_parser.add_argument("--only", default="", help="only faults whose file or text contains this")
+    """Judge the chosen faults, and count."""
+    arguments_parser = parser("How many of several hundred faults in mrl the tests notice.")
+    arguments_parser.add_argument("--only", default="", help="only faults whose id is this, or whose file contains it")
+    arguments_parser.add_argument("--slow", action="store_true", help="run slow tests too, where no quick one fails")
+    arguments_parser.add_argument("--jobs", type=int, default=1, help="faults that are judged at a time")
     arguments = arguments_parser.parse_args()
-    torch.set_num_threads(1)
-    chosen = [fault for fault in FAULTS if arguments.only in " ".join(fault)]
-    bench = Benchmark("seeded_faults")
-    begin = time.perf_counter()
-    num_caught = 0
-    for number, fault in enumerate([None, *chosen]):
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            copy_of_sources(folder)
-            if fault is not None:
-                apply(folder, fault)
-            code = run_tests(folder)
-        if fault is None:
-            if code != PASSED:
-                raise SystemExit(f"the tests fail without any fault (pytest's exit code {code})")
-            continue
-        if code not in (PASSED, FAILED):
-            raise SystemExit(f"not a fault that tests could judge (pytest's exit code {code}): {fault}")
-        num_caught += code == FAILED
-        bench.row(number=number, file=fault[0], caught=code == FAILED, fault=" ".join(fault[2].split())[:90])
-    bench.row(file="all", caught=f"{num_caught} of {len(chosen)}", fault=f"{time.perf_counter() - begin:.0f} s")
-    bench.goal("faults", len(chosen), at_least=FEWEST_FAULTS)
-    bench.goal("share that the tests catch", num_caught / max(1, len(chosen)), at_least=LEAST_CAUGHT_SHARE)
+    only = arguments.only.split(",")
+    faults = [
+        fault
+        for fault in read_faults()
+        if not arguments.only or fault.id in only or any("/" in text and text in fault.file for text in only)
+    ]
+    bench, found = Benchmark("seeded_faults"), []
+    for verdict in verdicts(faults, ("quick", "slow") if arguments.slow else ("quick",), arguments.jobs):
+        found.append(verdict)
+        line = f"{len(found)}/{len(faults)} {verdict.fault.id} {verdict.fault.file} {verdict.caught}"
+        print(f"{line} {verdict.seconds:.0f} s {verdict.by}", flush=True)
+    summarize(bench, found)
     return bench.finish(arguments)
 
 

@@ -26,7 +26,7 @@ Differences = dict[str, float]
 def hold(config: dict[str, Any], recorded: Mapping[str, Any], function: str) -> Differences:
     """Quantity -> largest difference over all steps, as a share of its size where that is above 1."""
     torch.set_num_threads(1)
-    reference, found = Reference(config), defaultdict(float)
+    reference, found = Reference(config), defaultdict[str, float](float)
     lines = [line for line in recorded["metrics"] if line["step"] > 0]  # before the first there is only a validation
     for number, step in enumerate(recorded["steps"], 1):
         assert step["step"] == number, f"step {step['step']} came as number {number}"

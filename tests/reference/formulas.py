@@ -126,7 +126,7 @@ def add_advantages(rows: Sequence[Row], algorithm: dict[str, Any], kl_coef: floa
             advantages = whitened(rows, advantages)
     for row, of_row in zip(rows, advantages, strict=True):
         row.columns["advantages"] = torch.tensor(of_row, dtype=torch.float64)
-    return sum(row_kls) / max(len(row_kls), 1)
+    return float(sum(row_kls) / max(len(row_kls), 1))
 
 
 def _generalized(rows: Sequence[Row], rewards: list[list[float]], algorithm: dict[str, Any]) -> list[list[float]]:

@@ -83,7 +83,7 @@ class LocalGroup(RayWorkerGroup):
                 written = [sorted(answer.columns()) for answer in answers]
                 assert written == [sorted(spec.writes)] * len(shards), f"{spec.name} wrote {written}"
             return _Answered(_join_shards(answers) if spec.writes else answers)
-        agreed = [args, kwargs]
+        agreed: list[Any] = [args, kwargs]
         dist.broadcast_object_list(agreed)  # paths are rank 0's
         return _Answered(self._gathered(getattr(self._worker, spec.name)(*agreed[0], **agreed[1])))
 
@@ -101,7 +101,7 @@ class ScriptedEngine:
 
     full_tensors_because = ""
 
-    def __init__(self, config: Config, stop_token: int, groups: Sequence[LocalGroup]) -> None:
+    def __init__(self, config: Config, stop_token: Any, groups: Sequence[RayWorkerGroup]) -> None:
         self._groups = groups
         self._stop_token, self._vocab_log = stop_token, float(np.log(200))
         self._symbols = np.frombuffer(ALPHABET, dtype=np.uint8)
@@ -135,7 +135,7 @@ class ScriptedEngine:
             length = int(chance.integers(1, request.max_tokens + 2))
             stops = length <= request.max_tokens
             text = bytes(chance.choice(self._symbols, min(length, request.max_tokens))).decode()
-            ids = np.array(self._encode(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+            ids = np.array(self._encode([text], add_special_tokens=False)["input_ids"][0], dtype=np.int32)
             if stops:
                 ids[-1] = self._stop_token
             log_probs = (-self._vocab_log + chance.normal(0, 0.3, len(ids))).astype(np.float32)

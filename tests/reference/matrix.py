@@ -82,7 +82,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         for i in range(len(factors[a]))
         for j in range(len(factors[b]))
     }
-    found = []
+    found: list[dict[str, Any]] = []
     while missing:
         chosen = dict(min(missing, key=lambda pair: [(names.index(name), level) for name, level in pair]))
         for name in names:

@@ -147,7 +147,8 @@ class Reference:
 
     def collect(self, rounds: Sequence[Round]) -> tuple[list[Row], dict[str, float]]:
         """The rows that are learnt from: of DAPO's rounds the prompts whose samples differ, as many as are wanted."""
-        rows, per_round, num_uniform = [], [], 0
+        rows: list[Row] = []
+        per_round, num_uniform = [], 0
         wanted = self.config["batch"]["prompts_per_step"]
         for each in rounds:
             sampled, figures = list(each["sampled"]), dict(each["figures"])
@@ -223,7 +224,7 @@ class Reference:
                 estimate = formulas.kl_estimate(kl["in_loss"], log_probs, row.columns["ref_log_probs"])
                 terms["kl_loss"] = terms["kl_loss"] + weight * estimate.sum()
             reports |= {"entropy_mean": entropy, "rollout_diff": (log_probs - row.columns["rollout"]).abs()}
-            sums.update({name: float(value.sum()) for name, value in reports.items()})  # type: ignore[arg-type]
+            sums.update({name: float(value.sum()) for name, value in reports.items()})
         # The coefficient of the loss stays; only the reward's is steered.
         whole = terms["pg_loss"] + kl["coef"] * terms["kl_loss"] - loss["entropy_coef"] * terms["entropy"]
         there = {"pg_loss": True, "kl_loss": kl["where"] in ("loss", "both"), "entropy": bool(loss["entropy_coef"])}
@@ -237,23 +238,21 @@ class Reference:
             values = token_values(self.critic, row)
             of_token, reports = formulas.value_loss(self.algorithm["loss"]["value_clip"], values, row)
             whole = whole + weight * of_token.sum()
-            sums.update({name: float(value.sum()) for name, value in reports.items()})  # type: ignore[arg-type]
+            sums.update({name: float(value.sum()) for name, value in reports.items()})
         return whole, means(sums, rows) | {"vf_loss": float(whole.detach())}
 
     def batch_figures(self, rows: list[Row]) -> dict[str, float]:
         """Scores and lengths of the batch, and how many prompts teach nothing."""
         responses, prompts = [len(row.response) for row in rows], [len(row.prompt) for row in rows]
         num_scores = Counter(uid for uid, _ in {(row.uid, row.score) for row in rows})
-        figures = {
+        figures: dict[str, float] = {
             "response_length/clip_ratio": responses.count(self.config["rollout"]["max_response_tokens"]) / len(rows),
             "groups/uniform_share": list(num_scores.values()).count(1) / len(num_scores),
             "batch/samples": len(rows),
             "perf/total_num_tokens": sum(prompts) + sum(responses),
         }
-        columns = {"critic/score": [row.score for row in rows], "response_length": responses, "prompt_length": prompts}
-        return figures | {
-            name: value for key, values in columns.items() for name, value in spread_of(key, values).items()
-        }
+        figures |= spread_of("critic/score", [row.score for row in rows]) | spread_of("response_length", responses)
+        return figures | spread_of("prompt_length", prompts)
 
 
 def spread_of(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -1,0 +1,72 @@
+"""A step of mrl against an independent one: the largest difference of every quantity, option by option.
+
+    python benchmarks/reference.py [--json FILE] [--quick]
+
+Real trainer, workers and Megatron on one and two ranks, three steps a run, in every pair of options; the other side is
+`tests/reference/step.py`, plain torch in float64. Differences are shares of a quantity's size where that is above 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import Benchmark, parser
+from mrl.config.load import load_config
+from mrl.engine.local_world import run_on_ranks
+from tests.reference.compare import hold
+from tests.reference.matrix import all_cases, record
+from tests.reference.models import make_models
+from tests.reference.rewards import FUNCTION
+
+LARGEST = 1e-5
+LIMIT_S = 900.0
+COLUMNS = ("scores", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")
+
+
+def kind_of(quantity: str) -> str:
+    """Which column of the table a quantity belongs to."""
+    if quantity.startswith("metric ") or quantity == "scores":
+        return "figures"
+    if quantity in COLUMNS:
+        return quantity
+    return quantity.split()[-1].replace("lr", "rates").replace("kl_coef", "rates")
+
+
+def main() -> int:
+    """Record, compare, and print the table."""
+    arguments_parser = parser("A step of mrl against an independent one.")
+    arguments_parser.add_argument("--quick", action="store_true", help="only the runs of `make test`")
+    arguments = arguments_parser.parse_args()
+    bench, largest = Benchmark("reference"), defaultdict[tuple[str, str], dict[str, float]](dict)
+    num_runs: dict[tuple[str, str], int] = defaultdict(int)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make_models(folder / "models")
+        for part, (ranks, cases) in all_cases(folder / "models").items():
+            if arguments.quick and not part.endswith("quick"):
+                continue
+            recordings = run_on_ranks(ranks, record, cases, temporary, timeout_s=LIMIT_S)[0]
+            for case, recording in zip(cases, recordings, strict=True):
+                config = dataclasses.asdict(load_config(str(folder / "rank-0" / f"{case.name}.yaml")).config)
+                differences = hold(config, json.loads(recording), FUNCTION)
+                for option, level in {"all": "", **case.options}.items():
+                    num_runs[option, str(level)] += 1
+                    found = largest[option, str(level)]
+                    for quantity, value in differences.items():
+                        found[kind_of(quantity)] = max(found.get(kind_of(quantity), 0.0), value)
+            print(f"{part}: {len(cases)} runs", flush=True)
+    for (option, level), found in sorted(largest.items()):
+        bench.row(option=option, level=level, runs=num_runs[option, level], **dict(sorted(found.items())))
+    bench.goal("largest difference", max(largest["all", ""].values()), at_most=LARGEST)
+    return bench.finish(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
