@@ -83,6 +83,10 @@ class Optimizer:
         self.num_skipped = 0
         self.num_skipped_in_a_row = 0
         chunks[0].config.finalize_model_grads_func = _add_up_gradients
+        # Without it gradients go out after as many micro-batches as the first step had, though others still follow.
+        no_sync = [chunk.no_sync for chunk in self.chunks]
+        chunks[0].config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        self._gathers_late = ddp_config.overlap_param_gather
 
     @property
     def _parts(self) -> list[Any]:
@@ -114,6 +118,8 @@ class Optimizer:
             if self.config.clip_grad > 0 and (parameters := part.get_parameters()):
                 clip_grad_by_total_norm_fp32(parameters, self.config.clip_grad, grad_norm)
         self.optimizer.step_with_ready_grads()
+        if self._gathers_late:  # Megatron would gather in the next forward pass; weights may be sent or saved before
+            self._gather_parameters()
         self.schedule.step(1)
         return StepOutcome(grad_norm, learning_rate, applied=True)
 
@@ -176,6 +182,10 @@ class Optimizer:
         """The model's parameters from the float32 weights that the ranks own, as after a step."""
         for part in self._parts:
             part._copy_main_params_to_model_params()
+        self._gather_parameters()
+
+    def _gather_parameters(self) -> None:
+        """Give every rank all of the model's parameters, which each has updated a part of."""
         for chunk in self.chunks:
             chunk.start_param_sync(force_sync=True)
 
