@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from mrl.errors import MrlError
 from mrl.rewards.catalogue import RewardFunction, load_reward_function
-from mrl.rewards.frames import MOST_SAMPLE_BYTES, FrameReader, control, frame, to_json
+from mrl.rewards.frames import MOST_REPLY_BYTES, MOST_SAMPLE_BYTES, FrameReader, control, frame, to_json
 from mrl.rewards.outcome import BadResult, FailureKind, failure_reply, numbers_of
 from mrl.rewards.processes import adopt_orphans, children, die_with, end_group, has_children, reap
 from mrl.rewards.sample import Sample
@@ -132,7 +132,10 @@ def score_sample(functions: list[RewardFunction], body: bytes, memory_bytes: int
             parts |= {label if name == "score" else f"{label}/{name}": number for name, number in scored.items()}
         if not math.isfinite(value):
             raise BadResult("the weighted sum is not a finite number")
-        return {"value": value, "parts": parts, "seconds": time.monotonic() - begin}
+        reply = {"value": value, "parts": parts, "seconds": time.monotonic() - begin}
+        if (size := len(to_json(reply))) > MOST_REPLY_BYTES:
+            raise BadResult(f"the {len(parts)} parts of all functions take {size} bytes; at most {MOST_REPLY_BYTES}")
+        return reply
     except BadResult as error:
         kind, detail = "bad_result", str(error)
     except MemoryError:

@@ -179,3 +179,12 @@ def test_figures_stand_for_their_own_source() -> None:
         "reward/seconds/max": 3.0,
     }
     assert reward_metrics([], [])["reward/failed_share"] == 0.0
+
+
+def test_an_answer_that_no_frame_holds_is_a_bad_result_that_says_so() -> None:
+    """Within the limits of each function's own parts, several functions can say more than a worker may send."""
+    parts = {f"{number:02}" + "\N{GRINNING FACE}" * 90: 0.5 for number in range(99)}
+    reply = score_sample([function("talk", 1.0, {"score": 1.0} | parts)], make_sample().to_json(), 1 << 30)
+    assert reply["failure"] == "bad_result"
+    assert "talk: the 100 parts of all functions take " in reply["detail"]
+    assert reply["detail"].endswith("bytes; at most 65536")
