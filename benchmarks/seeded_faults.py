@@ -38,6 +38,8 @@ LIMITS_S = {"quick": 300.0, "slow": 600.0}
 CASES_PER_TEST = "25"
 LEAST_SHARES = {"all": 0.95, "package": 0.9, FURTHER: 0.9}
 PASSED, FAILED, NO_TESTS = 0, 1, 5  # pytest's exit codes
+DEADLY = [-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGSEGV, -signal.SIGABRT]
+"""By which a fault may end the tests themselves; SIGKILL may be the machine's, for lack of memory."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ def _tests_in_child(folder: Path, tests: str, speed: str, writing: int) -> None:
     os.chdir(folder)
     os.environ |= {"MRL_ALGO_CASES": CASES_PER_TEST, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     sys.path[0] = str(folder)
+    del sys.modules["__main__"].__file__  # or processes that tests spawn would begin with this file, and its mrl
     for name in [name for name in sys.modules if name.split(".")[0] in ("mrl", "tests", "benchmarks")]:
         del sys.modules[name]
     sys.dont_write_bytecode = True
@@ -180,10 +183,10 @@ class Judge:
                 path.write_text(whole.replace(fault.old, fault.new))
                 code, by = run_tests(self.folder, tests, speed)
                 path.write_text(whole)
-                if code == PASSED or (code == FAILED and not self._is_sound(by, speed)):
+                if code == PASSED or (by and not self._is_sound(by, speed)):
                     notes += [by] if by else []
                     continue
-                caught = speed if code == FAILED else "invalid"
+                caught = speed if code in (FAILED, *DEADLY) else "invalid"
                 return Verdict(fault, caught, by or f"pytest's exit code {code}", time.monotonic() - began)
         return Verdict(fault, "no", ", ".join(notes), time.monotonic() - began)
 

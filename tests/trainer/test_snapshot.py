@@ -58,6 +58,22 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path, events: EventLog) ->
     assert snapshots.steps() == [2, 4]
 
 
+def test_a_checkpoint_is_whole_when_it_becomes_visible(
+    tmp_path: Path, events: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is killed right after the rename has left a checkpoint, or none."""
+    seen, rename = [], Path.rename
+
+    def watched(self: Path, target: Path) -> Path:
+        if self.is_dir():
+            seen.append((sorted(file.name for file in self.iterdir()), target.name))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    save(Snapshots(tmp_path / "checkpoints", 2, events), 3)
+    assert seen == [(["actor", "manifest.json"], "step-000003")]
+
+
 def test_the_latest_file_decides_nothing(tmp_path: Path, events: EventLog) -> None:
     snapshots = Snapshots(tmp_path / "checkpoints", 2, events)
     save(snapshots, 1)

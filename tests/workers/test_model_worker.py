@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,10 +148,11 @@ def life_of_a_model(path: str, directory: str) -> dict[str, Any]:
             (column,) = answer.columns()
             found[f"{name} {when}"] = answer.values(column).tolist()
 
-    for life in ("first", "second"):
-        worker = RankOfLocalWorld(make_place(), setup, algorithm, TEMPERATURE, 50)
+    for seed, life in ((1, "first"), (7, "second")):
+        worker = RankOfLocalWorld(make_place(), replace(setup, seed=seed), algorithm, TEMPERATURE, 50)
         with worker._groups:
             facts = worker.init_model()
+            found[f"seed of the {life} life"] = torch.initial_seed()
             say(worker, f"at the {life} beginning")
             if life == "first":
                 advantages = from_rows([[1.0] * 4, [0.5] * 3])
@@ -187,6 +189,10 @@ def test_the_reference_stays_what_the_run_began_with_even_on_resume(lives: Lives
     assert found["reference after the second way"] == first, "not the weights of the checkpoint"
     assert found["policy after the first way"] != first, "it has learnt"
     assert found["policy after the second way"] == found["policy after the first way"], "it goes on from there"
+
+
+def test_what_is_drawn_follows_from_the_seed_of_the_run(lives: Lives) -> None:
+    assert (lives[2]["seed of the first life"], lives[2]["seed of the second life"]) == (1, 7)
 
 
 def test_log_probs_are_those_of_the_tempered_distribution(lives: Lives) -> None:
