@@ -129,6 +129,19 @@ def test_buckets_are_bounded_and_aligned(tiny: Tiny) -> None:
     assert len(plan.buckets) > 3
 
 
+def test_no_tensor_stands_out_of_its_slot_whatever_the_slot_holds(tiny: Tiny) -> None:
+    """Slots of every size near an end of a tensor: what is left for alignment decides."""
+    spec, mesh = read_spec(tiny("qwen3")), Mesh(1)
+    planner = Planner(spec, Layout(), mesh, rollout_of(mesh, EngineSizes(1)))
+    whole = planner.plan(0, BucketSizes(1 << 30, 2, 4096)).buckets[0].tensors
+    for last in whole:
+        end = last.offset + 2 * int(np.prod(last.fused.shape))
+        for slot_bytes in (end - 2, end, end + 2, end + 4000):
+            for bucket in planner.plan(0, BucketSizes(slot_bytes, 2, 4096)).buckets:
+                ends = [tensor.offset + 2 * int(np.prod(tensor.fused.shape)) for tensor in bucket.tensors]
+                assert len(ends) == 1 or ends[-1] <= slot_bytes
+
+
 def test_the_lower_bound_is_what_a_set_of_numbers_says(tiny: Tiny) -> None:
     for family, mesh, layout, sizes in CASES:
         spec = read_spec(tiny(family))
