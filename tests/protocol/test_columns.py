@@ -162,3 +162,23 @@ def test_columns_that_share_no_contiguous_memory_travel_too() -> None:
     assert isinstance(found, torch.Tensor)
     assert torch.equal(found, column)
     assert Wire(b"abc", b"de").nbytes == 5
+
+
+def test_joined_columns_find_their_rows_whatever_parts_they_share() -> None:
+    """Each counts its parts in an order of its own."""
+
+    def column(*places: tuple[str, int]) -> RemoteColumn:
+        parts = list(dict.fromkeys(part for part, _ in places))
+        return RemoteColumn(
+            tuple(parts),
+            tuple(5 for _ in parts),
+            np.array([parts.index(part) for part, _ in places], dtype=np.int32),
+            np.array([row for _, row in places], dtype=np.int32),
+            None,
+        )
+
+    rows = [[("p", 1), ("q", 0)], [("q", 3), ("p", 2), ("q", 4)], [("r", 0), ("q", 1)], []]
+    joined = RemoteColumn.concat([column(*each) for each in rows])
+    found = [(joined.parts[part], row) for part, row in zip(joined.part_of_row, joined.row_in_part, strict=True)]
+    assert found == [place for each in rows for place in each]
+    assert sorted(joined.parts) == ["p", "q", "r"]
