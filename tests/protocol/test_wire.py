@@ -143,6 +143,14 @@ def test_lying_headers_are_refused(header: bytes, message: str) -> None:
         decode(Wire(b"mrl1" + len(header).to_bytes(4, "little") + header, b""))
 
 
+def test_row_lengths_below_zero_are_refused_though_they_add_up() -> None:
+    head, body = encode(jagged(torch.arange(2, dtype=torch.int32), [1, 1]), "x")
+    honest, lying = (np.array(lengths, dtype=np.int32).tobytes() for lengths in ([1, 1], [-1, 3]))
+    assert head.endswith(honest)
+    with pytest.raises(WireError, match="row lengths add up to 2"):
+        decode(Wire(head[: -len(lying)] + lying, body))
+
+
 def test_foreign_bytes_are_refused() -> None:
     with pytest.raises(WireError, match="not a column of this format"):
         decode(Wire(b"\x80\x05\x95 a pickle, for instance", b""))
