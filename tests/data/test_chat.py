@@ -122,3 +122,20 @@ def test_a_model_without_room_for_its_tokens_is_refused(tokenizer_directory: Pat
     with pytest.raises(DataError, match=f"has {size} tokens, but the model has embeddings for {size - 1}"):
         load_tokenizer(str(made))
     load_tokenizer(str(made), renders=False)
+
+
+def test_a_reward_model_that_lacks_tokens_of_the_policy_is_refused(
+    tokenizer_directory: Path, tokenizer: ChatTokenizer, tmp_path: Path
+) -> None:
+    """What the policy may write with a token of its own, the other model has no embedding for."""
+    shutil.copytree(tokenizer_directory, tmp_path / "less")
+    file = tmp_path / "less" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    lost = content["added_tokens"].pop()["content"]
+    file.write_text(json.dumps(content))
+    settings = tmp_path / "less" / "tokenizer_config.json"
+    known = {name: value for name, value in json.loads(settings.read_text()).items() if lost not in json.dumps(value)}
+    settings.write_text(json.dumps(known))
+    assert lost not in load_tokenizer(str(tmp_path / "less"), renders=False).get_vocab()
+    with pytest.raises(DataError, match=r"1 of the policy's \d+ tokens have other ids or none: .* and unknown here"):
+        list(compare_tokenizer(tokenizer, str(tmp_path / "less")))
