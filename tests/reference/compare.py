@@ -20,6 +20,8 @@ CLOCK = ("timing_s/", "perf/", "sync/", "reward/seconds", "step", "val/")
 COUNTED = ("perf/total_num_tokens",)
 SUMS = (" loss", "/loss", "/pg_loss", "/kl_loss", "/vf_loss", "/entropy")
 """What adds up tokens, weighted."""
+TOLERANCE, NORM_TOLERANCE = 1e-5, 5e-5
+"""What float32 may differ by. A norm has the rounding of all gradients in it, and of the updates behind them."""
 Differences = dict[str, float]
 
 
@@ -37,6 +39,12 @@ def hold(config: dict[str, Any], recorded: Mapping[str, Any], function: str) -> 
         for name, value in differences.items():
             found[name] = max(found[name], value / _weight(config) if name.endswith(SUMS) else value)
     return dict(found)
+
+
+def too_large(differences: Differences) -> dict[str, str]:
+    """Those that are more than rounding."""
+    limits = {name: NORM_TOLERANCE if name.endswith("grad_norm") else TOLERANCE for name in differences}
+    return {name: f"{value:.1e}" for name, value in differences.items() if not value <= limits[name]}
 
 
 def _weight(config: dict[str, Any]) -> float:

@@ -12,14 +12,13 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.engine.local_world import run_on_ranks
-from tests.reference.compare import hold
+from tests.reference.compare import hold, too_large
 from tests.reference.judge import Judge
 from tests.reference.matrix import all_cases, record
 from tests.reference.models import make_models
 from tests.reference.rewards import FUNCTION
 
 LIMIT_S = 500.0
-TOLERANCE = 1e-5
 NAMES = [
     pytest.param(name, marks=[] if name.endswith("quick") else [pytest.mark.slow])
     for name in ("1-quick", "2-quick", "1-0", "1-1", "2-0", "2-1")
@@ -42,7 +41,7 @@ def test_every_quantity_is_the_reference_s(part: str, models: Path, tmp_path: Pa
         recorded: dict[str, Any] = json.loads(recording)
         config = dataclasses.asdict(load_config(str(tmp_path / "rank-0" / f"{case.name}.yaml")).config)
         differences = hold(config, recorded, FUNCTION)
-        off = {name: f"{value:.1e}" for name, value in differences.items() if not value <= TOLERANCE}
+        off = too_large(differences)
         assert not off, f"{case.name}: {off}\n{describe(config)}"
         if not (case.failures or case.mask):
             Judge(config).judge(recorded)
