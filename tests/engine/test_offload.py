@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,8 +13,7 @@ from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine.local_world import run_on_ranks
 from mrl.engine.offload import PartName
 from mrl.engine.parallel import model_parallel
-from mrl.errors import EngineError
-from tests.engine.tiny_training import build, log_probs, step
+from tests.engine.tiny_training import build, log_probs, refusal, step
 
 LIMIT_S = 300.0
 ALL: tuple[PartName, ...] = ("parameters", "gradients", "optimizer")
@@ -28,14 +26,6 @@ class Case:
     model: str
     layout: Layout
     dtype: Dtype
-
-
-def refusal(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except EngineError as error:
-        return error.what
-    return ""
 
 
 def plain(case: Case) -> dict[str, Any]:

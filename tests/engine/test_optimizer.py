@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +18,9 @@ from mrl.engine.loss import LossInput, LossOutput
 from mrl.engine.optimizer import MOST_SKIPPED_IN_A_ROW, Optimizer
 from mrl.engine.parallel import Groups, model_parallel
 from mrl.engine.scores import ScoreRequest
-from mrl.errors import EngineError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
-from tests.engine.tiny_training import build, negative_score, share, step
+from tests.engine.tiny_training import build, negative_score, refusal, share, step
 
 LIMIT_S = 300.0
 PEAK = 1e-2
@@ -78,14 +77,6 @@ def norm_of(engine: MegatronEngine, kind: str) -> float:
 def adam_steps(engine: MegatronEngine) -> list[float]:
     parts = of(engine)._parts
     return sorted({float(state["step"]) for part in parts for state in part.optimizer.state.values()})
-
-
-def refusal(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except EngineError as error:
-        return error.what
-    return ""
 
 
 # --- on the rank ------------------------------------------------------------------------------------------------------

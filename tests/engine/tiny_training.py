@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +14,7 @@ from mrl.engine.loss import LossFunction, LossInput, LossOutput
 from mrl.engine.packed_rows import TokenRows
 from mrl.engine.parallel import Groups
 from mrl.engine.scores import ScoreRequest
+from mrl.errors import EngineError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.models.table import Head
@@ -79,3 +81,12 @@ def log_probs(engine: MegatronEngine) -> list[float]:
 def whole_losses(ranks: list[Any]) -> list[float]:
     """The losses of the whole batch, step by step, from what each rank's steps gave."""
     return [sum(loss for loss, _ in steps) for steps in zip(*ranks, strict=True)]
+
+
+def refusal(action: Callable[[], object]) -> str:
+    """What the engine says as it refuses; nothing where it does not."""
+    try:
+        action()
+    except EngineError as error:
+        return error.what
+    return ""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +9,8 @@ import pytest
 
 from mrl.observe.metrics import read_metrics
 from mrl.trainer.demo_model import make_model
+from tests.apart import run_mrl
 
-ROOT = Path(__file__).resolve().parents[2]
-MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
 KNOWN_AT_MOST, GOAL, STILL_AT_MOST = 0.10, 0.60, 0.15
 """Shares of digits in what is said: of 263 tokens ten are digits, so that at first it is about 4 %."""
 CONFIG = """\
@@ -52,16 +48,7 @@ def shares_of_digits(directory: Path, advantage: str, reward: str) -> list[float
     values |= {"advantage": advantage, "reward": reward, "steps": STEPS}
     values |= {"critic": CRITIC if has_critic else "", "critic_role": ", critic: all" if has_critic else ""}
     config.write_text(CONFIG.format(**values))
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    ran = subprocess.run(
-        [sys.executable, "-c", MAIN, "train", str(config), "run.name=it"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    run_mrl("train", str(config), "run.name=it")
     return [line["reward/digits/mean"] for line in read_metrics(directory / "it" / "metrics.jsonl")]
 
 

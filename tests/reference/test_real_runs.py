@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mrl.config.load import load_config
+from tests.apart import run_python
 from tests.reference.compare import hold, too_large
 from tests.reference.judge import Judge
 from tests.reference.matrix import make_case
 from tests.reference.models import make_models
 from tests.reference.rewards import FUNCTION
 
-ROOT = Path(__file__).resolve().parents[2]
 PLAIN = {
     "gamma": (1.0, 1.0),
     "in_reward": "k1",
@@ -59,16 +56,7 @@ def test_a_real_run_is_the_reference_s(name: str, tmp_path: Path) -> None:
     values["training"] |= {"save_every": 1, "keep": 3}
     config, file = tmp_path / "run.yaml", tmp_path / "recorded.json"
     config.write_text(json.dumps(values))
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.reference.record_run", str(config), str(file)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    run_python("-m", "tests.reference.record_run", str(config), str(file))
     recorded = json.loads(file.read_text())
     plain = dataclasses.asdict(load_config(str(config)).config)
     Judge(plain).judge(recorded)

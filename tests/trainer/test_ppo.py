@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from mrl.cli.main import main
 from mrl.events import RunRestarted, Saved, read_events
 from mrl.observe.metrics import read_metrics
 from mrl.trainer.demo_model import make_model
+from tests.apart import run_mrl
 
 CONFIG = """\
 run: {{name: small, dir: {directory}}}
@@ -54,28 +53,12 @@ training: {{steps: 3, save_every: 1, keep: 3}}
 """
 
 
-ROOT = Path(__file__).resolve().parents[2]
-MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
-
-
 def train(config: Path, name: str, *overrides: str) -> tuple[list[dict[str, Any]], str]:
-    """The metrics of a run without what only a clock decides, and what it printed.
-
-    A process of its own, as for a user: the one that runs the tests may hold a Ray already.
-    """
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    ran = subprocess.run(
-        [sys.executable, "-c", MAIN, "train", str(config), f"run.name={name}", *overrides],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    """The metrics of a run without what only a clock decides, and what it printed."""
+    printed = run_mrl("train", str(config), f"run.name={name}", *overrides)
     lines = read_metrics(config.parent / "runs" / name / "metrics.jsonl")
     timed = ("timing_s/", "perf/", "sync/seconds", "reward/seconds")
-    return [{key: line[key] for key in line if not key.startswith(timed)} for line in lines], ran.stdout
+    return [{key: line[key] for key in line if not key.startswith(timed)} for line in lines], printed
 
 
 def hashes(checkpoint: Path) -> dict[str, Any]:

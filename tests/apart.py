@@ -1,0 +1,31 @@
+"""A program in a process of its own, as a user's: the one that runs the tests may hold a Ray already."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
+
+
+def run_mrl(*arguments: str) -> str:
+    """What `mrl ARGUMENTS` prints; it must succeed."""
+    return run_python("-c", MAIN, *arguments)
+
+
+def run_python(*arguments: str) -> str:
+    """What Python prints with these arguments, in the repository and without this process's Ray; it must succeed."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    ran = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
