@@ -4,7 +4,7 @@
     python benchmarks/parity.py --quick    # two families
 
 Columns: log-probs (values for a score head) against transformers, largest absolute difference in float32; then
-against one rank: loss and gradient norm of two updates, relative, and parameters after them, absolute. Each layout
+against one rank: loss and gradient norm of three updates, relative, and parameters after them, absolute. Each layout
 is cut into micro-batches of two sizes and the worse of the two is shown.
 """
 

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(
             f"{role}: {'right' if found.is_right else 'WRONG'} on {found.num_ranks} ranks: "
             f"from transformers {found.transformers:.1e}; from one rank: loss {found.loss:.1e}, "
-            f"gradient norm {found.grad_norm:.1e}, parameters after two updates {found.parameters:.1e}"
+            f"gradient norm {found.grad_norm:.1e}, parameters after three updates {found.parameters:.1e}"
         )
         worst = max(worst, 0 if found.is_right else _WRONG)
     return worst

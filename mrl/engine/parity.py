@@ -1,14 +1,14 @@
-"""Is a layout the same model? Log-probs, loss, gradient norm and two steps' parameters of any layout, to be compared
-with one rank and with transformers.
+"""Is a layout the same model? Log-probs, loss, gradient norm and the parameters after three steps of any layout, to be
+compared with one rank and with transformers.
 
 The rows and the loss are made here from a seed, whole on every rank, so that nothing of the comparison depends on the
-layout: each rank takes its data-parallel share of the same batch.
+layout: each rank takes its data-parallel share of the same batch, cut into another number of micro-batches each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -45,23 +45,45 @@ from mrl.models.table import Head
 Floats = npt.NDArray[np.float64]
 HORIZON_TOKENS = 32
 TEMPERATURE = 0.9
-NUM_STEPS = 2
+_LATER_BUDGETS = (40, 1000)
+OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.01}
+"""What a case's own settings are added to; its steps are large, so that a wrong one shows."""
 
 
 @dataclass(frozen=True)
 class ParityCase:
-    """One measurement: a model in a layout, cut into micro-batches of at most so many tokens."""
+    """One measurement: a model in a layout, with the user's settings of Megatron."""
 
     model: str
     head: Head
     parallel: ParallelConfig
     max_tokens: int
+    """Of a micro-batch on one device, before and in the first step."""
     aggregation: str = "token-mean"
     num_rows: int = 12
     longest: int = 24
     seed: int = 0
     dtype: Literal["bfloat16", "float32"] = "float32"
-    megatron: Mapping[str, Any] | None = None
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """`max_tokens` of each step: Megatron must not count on as many micro-batches as the first step had."""
+        return (self.max_tokens, *_LATER_BUDGETS)
+
+    @property
+    def settings(self) -> TrainedModelConfig:
+        """What the engine is made with."""
+        return TrainedModelConfig(
+            parallel=self.parallel,
+            dtype=self.dtype,
+            max_tokens_per_device=self.max_tokens,
+            megatron=dict(self.megatron),
+            ddp=dict(self.ddp),
+            optimizer={**OPTIMIZER, **self.optimizer},
+        )
 
 
 @dataclass(frozen=True)
@@ -120,53 +142,56 @@ def measure(cases: list[ParityCase]) -> list[RankResult]:
 def measure_one(case: ParityCase) -> RankResult:
     """One case on this rank."""
     spec = read_spec(case.model)
-    settings = TrainedModelConfig(
-        parallel=case.parallel,
-        dtype=case.dtype,
-        max_tokens_per_device=case.max_tokens,
-        megatron=dict(case.megatron or {}),
-        optimizer={"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.01},
-    )
     with model_parallel(case.parallel, seed=1) as groups:
-        engine = MegatronEngine(EngineRequest(spec, case.head, settings), groups)
+        engine = MegatronEngine(EngineRequest(spec, case.head, case.settings), groups)
         engine.load(HfReader(case.model))
         return _measure(engine, spec, case, groups)
 
 
 def _measure(engine: MegatronEngine, spec: ModelSpec, case: ParityCase, groups: Groups) -> RankResult:
     rows = make_rows(spec, case)
-    plan = plan_step(rows.lengths, groups.mesh.dp, case.max_tokens, engine.packing)
-    mine = plan.micro_batches[groups.at.dp]
-    numbers = np.concatenate(mine)
-    local = np.argsort(numbers, kind="stable")
-    micro_batches = list(np.split(np.argsort(local, kind="stable"), np.cumsum([len(part) for part in mine])[:-1]))
-    shard = rows.take(numbers[local])
+    shards = [_shard(rows, budget, engine, groups) for budget in case.budgets]
     request = ScoreRequest(temperature=TEMPERATURE, entropy="grad")
-    before = engine.forward(shard, micro_batches, request)
-    row_numbers = numbers[local].tolist()
+    before = engine.forward(shards[0].rows, shards[0].micro_batches, request)
     totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), rows.columns["response_mask"])
     norm = Normaliser(case.aggregation, totals, HORIZON_TOKENS)
     losses, norms = [], []
-    for step in range(NUM_STEPS):
-        reports, outcome = engine.update(shard, micro_batches, _loss(case.head, norm, step), request)
+    for step, shard in enumerate(shards):
+        reports, outcome = engine.update(shard.rows, shard.micro_batches, _loss(case.head, norm, step), request)
         losses.append(reports.get("loss", 0.0))
         norms.append(outcome.grad_norm)
     scores = None if before is None else (before.values_T if case.head == "score" else before.log_probs_T)
     return RankResult(
-        scores=_by_row(scores, shard, row_numbers),
-        entropies=_by_row(before.entropy_T if before else None, shard, row_numbers),
+        scores=_by_row(scores, shards[0]),
+        entropies=_by_row(before.entropy_T if before else None, shards[0]),
         # Context and tensor ranks all have the whole loss of their rows: one of them speaks.
-        losses=tuple(losses) if groups.mesh.holds_answer(groups.at.rank) else (0.0,) * NUM_STEPS,
+        losses=tuple(losses) if groups.mesh.holds_answer(groups.at.rank) else (0.0,) * len(losses),
         grad_norms=tuple(norms),
         held=_held(engine, groups, spec, case.head),
     )
 
 
-def _by_row(values: torch.Tensor | None, shard: TokenRows, numbers: list[int]) -> dict[int, Floats]:
+@dataclass(frozen=True)
+class _Shard:
+    """A data-parallel rank's rows, their numbers in the whole batch, and how they are cut."""
+
+    rows: TokenRows
+    numbers: list[int]
+    micro_batches: list[npt.NDArray[np.int64]]
+
+
+def _shard(rows: TokenRows, max_tokens: int, engine: MegatronEngine, groups: Groups) -> _Shard:
+    plan = plan_step(rows.lengths, groups.mesh.dp, max_tokens, engine.packing)
+    mine = plan.micro_batches[groups.at.dp]
+    numbers = np.sort(np.concatenate(mine))
+    return _Shard(rows.take(numbers), numbers.tolist(), [np.searchsorted(numbers, part) for part in mine])
+
+
+def _by_row(values: torch.Tensor | None, shard: _Shard) -> dict[int, Floats]:
     if values is None:
         return {}
-    parts = torch.split(values.double().cpu(), shard.response_lengths.tolist())
-    return {number: part.numpy() for number, part in zip(numbers, parts, strict=True)}
+    parts = torch.split(values.double().cpu(), shard.rows.response_lengths.tolist())
+    return {number: part.numpy() for number, part in zip(shard.numbers, parts, strict=True)}
 
 
 def _held(engine: MegatronEngine, groups: Groups, spec: ModelSpec, head: Head) -> list[Held]:

@@ -1,7 +1,7 @@
 """Is a role's layout the same model as one rank, and as transformers? Asked of a small model of the same shape.
 
-Everything but the sizes is the user's: the family, the layout, the settings that are passed on to Megatron. It runs
-over gloo on this machine, a process a rank.
+Everything but the sizes is the user's: the family, the layout, the settings that are passed on to Megatron (of the
+model, of data parallelism, of the optimizer). It runs over gloo on this machine, a process a rank.
 """
 
 from __future__ import annotations
@@ -15,16 +15,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from mrl.config.schema import MegatronModelConfig, ParallelConfig
+from mrl.config.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
 from mrl.engine.local_world import run_on_ranks
-from mrl.engine.parity import Difference, ParityCase, RankResult, measure, together, transformers_scores
+from mrl.engine.parity import (
+    OPTIMIZER,
+    Difference,
+    ParityCase,
+    RankResult,
+    measure,
+    together,
+    transformers_scores,
+)
 from mrl.models.small import small_config
 from mrl.models.table import Head
 
 SCORES_GOAL, RELATIVE_GOAL = 2e-5, 1e-5
 """Largest difference of log-probs or values, and largest relative one of loss and gradient norm, in float32."""
 BUDGETS = (64, 1000)
-"""Tokens of a micro-batch: one that cuts the batch into many, and one that holds it whole."""
+"""Tokens of the first step's micro-batches: many of them, and one that holds the batch whole."""
 _LIMIT_S = 900.0
 
 
@@ -56,10 +64,14 @@ def verify_layout(
     """Measure a role; `model` is what the `config.json` of its model holds."""
     parallel = settings.parallel
     path = make_random(small_config(model, parallel), head, directory)
-    alone = ParityCase(str(path), head, ParallelConfig(), BUDGETS[0])
+    ddp, optimizer = (settings.ddp, settings.optimizer) if isinstance(settings, TrainedModelConfig) else ({}, {})
+    # What an update is (Adam's numbers, clipping) is the user's on both sides, but for a rate at which mistakes show.
+    optimizer = {**optimizer, "lr": OPTIMIZER["lr"]}
+    alone = ParityCase(str(path), head, ParallelConfig(), BUDGETS[0], optimizer=optimizer)
     oracle = transformers_scores(path, alone)
     one = together([run_on_ranks(1, _measure, [alone], timeout_s=_LIMIT_S)[0][0]])
-    cases = [replace(alone, parallel=parallel, max_tokens=budget, megatron=settings.megatron) for budget in BUDGETS]
+    own = replace(alone, parallel=parallel, megatron=settings.megatron, ddp=ddp)
+    cases = [replace(own, max_tokens=budget) for budget in BUDGETS]
     by_rank = run_on_ranks(num_ranks, _measure, cases, timeout_s=_LIMIT_S)
     results = [together(list(ranks)) for ranks in zip(*by_rank, strict=True)]
     differences = [Difference.between(one, result) for result in results]

@@ -68,7 +68,7 @@ def test_every_aggregation_is_the_same_however_the_batch_is_cut(tmp_path: Path) 
 def test_recomputation_changes_nothing(tmp_path: Path) -> None:
     model = str(make_tiny("qwen3", tmp_path / "qwen3"))
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    settings = [None, full, {"recompute_granularity": "selective"}]
+    settings = [{}, full, {"recompute_granularity": "selective"}]
     one, *others = results(1, [ParityCase(model, "lm", Layout(), 64, megatron=own) for own in settings])
     for other in others:
         assert_equal(one, other)
