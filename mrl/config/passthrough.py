@@ -8,12 +8,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mrl.config import megatron_fields
 from mrl.config.keys import KeyPath
+from mrl.config.megatron_fields import FieldRules
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
 from mrl.errors import Problem, did_you_mean
@@ -28,6 +30,8 @@ class Target:
     class_name: str
     owned: Mapping[str, str]
     """Key -> who sets it, in words that follow "set by"."""
+    rules: FieldRules = field(default_factory=FieldRules)
+    """Which of the other keys are taken."""
 
 
 _TRANSFORMER = Target(
@@ -53,19 +57,28 @@ _TRANSFORMER = Target(
         "num_attention_heads": "the model's config.json",
         "num_query_groups": "the model's config.json",
         "num_moe_experts": "the model's config.json",
+        **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "{role}.dtype"),
+        "calculate_per_token_loss": "mrl, to true: the loss is normalised over the global batch",
+        "variable_seq_lengths": "mrl, to true: micro-batches differ in length",
     },
+    rules=megatron_fields.TRANSFORMER,
 )
 _DDP = Target(
     package="megatron",
     files=("core/distributed/distributed_data_parallel_config.py",),
     class_name="DistributedDataParallelConfig",
     owned={},
+    rules=megatron_fields.DDP,
 )
 _OPTIMIZER = Target(
     package="megatron",
     files=("core/optimizer/optimizer_config.py",),
     class_name="OptimizerConfig",
-    owned={"min_lr": "{role}.schedule.min_lr_ratio, a share of lr"},
+    owned={
+        "min_lr": "{role}.schedule.min_lr_ratio, a share of lr",
+        **dict.fromkeys(("params_dtype", "bf16"), "{role}.dtype"),
+    },
+    rules=megatron_fields.OPTIMIZER,
 )
 _ENGINE = Target(
     package="vllm",
@@ -108,7 +121,7 @@ def _sections(config: AnyConfig) -> Iterator[tuple[KeyPath, Target, dict[str, An
 
 
 def _check(path: KeyPath, values: dict[str, Any], target: Target, known: frozenset[str] | None) -> Iterator[Problem]:
-    for name in values:
+    for name, value in values.items():
         key = ".".join((*path, name))
         if name in target.owned:
             yield Problem("", key, f"set by {target.owned[name].format(role=path[0])}", "remove this key")
@@ -116,6 +129,8 @@ def _check(path: KeyPath, values: dict[str, Any], target: Target, known: frozens
             near = did_you_mean(name, known - target.owned.keys())
             fix = "" if near.startswith("known:") else near  # the names of a whole library would be no help
             yield Problem("", key, f"{target.class_name} of the installed {target.package} has no such field", fix)
+        elif reason := target.rules.refusal(name, value):
+            yield Problem("", key, f"{value} is refused: {reason}", "remove this key")
 
 
 @cache

@@ -20,7 +20,6 @@ from torch import Tensor
 from mrl.engine.layer_spec import block_spec
 from mrl.engine.packed_rows import MicroBatch
 from mrl.engine.parallel import Groups
-from mrl.errors import EngineError
 from mrl.models.parameters import padded_vocab
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
@@ -39,7 +38,7 @@ class ModelRequest:
 
 
 def transformer_config(request: ModelRequest, groups: Groups) -> TransformerConfig:
-    """Megatron's configuration of the model on this layout; the user's settings win over ours where they may."""
+    """Megatron's configuration of the model on this layout; the user's settings, which `config` has looked at, win."""
     parallel, dtype = groups.parallel, DTYPES[request.dtype]
     settings = request.spec.transformer_config() | {
         "tensor_model_parallel_size": parallel.tp,
@@ -67,31 +66,7 @@ def transformer_config(request: ModelRequest, groups: Groups) -> TransformerConf
         # micro-batches nor multiply it by the context parallel size, nor average gradients over ranks.
         "calculate_per_token_loss": True,
     }
-    _refuse(request.megatron, settings)
-    config = TransformerConfig(**settings | request.megatron)
-    if config.moe_aux_loss_coeff:
-        raise EngineError(
-            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff}: the auxiliary loss of routers is not normalised over the "
-            "global batch, so it would depend on how the batch is cut",
-            fix="leave it at 0",
-        )
-    return config
-
-
-_OURS = (
-    *("calculate_per_token_loss", "variable_seq_lengths", "params_dtype", "pipeline_dtype", "bf16", "fp16"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
-)
-
-
-def _refuse(given: dict[str, Any], ours: dict[str, Any]) -> None:
-    for name in _OURS:
-        if name in given and given[name] != ours.get(name):
-            raise EngineError(
-                f"megatron.{name}={given[name]} contradicts the engine, which needs {ours.get(name)}",
-                fix="remove it; layouts stand under `parallel`, the dtype under `dtype`",
-            )
+    return TransformerConfig(**settings | request.megatron)
 
 
 class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no type information here

@@ -51,8 +51,6 @@ class Optimizer:
         ddp_config = DistributedDataParallelConfig(
             **{"use_distributed_optimizer": True, "grad_reduce_in_fp32": True} | settings.ddp
         )
-        if not ddp_config.use_distributed_optimizer:
-            raise EngineError("ddp.use_distributed_optimizer is false; the engine needs it", fix="remove the setting")
         self.chunks = [
             DistributedDataParallel(
                 chunk.config,

@@ -58,6 +58,44 @@ def test_a_class_that_has_moved_is_a_warning(
     )
 
 
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("actor.ddp.nccl_ub=true", "True is refused: memory that leaves the device between phases comes back at"),
+        ("actor.ddp.use_distributed_optimizer=false", "False is refused: it must be True"),
+        ("actor.ddp.use_megatron_fsdp=true", "True is refused: it belongs to Megatron's FSDP"),
+        ("actor.ddp.average_in_collective=true", "True is refused: gradients are added up"),
+        ("actor.optimizer.optimizer=muon", "muon is refused: it must be adam"),
+        ("actor.optimizer.optimizer_cpu_offload=true", "True is refused: mrl moves the whole optimizer state"),
+        ("actor.optimizer.initial_loss_scale=1024", "1024 is refused: it scales the loss for float16"),
+        ("actor.optimizer.bf16=true", "set by actor.dtype"),
+        ("actor.megatron.cuda_graph_impl=local", "local is refused: memory that leaves the device"),
+        ("actor.megatron.moe_aux_loss_coeff=0.01", "0.01 is refused: it would depend on how the batch is cut"),
+        ("actor.megatron.moe_router_enable_expert_bias=true", "True is refused: the bias is in no weight"),
+        ("actor.megatron.calculate_per_token_loss=false", "set by mrl, to true"),
+        ("actor.megatron.fp16=true", "set by actor.dtype"),
+    ],
+)
+def test_what_would_break_a_promise_is_refused_with_its_reason(
+    override: str, reason: str, valid: str, write: Callable[..., str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(write(valid), [override])
+    assert f"{override.partition('=')[0]}: {reason}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor.ddp={overlap_grad_reduce: true, use_distributed_optimizer: true, nccl_ub: false}",
+        "actor.megatron={moe_aux_loss_coeff: 0.0, cuda_graph_impl: none, hidden_dropout: 0.0}",
+        "actor.optimizer={lr: 1e-6, optimizer: adam, fp16: false, loss_scale: null}",
+    ],
+)
+def test_what_is_refused_may_be_switched_off(override: str, valid: str, write: Callable[..., str]) -> None:
+    load_config(write(valid), [override])
+
+
 TARGETS = {
     "megatron": {
         "megatron.core.transformer.transformer_config": passthrough._TRANSFORMER,

@@ -16,7 +16,6 @@ from mrl.engine.layer_spec import RmsNorm, _has_experts
 from mrl.engine.model import ModelRequest, transformer_config
 from mrl.engine.packed_rows import Cut
 from mrl.engine.parallel import Groups
-from mrl.errors import EngineError
 from mrl.models.families import read_spec
 from mrl.models.spec import ModelSpec
 
@@ -87,36 +86,6 @@ def test_the_users_settings_win_where_they_may(moe: ModelSpec) -> None:
     config = config_of(moe, LARGE, recompute_granularity="selective", batch_p2p_comm=True)
     assert config.recompute_granularity == "selective"
     assert config.batch_p2p_comm
-    assert config_of(moe, LARGE, tensor_model_parallel_size=2).tensor_model_parallel_size == 2
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "needed"),
-    [
-        ("tensor_model_parallel_size", 4, "2"),
-        ("pipeline_model_parallel_size", 1, "2"),
-        ("virtual_pipeline_model_parallel_size", None, "2"),
-        ("context_parallel_size", 1, "2"),
-        ("expert_model_parallel_size", 4, "2"),
-        ("expert_tensor_parallel_size", 2, "1"),
-        ("sequence_parallel", False, "True"),
-        ("params_dtype", torch.bfloat16, "torch.float32"),
-        ("calculate_per_token_loss", False, "True"),
-        ("variable_seq_lengths", False, "True"),
-        ("bf16", True, "False"),
-        ("fp16", True, "None"),
-    ],
-)
-def test_a_setting_that_contradicts_the_engine_is_refused(
-    moe: ModelSpec, setting: str, value: object, needed: str
-) -> None:
-    with pytest.raises(EngineError, match=rf"megatron\.{setting}={value} contradicts the engine, which needs {needed}"):
-        config_of(moe, LARGE, "float32", **{setting: value})
-
-
-def test_a_loss_of_routers_is_refused(moe: ModelSpec) -> None:
-    with pytest.raises(EngineError, match=r"moe_aux_loss_coeff=0\.01: the auxiliary loss of routers"):
-        config_of(moe, ParallelConfig(), moe_aux_loss_coeff=0.01)
 
 
 def test_experts_stand_in_the_layers_that_the_model_says(moe: ModelSpec, tiny_spec: dict[str, ModelSpec]) -> None:

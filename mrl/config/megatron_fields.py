@@ -1,0 +1,113 @@
+"""Megatron's settings of data parallelism and optimizer: which are taken, and which are refused for what reason.
+
+A field is taken when a test holds it against a plain run (tests/engine/test_megatron_settings.py). Everything else is
+refused, a field of a newer Megatron too, until somebody has tried it. What is refused may be switched off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+_NOT_FINITE = "mrl itself skips, counts and names updates that are not finite"
+_FSDP = "it belongs to Megatron's FSDP; mrl trains with the distributed optimizer"
+_LOW_PRECISION = "training in 8 or 4 bits has not been proven"
+_FP16 = "it scales the loss for float16; mrl trains in bfloat16 or float32"
+_ADDRESS = "memory that leaves the device between phases comes back at another address"
+_STATE = "gradients and optimizer state are float32: nothing else has been proven with offload and checkpoints"
+_LATE = "parameters are gathered right after a step, because they are sent to the engines"
+_HOST_ADAM = "mrl moves the whole optimizer state to the host between updates already"
+_ONE_RATE = "a role has one learning rate, which its metrics show"
+_UNSEEN = "nothing in mrl reads what it makes"
+_CUT = "it would depend on how the batch is cut: it is not normalised over all of it"
+_DROPPED = "tokens beyond an expert's capacity would be dropped in training, but not by the engine"
+_RANDOM = "log-probs would be of another policy than the one that the engine samples from"
+
+
+@dataclass(frozen=True)
+class FieldRules:
+    """Which fields of one of Megatron's classes are taken."""
+
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Pattern of names -> why; the first that fits counts."""
+    taken: Mapping[str, tuple[Any, ...]] | None = None
+    """Name -> its possible values, none where any will do. Without this map, all that is not refused is taken."""
+
+    def refusal(self, name: str, value: Any) -> str:
+        """Why a field may not have that value; empty where it may."""
+        if self.taken is not None and name in self.taken:
+            values = self.taken[name]
+            return f"it must be {' or '.join(map(str, values))}" if values and value not in values else ""
+        reason = next((why for pattern, why in self.refused.items() if fnmatchcase(name, pattern)), "")
+        if not reason and self.taken is not None:
+            reason = "no test of mrl holds it against a plain run"
+        return "" if value in (False, None, "", "none") else reason
+
+
+DDP = FieldRules(
+    taken={
+        "use_distributed_optimizer": (True,),  # offload and checkpoints read its buffers
+        "grad_reduce_in_fp32": (True,),
+        **dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather", "pad_buckets_for_high_nccl_busbw"), ()),
+        **dict.fromkeys(("bucket_size", "num_buckets"), ()),
+    },
+    refused={
+        "align_param_gather": _LATE,
+        "num_distributed_optimizer_instances": "groups of several instances are not made",
+        "check_for_*": _NOT_FINITE,
+        "average_in_collective": "gradients are added up: the loss is normalised over the global batch",
+        "delay_wgrad_compute": "both halves of a backward pass are computed together",
+        "nccl_ub": _ADDRESS,
+        "disable_symmetric_registration": _ADDRESS,
+        "reduce_scatter_with_fp32_accumulation": _STATE,
+        "param_name_patterns_for_fp32_local_accumulation": _STATE,
+        "*fp8*": _LOW_PRECISION,
+        "*fp4*": _LOW_PRECISION,
+        "*fsdp*": _FSDP,
+        "*sharding_strategy": _FSDP,
+        **dict.fromkeys(
+            ("gradient_reduce_div_fusion", "suggested_communication_unit_size", "preserve_fp32_weights"), _FSDP
+        ),
+    },
+)
+OPTIMIZER = FieldRules(
+    taken={
+        "use_distributed_optimizer": (True,),
+        "optimizer": ("adam",),
+        **dict.fromkeys(("lr", "weight_decay", "decoupled_weight_decay", "clip_grad"), ()),
+        **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps"), ()),
+    },
+    refused={
+        "decoupled_*": _ONE_RATE,
+        "apply_wd_to_qk_layernorm": "norms are not decayed",
+        "overlap_param_gather": "ddp.overlap_param_gather is the switch",
+        "overlap_param_gather_with_optimizer_step": _LATE,
+        **dict.fromkeys(("log_num_zeros_in_grad", "barrier_with_L1_time", "timers", "config_logger_dir"), _UNSEEN),
+        "grad_norm_skip_threshold": _NOT_FINITE,
+        "optimizer_cuda_graph": _ADDRESS,
+        "*fp8*": _LOW_PRECISION,
+        **dict.fromkeys(("fp16", "*loss_scale*", "hysteresis"), _FP16),
+        **dict.fromkeys(
+            ("use_precision_aware_optimizer", "store_param_remainders", "main_*_dtype", "exp_avg*_dtype"), _STATE
+        ),
+        **dict.fromkeys(("*optimizer_*offload*", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_*"), _HOST_ADAM),
+        **dict.fromkeys(
+            ("sgd_*", "muon_*", "adaptive_muon_*", "lion_*", "soap_*", "use_layer_wise_distributed_optimizer"),
+            "Megatron's distributed optimizer takes Adam only",
+        ),
+    },
+)
+TRANSFORMER = FieldRules(
+    refused={
+        "moe_router_enable_expert_bias": "the bias is in no weight that engines and checkpoints get",
+        "moe_aux_loss_coeff": _CUT,
+        "moe_z_loss_coeff": _CUT,
+        "moe_input_jitter_eps": _RANDOM,
+        "*_dropout": _RANDOM,
+        "moe_expert_capacity_factor": _DROPPED,
+        "moe_pad_expert*": _DROPPED,
+        **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"), _ADDRESS),
+    }
+)

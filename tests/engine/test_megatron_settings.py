@@ -1,0 +1,141 @@
+"""Megatron's settings that mrl takes: each computes what a plain run computes, whatever the steps look like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+
+from mrl.config import megatron_fields
+from mrl.config.megatron_fields import FieldRules
+from mrl.config.schema import ParallelConfig, TrainedModelConfig
+from mrl.engine.engine import EngineRequest, MegatronEngine
+from mrl.engine.local_world import run_on_ranks
+from mrl.engine.parallel import Groups, model_parallel
+from mrl.engine.parity import Difference, ParityCase, ParityResult, measure, together
+from mrl.engine.scores import ScoreRequest
+from mrl.models.families import read_spec
+from mrl.models.hf_reader import HfReader
+from tests.engine.tiny_training import negative_score, share
+from tests.models.tiny_models import make_tiny
+
+LIMIT_S = 300.0
+NUM_MICRO_BATCHES = (2, 4, 2, 3)
+"""Of each step: what is packed differs from step to step."""
+Settings = Mapping[str, Any]
+
+DDP: Mapping[str, Settings] = {
+    "reduce while computing": {"overlap_grad_reduce": True, "use_distributed_optimizer": True},
+    "gather while computing": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    "small buckets": {"overlap_grad_reduce": True, "bucket_size": 1000},
+    "reduce in one": {"overlap_grad_reduce": False, "bucket_size": 1000, "grad_reduce_in_fp32": True},
+    "so many buckets": {"overlap_grad_reduce": True, "num_buckets": 3},
+    "padded buckets": {"overlap_grad_reduce": True, "pad_buckets_for_high_nccl_busbw": True},
+}
+"""Settings that must change no number of a run."""
+OPTIMIZER: Mapping[str, Settings] = {
+    "adam": {"optimizer": "adam", "adam_beta1": 0.5, "adam_beta2": 0.7, "adam_eps": 1e-3},
+    "decay in the gradient": {"decoupled_weight_decay": False, "weight_decay": 0.3, "clip_grad": 0.05},
+    "slow decay": {"lr": 3e-3, "clip_grad": 0.0, "use_distributed_optimizer": True},
+}
+"""Settings that change what a run computes, in every layout alike."""
+CLASSES: Mapping[Any, tuple[FieldRules, Mapping[str, Settings]]] = {
+    DistributedDataParallelConfig: (megatron_fields.DDP, DDP),
+    OptimizerConfig: (megatron_fields.OPTIMIZER, OPTIMIZER),
+}
+SET_BY_MRL = {"min_lr", "params_dtype", "bf16"}
+
+
+def known(settings: Settings) -> dict[str, Any]:
+    """Those that the installed Megatron has: `num_buckets` is newer than the older of the two."""
+    names = {field.name for cls in CLASSES for field in fields(cls)}
+    return {name: value for name, value in settings.items() if name in names}
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_field_is_proven_or_refused_with_a_reason(cls: Any) -> None:
+    rules, cases = CLASSES[cls]
+    assert rules.taken is not None
+    proven = {name for settings in cases.values() for name in settings}
+    assert set(rules.taken) == proven, "what is taken stands in a case below, and the other way round"
+    for name in {field.name for field in fields(cls)} - proven - SET_BY_MRL:
+        reason = rules.refusal(name, "something")
+        assert reason, name
+        assert "no test of mrl" not in reason, f"{name} has no reason of its own"
+
+
+# --- of data parallelism: step by step, and nothing runs between a step and the look at its weights ------------------
+
+
+Steps = list[tuple[float, float]]
+
+
+def steps(path: str, layout: ParallelConfig, groups: Groups, ddp: Settings) -> Steps:
+    """Gradient norm of each step, and what all parameters of this rank add up to right after it."""
+    settings = TrainedModelConfig(
+        parallel=layout, dtype="float32", max_tokens_per_device=64, ddp=known(ddp), optimizer={"lr": 1e-2}
+    )
+    engine = MegatronEngine(EngineRequest(read_spec(path), "lm", settings), groups)
+    engine.load(HfReader(path))
+    found = []
+    for number in NUM_MICRO_BATCHES:
+        rows, _ = share(engine)
+        micro_batches = np.array_split(np.arange(len(rows.lengths)), number)
+        _, outcome = engine.update(rows, micro_batches, negative_score, ScoreRequest())
+        # Nothing runs in between: what is sent to the engines is what stands here now.
+        total = sum(
+            float(parameter.detach().abs().double().sum())
+            for model in engine.models
+            for parameter in model.parameters()
+        )
+        found.append((outcome.grad_norm, total))
+    return found
+
+
+def all_steps(path: str, layout: ParallelConfig) -> dict[str, Steps]:
+    """With each of the settings, and without."""
+    torch.manual_seed(0)
+    with model_parallel(layout, seed=1) as groups:
+        return {name: steps(path, layout, groups, ddp) for name, ddp in {"plain": {}, **DDP}.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "layout"),
+    [
+        ("llama", 2, ParallelConfig()),
+        pytest.param("llama", 4, ParallelConfig(pp=2), marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 4, ParallelConfig(tp=2, ep=2, sequence_parallel=True), marks=pytest.mark.slow),
+    ],
+)
+def test_a_setting_changes_no_number(family: str, ranks: int, layout: ParallelConfig, tmp_path: Path) -> None:
+    path = str(make_tiny(family, tmp_path / family))
+    for found in run_on_ranks(ranks, all_steps, path, layout, timeout_s=LIMIT_S):
+        for name in DDP:
+            for number, (seen, expected) in enumerate(zip(found[name], found["plain"], strict=True), 1):
+                assert seen == pytest.approx(expected, rel=1e-6), f"{name}: step {number}"
+
+
+# --- of the optimizer: a spread model's steps are those of one rank --------------------------------------------------
+
+
+def results(size: int, cases: list[ParityCase]) -> list[ParityResult]:
+    by_rank = run_on_ranks(size, measure, cases, timeout_s=LIMIT_S)
+    return [together(list(ranks)) for ranks in zip(*by_rank, strict=True)]
+
+
+def test_an_optimizer_is_the_same_in_every_layout(tmp_path: Path) -> None:
+    model = str(make_tiny("llama", tmp_path / "llama"))
+    cases = [ParityCase(model, "lm", ParallelConfig(), 64, optimizer=settings) for settings in OPTIMIZER.values()]
+    ones, spread = results(1, cases), results(2, cases)
+    for name, one, other in zip(OPTIMIZER, ones, spread, strict=True):
+        difference = Difference.between(one, other)
+        assert max(difference.loss, difference.grad_norm) < 1e-5, (name, difference)
+        assert difference.parameters < 1e-4, (name, difference)
+    assert len({one.losses[-1] for one in ones}) == len(OPTIMIZER), "each of them computes something else"
