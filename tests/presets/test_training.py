@@ -1,0 +1,45 @@
+"""Every preset's models train as a plain run does: three steps of the twin beside one rank without any switch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mrl.engine.verify import verify_layout
+from tests.presets.twins import presets, switches, training_twin, training_twins
+
+TWINS = training_twins()
+QUICK = {"grpo-qwen3-30b-a3b-2n8g:actor"}
+SLOW = {"ppo-llama3.1-8b-1n8g:critic", "grpo-mixtral-8x22b-8n8g:actor"}
+"""With the quick ones, each switch and each kind of parallelism."""
+
+
+def marked(name: str) -> object:
+    marks = () if name in QUICK else (pytest.mark.slow,) if name in SLOW else (pytest.mark.slow, pytest.mark.presets)
+    return pytest.param(name, marks=marks, id=name)
+
+
+def test_every_preset_has_its_twin() -> None:
+    for preset, config in presets().items():
+        for role in config.model_roles():
+            assert training_twin(config, role) in TWINS.values(), f"{preset}:{role}"
+
+
+def test_every_switch_and_kind_of_parallelism_is_tried_in_every_run_of_the_tests() -> None:
+    tried = [TWINS[name] for name in QUICK | SLOW]
+    for name, twin in TWINS.items():
+        missing = switches(twin.settings) - set().union(*(switches(other.settings) for other in tried))
+        assert not missing, f"{name}: {missing}"
+        for kind in ("tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel"):
+            size = getattr(twin.settings.parallel, kind)
+            assert any(getattr(other.settings.parallel, kind) == size for other in tried), f"{name}: {kind} {size}"
+
+
+@pytest.mark.parametrize("name", map(marked, TWINS))
+def test_a_preset_trains_as_a_plain_run_does(name: str, tmp_path: Path) -> None:
+    twin = TWINS[name]
+    found = verify_layout(twin.values, twin.head, twin.settings, twin.num_ranks, tmp_path / "model")
+    print(f"{name}: {found}")
+    assert found.is_right, found
+    assert found.parameters < 1e-4
