@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 
 import numpy as np
@@ -19,8 +20,12 @@ PLAIN = Sampling()
 
 
 @pytest.fixture(scope="module")
-def vllm(make_engine: Callable[..., RolloutEngine], small: Small) -> RolloutEngine:
-    engine = make_engine("vllm", small("qwen3", 5))  # what it starts with is not what it is sent
+def vllm(
+    make_engine: Callable[..., RolloutEngine], small: Small, tmp_path_factory: pytest.TempPathFactory
+) -> RolloutEngine:
+    without_weights = tmp_path_factory.mktemp("model") / "without"
+    shutil.copytree(small("qwen3", 5), without_weights, ignore=shutil.ignore_patterns("*.safetensors*"))
+    engine = make_engine("vllm", without_weights)  # an engine starts without reading what it is sent later
     update(engine, small("qwen3"), version=1)
     return engine
 
