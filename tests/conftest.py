@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from mrl.controller import RayWorkerGroup, RunContext
 
 NUM_DEVICES = 4
+
+# No test asks the hub, or finds what a developer happens to have of it; those about it make a cache and a service.
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/dev/null/cache"}
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from typing import Any
 
 LAYERS = (  # lowest first; what shares a line never imports each other
     {"errors"},
-    {"registry", "redaction"},
+    {"registry", "redaction", "hub"},
     {"events"},
     {"config"},
     {"protocol"},
@@ -43,8 +43,10 @@ LIBRARY_HOMES = {
     "megatron": "engine",
     "transformer_engine": "engine",
     "vllm": "rollout",
+    "huggingface_hub": "hub",
+    "httpx": "hub",
 }
-WITHOUT_TORCH = {"errors", "registry", "redaction", "events", "config", "cli"}
+WITHOUT_TORCH = {"errors", "registry", "redaction", "hub", "events", "config", "cli"}
 TORCH_ONLY = {"algos"}
 HEAVY = {"torch", "transformers", "wandb", *LIBRARY_HOMES} - {"omegaconf", "yaml"}
 """What may be imported where it is needed; an extra that not everybody installs is among them."""

@@ -10,12 +10,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mrl.errors import ModelError
+from mrl.hub import INDEX_FILE, SINGLE_FILE
 from mrl.models.coverage import listed
 from mrl.models.parameters import Box
 from mrl.models.spec import ModelSpec
 from mrl.models.table import LM_HEAD, SCORE, Head, Shard, hf_tensors
 
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _FLOAT_TYPES = {"F64", "F32", "F16", "BF16"}
 
 

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from mrl.errors import ModelError
+from mrl.hub import INDEX_FILE, SINGLE_FILE
 from mrl.models.coverage import listed, tiling_problems
 from mrl.models.families import FAMILIES
-from mrl.models.hf_reader import INDEX_FILE, SINGLE_FILE, slices
+from mrl.models.hf_reader import slices
 from mrl.models.parameters import Box, Shape
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, hf_tensors
