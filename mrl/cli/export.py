@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mrl.config.load import load_config
 from mrl.errors import SetupError
+from mrl.hub import local_files, model_directory
 
 EXAMPLE = "mrl export runs/laptop-ppo my-model --checkpoint best"
 
@@ -36,7 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = find_snapshot(directory / "checkpoints", arguments.checkpoint)
     is_actor = arguments.role == "actor"
-    source = Path(config.model_of(arguments.role)[1])
+    name = config.model_of(arguments.role)[1]
+    source = local_files(name) or model_directory(name, download=True)  # of a snapshot, its weights are not needed
     dtype = DTYPES[arguments.dtype or roles[arguments.role].dtype]
     saved, out = found / arguments.role, Path(arguments.out)
     number = export_checkpoint(saved, source, "lm" if is_actor else "score", dtype, out)

@@ -6,6 +6,7 @@ import argparse
 
 from mrl.cli.train import EXIT_STOPPED
 from mrl.config.load import load_sft_config
+from mrl.config.model_names import settle_models
 from mrl.config.run_directory import open_run_directory
 from mrl.events import EventLog
 
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and say where the model is; EXIT_STOPPED when the run was asked to stop before and has saved."""
-    resolved = load_sft_config(arguments.config, arguments.overrides)
+    resolved = settle_models(load_sft_config(arguments.config, arguments.overrides))
     # These load torch and Ray, which a wrong configuration need not wait for.
     from mrl.trainer.sft import train_sft
     from mrl.trainer.stopping import Stopping

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mrl.cli.supervise import ATTEMPT, EXIT_LOST, EXIT_NO_PLACE, supervise
 from mrl.config.load import Resolved, load_config
+from mrl.config.model_names import settle_models
 from mrl.config.schema import Config
 from mrl.errors import PlacementError, TooFewDevices, WorkerDied, WorkerSilent
 from mrl.plan.fewer_nodes import fits_on
@@ -51,8 +52,9 @@ def _train(resolved: Resolved[Config], *, quiet: bool) -> int:
     from mrl.observe.console import Console
     from mrl.plan.preflight_machine import check_start
 
+    warnings = refuse(resolved.path, check_start(resolved.config))
+    resolved = settle_models(resolved)
     config = resolved.config
-    warnings = refuse(resolved.path, check_start(config))
     console = Console(config.training.steps, quiet=quiet)
     with ExitStack() as stack:
         if config.cluster.ray_address is None:

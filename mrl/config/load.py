@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from mrl.config.convert import convert
@@ -39,6 +39,8 @@ class Resolved(Generic[AnyTyped]):
     """What could not be checked on this machine, and why."""
     secrets: Secrets
     _layer: Layer
+    models: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
+    """Key -> `name`, `revision` and `directory` of each model, once they have been found."""
 
     def origin(self, path: KeyPath) -> str:
         """`file.yaml:12`, `command line` or `default`."""
@@ -53,6 +55,15 @@ def load_config(path: str, overrides: Iterable[str] = ()) -> Resolved[Config]:
 def load_sft_config(path: str, overrides: Iterable[str] = ()) -> Resolved[SftConfig]:
     """The same for `mrl sft`."""
     return _load(SftConfig, _check_sft, path, overrides)
+
+
+def rechecked(resolved: Resolved[AnyTyped], config: AnyTyped) -> Resolved[AnyTyped]:
+    """The same with another configuration, of which every rule is asked once more."""
+    problems, warnings = _check(config) if isinstance(config, Config) else _check_sft(config)
+    if problems:
+        placed = [dataclasses.replace(each, where=resolved.origin(tuple(each.key.split(".")))) for each in problems]
+        raise _config_error(placed, resolved.secrets)
+    return dataclasses.replace(resolved, config=config, warnings=tuple(map(resolved.secrets.hide, warnings)))
 
 
 def _load(

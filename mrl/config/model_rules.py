@@ -25,7 +25,7 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
 def unchecked(path: str, shape: ModelShape | None) -> Iterator[str]:
     """What the rules could not check, and why."""
     if shape is None:
-        yield f'layers, heads and experts against the layouts: "{path}" is not a directory on this machine'
+        yield f'layers, heads and experts against the layouts: the files of "{path}" are not on this machine'
         return
     for what, size in (("layers", shape.layers), ("attention heads", shape.heads)):
         if size is None:

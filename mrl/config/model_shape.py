@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from mrl.errors import Problem
+from mrl.hub import HubName, local_files, neither
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _NAMES = {
     "layers": ("num_hidden_layers",),
     "heads": ("num_attention_heads",),
@@ -30,13 +27,13 @@ class ModelShape:
 
 
 def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
-    """The shape of a local model, None for one that is on the hub, or what is wrong with the path under this key."""
-    directory = os.path.expanduser(path)
-    if not os.path.exists(directory):
-        if _HUB_NAME.fullmatch(path):
-            return None
-        return Problem("", key, f'"{path}" is neither a directory here nor a name on the hub')
-    file = Path(directory, "config.json")
+    """The shape of a model whose config.json is here, None for one on the hub, or what is wrong under this key."""
+    directory = local_files(path)
+    if directory is None and HubName.parse(path) is None:
+        return Problem("", key, neither(path))
+    if directory is None:
+        return None
+    file = directory / "config.json"
     try:
         sizes = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from mrl.config.render import render
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError, Problem
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, MODELS_FILE = "checkpoints", "models.json"
 _STEP = "step-"
 
 
@@ -66,12 +67,18 @@ def _prepare(resolved: Resolved[Any], directory: Path, may_go_on: bool) -> None:
         directory.chmod(0o700)  # mkdir's mode is cut by the umask, and the directory may have been there, empty
         (directory / "logs").mkdir(exist_ok=True)
         (directory / "logs").chmod(0o700)
-        config = os.open(directory / "config.yaml", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(config, "w", encoding="utf-8") as file:
-            os.fchmod(config, 0o600)
-            file.write(render(resolved))
+        _write(directory / "config.yaml", render(resolved))
+        if resolved.models:
+            _write(directory / MODELS_FILE, f"{json.dumps(dict(resolved.models), indent=2)}\n")
     except OSError as error:
         raise _cannot_be_made(directory, error) from error
+
+
+def _write(path: Path, text: str) -> None:
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(opened, "w", encoding="utf-8") as file:
+        os.fchmod(opened, 0o600)
+        file.write(text)
 
 
 def _began_here(resolved: Resolved[Any], directory: Path) -> bool:

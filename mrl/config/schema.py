@@ -72,7 +72,7 @@ class ModelConfig:
     """The model to train."""
 
     path: Text
-    """A directory in Hugging Face format, or the name of a model on the hub (`organisation/name`)."""
+    """A Hugging Face model directory, or a model on the hub: `organisation/name` or `organisation/name@revision`."""
     critic: Text | None = None
     """The same for the critic, with a value head (`score.weight`); null starts from `path` with a new head."""
 
@@ -158,7 +158,7 @@ class RewardModelConfig(MegatronModelConfig):
     """A frozen model that scores responses. It reads the policy's own token ids, so its tokens must be the policy's."""
 
     path: Text
-    """A directory in Hugging Face format, with a head of one output (`score.weight`)."""
+    """A directory or a name on the hub, as in `model.path`, with a head of one output (`score.weight`)."""
     weight: float = 1.0
     """What its score is multiplied by before it is added to that of the reward functions; 0 only records it."""
 

@@ -43,7 +43,7 @@ class ChatTokenizer(Protocol):
 
 
 def load_tokenizer(path: str, *, renders: bool = True) -> ChatTokenizer:
-    """The tokenizer of a model, from its directory or the local cache of the hub; never from the network.
+    """The tokenizer of a model directory; never from the network.
 
     One that `renders` prompts has a chat template and an end-of-sequence token.
     """
@@ -53,9 +53,6 @@ def load_tokenizer(path: str, *, renders: bool = True) -> ChatTokenizer:
     try:
         tokenizer: ChatTokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library that reads tokenizer.json raises nothing more exact
-        if not Path(path).is_dir():
-            what = "is neither a directory here nor a model in the local cache of the hub"
-            raise DataError(what, where=path, fix="download the model first: mrl never does") from error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(f"the tokenizer cannot be loaded: {reason}", where=path) from error
     if renders:
@@ -113,7 +110,7 @@ class PromptEncoder:
 def _check_files(directory: Path) -> None:
     """Say what is wrong with a directory before the libraries do it in their words."""
     if not directory.is_dir():
-        return  # a name on the hub: the local cache decides
+        raise DataError("there is no such directory", where=str(directory), fix="name a Hugging Face model directory")
     present = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
     if not present:
         raise DataError(

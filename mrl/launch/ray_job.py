@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.config.data_rules import is_file
+from mrl.config.model_names import model_names
 from mrl.config.schema import Config
 from mrl.errors import ConfigError, Problem, SetupError
 from mrl.launch.parcel import Parcel, named_code
@@ -91,7 +92,7 @@ def _below_here(text: str) -> Path:
 def _relative_paths(config: Config) -> Iterator[Problem]:
     """Paths that the job, which runs in a directory of Ray's own, would not find, or would lose with it."""
     paths = {"run.dir": config.run.dir}
-    paths |= {"model.path": config.model.path} if Path(config.model.path).is_dir() else {}
+    paths |= {key: name for key, name in model_names(config).items() if Path(name).is_dir()}
     for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
         paths |= {f"data.{part}.{name}.dataset": of.dataset for name, of in sources.items() if is_file(of)}
     for key, path in paths.items():

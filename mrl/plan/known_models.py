@@ -1,17 +1,17 @@
 """Sizes of published models, as their `config.json` gives them: a plan needs no download.
 
-The entries hold what planning reads. They go through the same reader as a real file; a directory with a `config.json`
-always comes first.
+The entries hold what planning reads. They go through the same reader as a real file; a `config.json` in a directory or
+in the hub's cache always comes first.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from mrl.errors import ModelError, did_you_mean
+from mrl.hub import local_files
 from mrl.models.families import spec_of
 from mrl.models.hf_config import HfConfig
 from mrl.models.spec import ModelSpec
@@ -65,7 +65,7 @@ _VARIANT = re.compile(r"(-(instruct|base|chat|thinking|v?\d[\d.]*))*", re.IGNORE
 
 
 def model_spec(model: str) -> ModelSpec:
-    """The sizes of a model: of a directory, else of a published model by its name on the hub."""
+    """The sizes of a model: of a directory or what the hub's cache has, else of a published model by its name."""
     return spec_of(_config_of(model))
 
 
@@ -75,10 +75,10 @@ def model_values(model: str) -> Mapping[str, Any]:
 
 
 def _config_of(model: str) -> HfConfig:
-    path = Path(model).expanduser()
-    if (path / "config.json").is_file():
+    path = local_files(model)
+    if path is not None and (path / "config.json").is_file():
         return HfConfig.read(path)
-    name = model.rpartition("/")[2].removeprefix("Meta-")
+    name = model.partition("@")[0].rpartition("/")[2].removeprefix("Meta-")
     for known in _SIZES:
         if name.lower().startswith(known.lower()) and _VARIANT.fullmatch(name[len(known) :]):
             return HfConfig(known_config(known), known)

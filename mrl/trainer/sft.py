@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.arithmetic import role_mesh
+from mrl.config.model_names import in_directories
 from mrl.config.run_directory import CHECKPOINTS
 from mrl.config.schema import BatchConfig
 from mrl.config.sft import SftConfig
@@ -44,7 +45,8 @@ def train_sft(
     say: Callable[[str], None],
 ) -> Path | None:
     """Train from the newest checkpoint on; the trained model in Hugging Face format, or None if told to stop before."""
-    tokenizer = load_tokenizer(config.model.path)
+    local = in_directories(config)
+    tokenizer = load_tokenizer(local.model.path)
     batch = BatchConfig(
         prompts_per_step=config.batch.rows_per_update,
         samples_per_prompt=1,
@@ -56,7 +58,7 @@ def train_sft(
         resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
         resources.create(directory, events)
         stack.callback(resources.release)
-        setup = ModelSetup(config.model.path, "lm", config.actor, config.training.seed, config.deadlines.call_s)
+        setup = ModelSetup(local.model.path, "lm", config.actor, config.training.seed, config.deadlines.call_s)
         worker = RayClassWithInitArgs("mrl.workers.sft:SftWorker", setup)
         context = RunContext(directory, events, config.deadlines, resources)
         group = RayWorkerGroup(ROLE, worker, role_mesh(config, ROLE), context)

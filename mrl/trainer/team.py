@@ -11,6 +11,7 @@ from typing import Any
 
 from mrl.algos.core_algos import AdaptiveKLController, FixedKLController, KLController
 from mrl.config.arithmetic import role_mesh
+from mrl.config.model_names import in_directories
 from mrl.config.schema import Config
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
 from mrl.data.chat import load_tokenizer
@@ -60,10 +61,11 @@ class Team:
 @contextmanager
 def make_team(config: Config, directory: Path, events: EventLog, clock: Clock) -> Iterator[Team]:
     """Start everything. What can fail cheaply comes first: prompts and rewards before any device is asked for."""
+    config = in_directories(config)
     with ExitStack() as stack:
         tokenizer = load_tokenizer(config.model.path)
         for name in config.model_roles():
-            check_model(_setup(name, config))
+            check_model(model_setup(name, config))
         for warning in check_reward_model(config, tokenizer):
             events.write(Warned("reward_model", warning))
         prompts = PromptLoader(
@@ -94,7 +96,8 @@ def check_model(setup: ModelSetup) -> None:
     HfReader(setup.path).check(spec, setup.head, setup.new_head)
 
 
-def _setup(role: str, config: Config) -> ModelSetup:
+def model_setup(role: str, config: Config) -> ModelSetup:
+    """What a role's workers are told of their model."""
     return ModelSetup(
         path=config.model_of(role)[1],
         head="lm" if role == "actor" else "score",
@@ -122,7 +125,7 @@ def _started(config: Config, context: RunContext) -> Iterator[dict[str, Future[R
 
 def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
     """The processes of a role; their models come later, all roles' at once."""
-    setup, horizon = _setup(role, config), config.rollout.max_response_tokens
+    setup, horizon = model_setup(role, config), config.rollout.max_response_tokens
     if role == "actor":
         arguments = [setup, config.algorithm, config.rollout.temperature, horizon]
         worker = RayClassWithInitArgs("mrl.workers.actor:ActorRolloutRefWorker", *arguments)

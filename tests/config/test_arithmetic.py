@@ -77,7 +77,7 @@ def test_a_trained_role_shares_an_update_and_a_frozen_one_a_step() -> None:
         "actor__max_tokens_per_device": 5000,
         "rollout__max_prompt_tokens": 1000,
         "rollout__max_response_tokens": 2000,
-        "reward_model": "{path: Llama-3.1-8B, max_tokens_per_device: 3000}",
+        "reward_model": "{path: meta-llama/Llama-3.1-8B, max_tokens_per_device: 3000}",
         "placement__roles__reward_model": "all",
     }
     config = config_of(**changes)

@@ -193,7 +193,7 @@ def test_a_model_config_that_says_little_is_said_so(valid: str, write: Write) ->
 
 def test_a_hub_name_is_not_checked_and_said_so(valid: str, write: Write) -> None:
     (warning,) = load_config(write(valid)).warnings
-    assert warning == 'layers, heads and experts against the layouts: "tiny/model" is not a directory on this machine'
+    assert warning == 'layers, heads and experts against the layouts: the files of "tiny/model" are not on this machine'
 
 
 def test_an_advantage_of_ones_own_may_have_a_critic_or_none(valid: str, write: Write) -> None:

@@ -11,7 +11,7 @@ from mrl.plan.subject import Subject, make_subject
 CONFIGS = Path(__file__).parents[2] / "configs"
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if not path.stem.startswith("laptop"))
 REWARD_MODEL = {
-    "reward_model": "{path: Llama-3.1-8B, max_tokens_per_device: 16384}",
+    "reward_model": "{path: meta-llama/Llama-3.1-8B, max_tokens_per_device: 16384}",
     "placement__roles__reward_model": "all",
 }
 HARDWARE = {preset: "h200" if "405b" in preset else "h100" for preset in PRESETS}

@@ -169,7 +169,7 @@ def local_team(case: LocalCase, groups: Groups, config: Config, events: EventLog
 
     def start(role: str) -> ModelRole:
         place = Place(role, rank, rank, mesh, Rendezvous("", 0, mesh.world_size, None))
-        setup, horizon = team_module._setup(role, config), config.rollout.max_response_tokens
+        setup, horizon = team_module.model_setup(role, config), config.rollout.max_response_tokens
         worker: Worker
         if role == "actor":
             worker = _Actor(place, setup, config.algorithm, config.rollout.temperature, horizon)

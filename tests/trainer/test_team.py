@@ -20,7 +20,7 @@ from mrl.errors import MrlError
 from mrl.events import EventLog, Warned, read_events
 from mrl.observe.clock import Clock
 from mrl.trainer import team as made
-from mrl.trainer.team import Team, _kl_controller, _setup, make_team
+from mrl.trainer.team import Team, _kl_controller, make_team, model_setup
 from mrl.workers.messages import ModelSetup
 from tests.trainer.fakes import CRITIC, SCORER, Prompts, Tokenizer, make_config
 
@@ -77,22 +77,22 @@ def whole_config(directory: Path, **sections: Any) -> Config:
 
 def test_each_role_is_told_its_model_and_its_part(tmp_path: Path) -> None:
     config = whole_config(tmp_path, algorithm={"kl": KL})
-    assert _setup("actor", config) == ModelSetup("policy", "lm", config.actor, 5, 77.0, False, True)
-    assert _setup("critic", config) == ModelSetup("policy", "score", CRITIC, 5, 77.0, True, False)
-    assert _setup("reward_model", config) == ModelSetup("scorer", "score", SCORER, 5, 77.0, False, False)
+    assert model_setup("actor", config) == ModelSetup("policy", "lm", config.actor, 5, 77.0, False, True)
+    assert model_setup("critic", config) == ModelSetup("policy", "score", CRITIC, 5, 77.0, True, False)
+    assert model_setup("reward_model", config) == ModelSetup("scorer", "score", SCORER, 5, 77.0, False, False)
 
 
 def test_a_critic_of_its_own_has_its_head(tmp_path: Path) -> None:
     config = whole_config(tmp_path, model={"critic": "values"})
-    assert _setup("critic", config) == ModelSetup("values", "score", CRITIC, 5, 77.0, False, False)
-    assert _setup("actor", config).path == "policy"
+    assert model_setup("critic", config) == ModelSetup("values", "score", CRITIC, 5, 77.0, False, False)
+    assert model_setup("actor", config).path == "policy"
 
 
 @pytest.mark.parametrize(("where", "keeps"), [("none", False), ("reward", True), ("loss", True), ("both", True)])
 def test_the_actor_keeps_its_reference_wherever_it_is_read(where: Any, keeps: bool, tmp_path: Path) -> None:
     config = whole_config(tmp_path, algorithm={"kl": KlConfig(where=where)})
-    assert _setup("actor", config).keeps_reference is keeps
-    assert not _setup("critic", config).keeps_reference
+    assert model_setup("actor", config).keeps_reference is keeps
+    assert not model_setup("critic", config).keeps_reference
 
 
 class Stage:
@@ -105,6 +105,7 @@ class Stage:
         self.tokenizer = Tokenizer()
         self.dataset_of: dict[str, Any] = {}
         stands_in = {
+            "in_directories": lambda config: config,
             "load_tokenizer": self._load_tokenizer,
             "check_model": lambda setup: self.journal.append(("check", setup.path, setup.head)),
             "check_reward_model": lambda config, tokenizer: iter(["it reads other templates"]),
@@ -231,7 +232,7 @@ def test_workers_are_started_with_what_they_need(tmp_path: Path, stage: Stage) -
         pass
     assert stage.given["resources"] == (config.placement, config.cluster, config.deadlines)
     workers = {role: (worker.worker_class, worker.args) for role, (worker, _, _) in stage.workers.items()}
-    setups = {role: _setup(role, config) for role in ("actor", "critic", "reward_model")}
+    setups = {role: model_setup(role, config) for role in ("actor", "critic", "reward_model")}
     assert workers == {
         "actor": ("mrl.workers.actor:ActorRolloutRefWorker", (setups["actor"], config.algorithm, 0.7, 6)),
         "critic": ("mrl.workers.critic:CriticWorker", (setups["critic"], config.algorithm, 6)),
@@ -277,6 +278,6 @@ def test_a_models_files_are_checked_against_its_head(tmp_path: Path, monkeypatch
     monkeypatch.setattr(made, "read_spec", lambda path: f"spec of {path}")
     monkeypatch.setattr(made, "HfReader", Reader)
     for role in ("actor", "critic", "reward_model"):
-        made.check_model(_setup(role, whole_config(tmp_path)))
+        made.check_model(model_setup(role, whole_config(tmp_path)))
     policy = ("policy", "spec of policy")
     assert asked == [(*policy, "lm", False), (*policy, "score", True), ("scorer", "spec of scorer", "score", False)]
