@@ -48,6 +48,8 @@ class DeadlinesConfig:
     """For Ray to hand out the devices of every pool."""
     start_s: Seconds = 300.0
     """For the workers of a role to start."""
+    download_s: Seconds = 7200.0
+    """For a node of a joined cluster to download the models that it lacks."""
     call_s: Seconds = 1800.0
     """For the answer to one call of a worker."""
     heartbeat_s: Seconds = 5.0

@@ -150,6 +150,11 @@ class ResourcePoolManager:
         """The view of a node that has devices of some pool."""
         return self._nodes[node_id]
 
+    @property
+    def nodes(self) -> list[NodeView]:
+        """The nodes that have devices of some pool."""
+        return list(self._nodes.values())
+
     def release(self) -> None:
         """Give all devices back."""
         for node in self._nodes.values():

@@ -59,10 +59,10 @@ def wait_for_nodes(names: Sequence[str], device: str, devices_per_node: int, dea
         time.sleep(_POLL_S)
 
 
-def ask_every_node(offers: Sequence[NodeOffer], probe: str, arguments: Sequence[Any], deadline_s: float) -> list[Any]:
+def ask_every_node(node_ids: Sequence[str], probe: str, arguments: Sequence[Any], deadline_s: float) -> list[Any]:
     """What the function `package.module:name` returns on each of these nodes."""
     task = ray.remote(num_cpus=0, max_retries=0)(_call)
-    on = [NodeAffinitySchedulingStrategy(offer.node_id, soft=False) for offer in offers]
+    on = [NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in node_ids]
     asked = [task.options(scheduling_strategy=node).remote(probe, list(arguments)) for node in on]
     try:
         answers: list[Any] = ray.get(asked, timeout=deadline_s)

@@ -35,7 +35,8 @@ def check_machines(config: Config) -> Iterator[Finding]:
             offers = offered_nodes(config.cluster.device)
             usable = [offer for offer in offers if offer.devices >= config.cluster.devices_per_node]
             yield _offer(config, {offer.name: offer.devices for offer in offers}, free_devices(config.cluster.device))
-            facts = ask_every_node(usable, _PROBE, arguments, config.deadlines.start_s)
+            nodes = [offer.node_id for offer in usable]
+            facts = ask_every_node(nodes, _PROBE, arguments, config.deadlines.start_s)
         yield from check_nodes(config, facts, node_facts(canary, with_gpus=False)["versions"])
 
 

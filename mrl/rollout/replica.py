@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from mrl.controller import Dispatch, Place, Worker, register
 from mrl.errors import RolloutError
+from mrl.hub import node_copy
 from mrl.rollout.engine import EngineSettings, Part, engine_class
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.rollout.stepping import SteppingThread
@@ -17,6 +19,7 @@ class RolloutReplica(Worker):
 
     def __init__(self, place: Place, engine: str, settings: EngineSettings, step_deadline_s: float) -> None:
         super().__init__(place)
+        settings = replace(settings, model=node_copy(str(settings.model)))
         self._thread = SteppingThread(partial(engine_class(engine), settings), step_deadline_s)
 
     @register(Dispatch.RANK_ZERO)

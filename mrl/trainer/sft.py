@@ -28,6 +28,7 @@ from mrl.observe.metrics import MetricsFile
 from mrl.protocol import DataProto
 from mrl.trainer.learnt_config import changes, learnt_config
 from mrl.trainer.model_role import ModelRole
+from mrl.trainer.node_models import bring_models
 from mrl.trainer.snapshot import Snapshots
 from mrl.trainer.stopping import Stopping
 from mrl.workers.messages import ModelSetup
@@ -58,6 +59,7 @@ def train_sft(
         resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
         resources.create(directory, events)
         stack.callback(resources.release)
+        bring_models(local, resources, events)
         setup = ModelSetup(local.model.path, "lm", config.actor, config.training.seed, config.deadlines.call_s)
         worker = RayClassWithInitArgs("mrl.workers.sft:SftWorker", setup)
         context = RunContext(directory, events, config.deadlines, resources)

@@ -26,6 +26,7 @@ from mrl.rewards.manager import RewardManager
 from mrl.trainer.generation import Generator
 from mrl.trainer.model_role import ModelRole
 from mrl.trainer.model_scores import check_reward_model
+from mrl.trainer.node_models import bring_models
 from mrl.trainer.validation import Validator
 from mrl.workers.messages import ModelSetup
 
@@ -78,6 +79,7 @@ def make_team(config: Config, directory: Path, events: EventLog, clock: Clock) -
             resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
             resources.create(directory, events)
             stack.callback(resources.release)
+            bring_models(config, resources, events)
             context = RunContext(directory, events, config.deadlines, resources)
             groups = stack.enter_context(_started(config, context))
             hybrid = HybridEngine(config, groups, context)  # the engines sleep before the models load

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from mrl.engine.offload import PartName, WeightCopy
 from mrl.engine.packed_rows import TokenRows
 from mrl.engine.parallel import model_parallel
 from mrl.engine.scores import ScoreRequest
+from mrl.hub import node_copy
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.protocol import DataProto
@@ -31,7 +33,7 @@ class ModelWorker(Worker):
 
     def __init__(self, place: Place, setup: ModelSetup) -> None:
         super().__init__(place)
-        self.setup = setup
+        self.setup = replace(setup, path=str(node_copy(setup.path)))
         self.engine: MegatronEngine
         self.reference: WeightCopy
         self._groups = ExitStack()

@@ -9,6 +9,7 @@ import torch
 from mrl.config.arithmetic import make_mesh
 from mrl.config.schema import ParallelConfig
 from mrl.controller import Dispatch, Place, Rendezvous, Worker, register
+from mrl.hub import node_copy
 from mrl.hybrid.layout import Planner
 from mrl.hybrid.reshard import Resharder, ReshardReport
 from mrl.hybrid.route import WeightRoute
@@ -36,7 +37,8 @@ class WeightPorter(Worker):
         # The first porter serves the store, from the socket that only it has.
         route = replace(route, meeting=self.place.rendezvous)
         wires = route.wires(num_trainers + self.rank, torch.device(device))
-        planner = Planner(read_spec(model), Layout.of(parallel), make_mesh(parallel, num_trainers), route.layout)
+        spec = read_spec(node_copy(model))
+        planner = Planner(spec, Layout.of(parallel), make_mesh(parallel, num_trainers), route.layout)
         self._resharder = Resharder(planner, wires, {}, route.channels(), route.settings())
 
     @register(Dispatch.ONE_TO_ALL)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import constants
 
 from mrl.config.algorithm import AlgorithmConfig, KlConfig
 from mrl.config.mesh import Mesh
@@ -29,6 +30,7 @@ from mrl.protocol.columns import from_rows
 from mrl.workers.actor import ActorRolloutRefWorker
 from mrl.workers.messages import ModelSetup
 from mrl.workers.model_worker import ModelWorker, optional_values, response_column, response_mask, token_rows
+from tests.hub import make_hub_cache
 from tests.workers.stubs import SETUP, StubEngine, batch_of, make_place, make_rows
 
 
@@ -79,6 +81,18 @@ def test_micro_batches_are_those_of_the_data_parallel_rank() -> None:
         found = [index.tolist() for index in worker.micro_batches(sizes)]
         assert [len(index) for index in found] == sizes[dp]
         assert [row for index in found for row in index] == list(range(sum(sizes[dp])))
+
+
+def test_a_worker_reads_the_copy_of_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tmp_path / "made"
+    made.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (made / name).write_text("{}")
+    own = make_hub_cache(tmp_path / "own", "maker/tiny", made)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "own"))
+    setup = replace(SETUP, path=str(tmp_path / "drivers" / own.relative_to(tmp_path / "own")))
+    assert ModelWorker(make_place(), setup).setup.path == str(own)
+    assert ModelWorker(make_place(), SETUP).setup == SETUP
 
 
 def test_an_empty_micro_batch_stays_one() -> None:

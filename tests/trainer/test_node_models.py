@@ -1,0 +1,89 @@
+"""Models on the nodes of a cluster: each node has them, or fetches them itself, or is named."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mrl.config.schema import ClusterConfig
+from mrl.errors import ModelError
+from mrl.events import EventLog, Warned, read_events
+from mrl.trainer import node_models
+from mrl.trainer.node_models import bring_models
+from tests.apart import run_python
+from tests.hub import hub_service, make_hub_cache
+from tests.trainer.fakes import make_config
+
+JOINED = ClusterConfig(nodes=2, devices_per_node=2, device="cpu", ray_address="auto")
+RESOURCES: Any = SimpleNamespace(nodes=[SimpleNamespace(node_id=f"id{number}", name=f"n{number}") for number in (1, 2)])
+
+
+class Nodes:
+    """What each node answers when it is asked, and then when it may download."""
+
+    def __init__(self, before: dict[str, str], after: dict[str, str]) -> None:
+        self.answers = {False: before, True: after}
+        self.asked: list[Any] = []
+
+    def ask(self, node_ids: list[str], probe: str, arguments: list[Any], deadline_s: float) -> list[str]:
+        self.asked.append((node_ids, probe, arguments, deadline_s))
+        return [self.answers[arguments[1]].get(node, "") for node in node_ids]
+
+
+def bring(directory: Path, monkeypatch: pytest.MonkeyPatch, nodes: Nodes, **sections: Any) -> list[Any]:
+    monkeypatch.setattr(node_models, "ask_every_node", nodes.ask)
+    events = EventLog(directory / "events.jsonl")
+    try:
+        bring_models(make_config(directory, **{"cluster": JOINED} | sections), RESOURCES, events)
+    finally:
+        events.close()
+    return [record.event for record in read_events(directory / "events.jsonl")]
+
+
+def test_the_one_machine_of_a_run_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes({"id1": "nothing here"}, {})
+    assert bring(tmp_path, monkeypatch, nodes, cluster={"ray_address": None}) == []
+    assert nodes.asked == []
+
+
+def test_nodes_that_have_the_models_are_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes({}, {})
+    assert bring(tmp_path, monkeypatch, nodes, model={"critic": "values"}) == []
+    assert nodes.asked == [(["id1", "id2"], "mrl.hub:node_lacks", [["policy"], False], 300.0)]
+
+
+def test_a_node_that_lacks_them_fetches_them_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes({"id2": "not here"}, {})
+    assert bring(tmp_path, monkeypatch, nodes) == [Warned("models", "1 of 2 nodes fetch what they lack: n2")]
+    assert nodes.asked[1:] == [(["id2"], "mrl.hub:node_lacks", [["policy"], True], 7200.0)]
+
+
+def test_a_node_that_cannot_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"id1": "there is no directory policy", "id2": "there is no directory policy"}
+    with pytest.raises(ModelError, match=r"^node n2: there is no directory policy\n") as caught:
+        bring(tmp_path, monkeypatch, Nodes(answers, {"id2": answers["id2"]}))
+    assert "HF_HOME" in caught.value.fix
+
+
+@pytest.mark.slow
+def test_two_nodes_with_caches_of_their_own(tmp_path: Path) -> None:
+    """Two raylets of which the second has another cache: it downloads the driver's commit, once for its ranks."""
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "config.json").write_text("{}")
+    (made / "model.safetensors").write_bytes(bytes(1000))
+    snapshot = make_hub_cache(tmp_path / "first", "maker/tiny", made)
+    with hub_service({"maker/tiny": made}) as hub:
+        said = run_python("-m", "tests.trainer.two_caches", str(tmp_path), str(snapshot), hub.endpoint)
+        downloads = [line for line in hub.asked if line.startswith("GET") and re.search("/(blobs|resolve)/", line)]
+    report = json.loads(said.splitlines()[-1])
+    own = tmp_path / "second" / snapshot.relative_to(tmp_path / "first")
+    assert report["copies"] == [str(snapshot), str(own)]
+    assert len(downloads) == 2, downloads
+    assert (own / "model.safetensors").read_bytes() == bytes(1000)
+    assert re.match(r"node \S+: maker/tiny@0+: it has no revision", report["error"])
