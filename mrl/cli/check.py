@@ -53,7 +53,9 @@ def findings(resolved: Resolved[Config], arguments: argparse.Namespace) -> Itera
     from mrl.plan.preflight_cluster import check_machines, check_slurm
     from mrl.plan.preflight_data import check_data
     from mrl.plan.preflight_machine import check_disk
+    from mrl.plan.preflight_models import check_models
 
+    yield from check_models(config)
     yield from guarded("data", check_data(config, all_rows=arguments.all_rows))
     yield from guarded("disk", check_disk(config))
     yield from guarded("machines", check_machines(config))

@@ -12,6 +12,7 @@ from mrl.config.schema import Config
 from mrl.plan.preflight import Finding
 from mrl.plan.preflight_facts import node_facts
 from mrl.plan.preflight_machine import canary_file, check_here, check_nodes
+from mrl.plan.preflight_models import found_models, node_models
 
 _PROBE = "mrl.plan.preflight_facts:node_facts"
 _SINFO = ("sinfo", "--noheader", "--format=%P|%a|%F|%G|%c|%l")
@@ -37,6 +38,9 @@ def check_machines(config: Config) -> Iterator[Finding]:
             yield _offer(config, {offer.name: offer.devices for offer in offers}, free_devices(config.cluster.device))
             nodes = [offer.node_id for offer in usable]
             facts = ask_every_node(nodes, _PROBE, arguments, config.deadlines.start_s)
+            found = list(found_models(config))
+            lacks = ask_every_node(nodes, "mrl.hub:node_lacks", [found, False], config.deadlines.start_s)
+        yield from node_models({offer.name: lack for offer, lack in zip(usable, lacks, strict=True)})
         yield from check_nodes(config, facts, node_facts(canary, with_gpus=False)["versions"])
 
 

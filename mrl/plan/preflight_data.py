@@ -7,10 +7,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from mrl.config.model_names import in_directories
 from mrl.config.schema import Config, SourceConfig
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.rlhf_dataset import Prompt, RLHFDataset, Unusable, open_dataset
-from mrl.errors import BadRow, DataError
+from mrl.errors import BadRow, DataError, ModelError
 from mrl.events import EventLog
 from mrl.plan.preflight import Finding, Verdict, guarded
 from mrl.rewards.manager import RewardManager
@@ -29,6 +30,11 @@ Look = Callable[[RLHFDataset], list[Prompt | Unusable]]
 
 def check_data(config: Config, *, all_rows: bool) -> Iterator[Finding]:
     """Tokenizer, sources and rewards; without the tokenizer nothing else can be looked at."""
+    try:
+        config = in_directories(config)
+    except ModelError as error:
+        yield Finding("skip", "data", f"prompts and rewards need the models' tokenizers: {error.where or error.what}")
+        return
     try:
         tokenizer = load_tokenizer(config.model.path)
     except DataError as error:

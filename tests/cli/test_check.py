@@ -26,6 +26,7 @@ from mrl.plan.preflight import Finding, refuse
 from mrl.plan.preflight_cluster import check_slurm
 from mrl.plan.preflight_facts import node_facts
 from mrl.plan.preflight_machine import check_disk, check_nodes
+from tests.hub import make_hub_cache
 
 ROOT = Path(__file__).parents[2]
 LAPTOP = str(ROOT / "configs" / "laptop-ppo.yaml")
@@ -252,6 +253,44 @@ def test_no_tokenizer_and_too_few_prompts(check: Callable[..., tuple[int, str]],
     assert code == 2
     assert "fail  tokenizer: " in said
     assert "skip  data: prompts and rewards need the tokenizer" in said
+
+
+# --- models -----------------------------------------------------------------------------------------------------
+
+
+def test_the_files_of_every_model_are_looked_at(check: Callable[..., tuple[int, str]], model: Path) -> None:
+    code, said = check(*small(model))
+    assert code == 0
+    assert f"ok    model of the actor: {model}: qwen3, 1 files of 0.0 GiB" in said
+    assert f"ok    model of the critic: {model}" in said
+
+
+def test_a_model_of_the_hub_is_looked_at_where_the_cache_has_it(
+    check: Callable[..., tuple[int, str]], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    snapshot = make_hub_cache(tmp_path / "cache", "Qwen/Qwen3-8B", model)
+    hub_name = [*small(model), "model.path=Qwen/Qwen3-8B"]
+    code, said = check(*hub_name)
+    assert code == 0, said
+    assert f"ok    model of the actor: {snapshot}: qwen3" in said
+    assert "ok    tokenizer: 262 tokens" in said
+    (snapshot / "model.safetensors").resolve().write_bytes((model / "model.safetensors").read_bytes()[:-9])
+    code, said = check(*hub_name)
+    assert code == 2
+    assert f"fail  model of the actor: {snapshot}/model.safetensors: cannot be read" in said
+    shutil.rmtree(tmp_path / "cache")
+    code, said = check(*hub_name)
+    assert code == 2
+    assert "does not have it, and HF_HUB_OFFLINE forbids to download it\n      fix: hf download Qwen/Qwen3-8B" in said
+    assert "skip  data: prompts and rewards need the models' tokenizers: Qwen/Qwen3-8B" in said
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    _, said = check(*hub_name)  # checkpoints of eight billion parameters may want more than this disk has
+    assert "fail  model" not in said
+    assert "warn  model of the actor: Qwen/Qwen3-8B: " in said
+    assert "does not have it; `mrl train` downloads it, about 15.3 GiB" in said
 
 
 # --- machines ---------------------------------------------------------------------------------------------------
