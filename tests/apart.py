@@ -11,20 +11,20 @@ ROOT = Path(__file__).resolve().parents[1]
 MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
 
 
-def run_mrl(*arguments: str, **variables: str) -> str:
+def run_mrl(*arguments: str, cwd: Path = ROOT, **variables: str) -> str:
     """What `mrl ARGUMENTS` prints; it must succeed."""
-    return run_python("-c", MAIN, *arguments, **variables)
+    return run_python("-c", MAIN, *arguments, cwd=cwd, **variables)
 
 
-def run_python(*arguments: str, **variables: str) -> str:
-    """What Python prints with these arguments, in the repository and without this process's Ray; it must succeed."""
+def run_python(*arguments: str, cwd: Path = ROOT, **variables: str) -> str:
+    """What Python prints with these arguments, without this process's Ray; it must succeed."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     ran = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=600,
-        cwd=ROOT,
+        cwd=cwd,
         env=environment | {"PYTHONPATH": str(ROOT)} | variables,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -1,0 +1,93 @@
+"""A preset's whole run on a laptop: its file by its name, its model by its hub name, its data by their paths.
+
+Only sizes are overridden, and what stands in `NOT_ON_A_CPU`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mrl.config.schema import Config
+from mrl.data.toy_tokenizer import save_toy_tokenizer
+from mrl.engine.verify import make_random
+from mrl.models.small import small_config
+from mrl.plan.known_models import model_values
+from tests.presets.twins import MAX_SIZE, cut
+
+NOT_ON_A_CPU = {
+    "gpu_memory_utilization": "a CPU's engine is given its cache in bytes",
+    "cluster.device": "a device is a CPU slot",
+    "dtype": "float32, so that differences are rounding",
+}
+"""What a preset sets and its whole twin does not, with the reason."""
+_SIZES = {
+    "batch": "{prompts_per_step: 4, samples_per_prompt: 4, samples_per_update: 8}",  # two updates in a step
+    "training.steps": "3",
+    "training.save_every": "3",
+    "validation.every": "3",
+    "reward.num_workers": "1",
+    "rollout.replicas": "1",
+    "rollout.max_prompt_tokens": "40",
+    "rollout.max_response_tokens": "12",
+}
+_REWARDS = "def score(sample):\n    return 1.0 / (1 + sample.num_response_tokens)\n"
+
+
+def num_devices(config: Config) -> int:
+    """One copy of each model, two where a copy takes one device."""
+    sizes = [cut(role.parallel) for role in config.model_roles().values()]
+    return max(2 if config.placement.pools[config.placement.roles["actor"]] > 1 else 1, *(x.tp * x.pp for x in sizes))
+
+
+def overrides(config: Config) -> Iterator[str]:
+    """What makes a preset small, as `mrl train` takes it."""
+    devices = num_devices(config)
+    yield f"cluster={{nodes: 1, devices_per_node: {devices}, device: cpu, ray_address: null}}"
+    yield from (f"placement.pools.{pool}={devices}" for pool in config.placement.pools)
+    for role, settings in config.model_roles().items():
+        small = cut(settings.parallel)
+        yield from (f"{role}.parallel.{name}={getattr(small, name)}" for name in ("tp", "pp", "vpp", "cp", "ep", "etp"))
+        yield f"{role}.dtype=float32"
+        yield f"{role}.max_tokens_per_device=128"
+        yield f"{role}.optimizer.lr=1e-3"
+    yield f"rollout.tp={min(config.rollout.tp, devices, MAX_SIZE)}"
+    yield "rollout.vllm.gpu_memory_utilization=null"
+    yield "rollout.vllm.kv_cache_memory_bytes=67108864"
+    yield "rollout.vllm.enforce_eager=true"
+    yield from (f"{key}={value}" for key, value in _SIZES.items())
+
+
+def write_model(config: Config, directory: Path) -> Path:
+    """A small model of the preset's family, with a tokenizer of bytes."""
+    values = small_config(model_values(config.model.path), cut(config.actor.parallel))
+    directory.mkdir(parents=True)
+    values["vocab_size"] = save_toy_tokenizer(directory) + 9  # some families' tokenizers add tokens of their own
+    values["head_dim"] = 32  # the smallest that the engine's attention takes
+    return make_random(values, "lm", directory)
+
+
+def write_data(config: Config, directory: Path) -> None:
+    """Prompts where the preset looks for them, and reward functions of one's own."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{number}+{number + 7}="}],
+            "data_source": "sums",
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(2 * number + 7)},
+            "extra_info": {"index": number},
+        }
+        for number in range(12)
+    ]
+    for source in (*config.data.train.values(), *config.data.validation.values()):
+        path = directory / source.dataset.replace("*", "0")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "my_rewards.py").write_text(_REWARDS)
