@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mrl.engine.freed_memory import give_back
 from mrl.engine.model import TokenModel
 from mrl.engine.movable import Movable, Traffic
 from mrl.engine.optimizer import Optimizer
@@ -35,6 +36,7 @@ class DeviceMemory:
 
     def __init__(self, models: Sequence[TokenModel], optimizer: Optimizer | None, device: torch.device) -> None:
         self.traffic = Traffic()
+        self._device = device
         self._optimizer = optimizer
         self._other_weights = False
         stream: torch.cuda.Stream | None = None
@@ -62,7 +64,10 @@ class DeviceMemory:
             self.onload(*leaving)
 
     def offload(self, *names: PartName) -> None:
-        """Free the device memory of those parts; what is on the host, or this model has not, stays as it is."""
+        """Free the device memory of those parts; what is on the host, or this model has not, stays as it is.
+
+        Other processes can have it afterwards, with all else that was freed before.
+        """
         self._own_weights_only("offloaded")
         for name in names:
             part = self._parts.get(name)
@@ -73,6 +78,11 @@ class DeviceMemory:
             if name != "gradients":
                 part.keep()
             part.release()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Let other processes have what this one has freed: who calls this has done its work for a while."""
+        give_back(self._device)
 
     def onload(self, *names: PartName) -> None:
         """Bring those parts back to the device. The program goes on at once; who needs a part waits for its copy."""
@@ -143,6 +153,7 @@ class DeviceMemory:
             else:
                 part.wait()
                 part.release()
+                self.give_back()
 
     @property
     def device_bytes(self) -> dict[PartName, int]:

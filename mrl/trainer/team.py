@@ -100,6 +100,7 @@ def check_model(setup: ModelSetup) -> None:
 
 def model_setup(role: str, config: Config) -> ModelSetup:
     """What a role's workers are told of their model."""
+    pools = config.placement.roles
     return ModelSetup(
         path=config.model_of(role)[1],
         head="lm" if role == "actor" else "score",
@@ -108,6 +109,7 @@ def model_setup(role: str, config: Config) -> ModelSetup:
         timeout_s=config.deadlines.call_s,
         new_head=role == "critic" and config.model.critic is None,
         keeps_reference=role == "actor" and config.algorithm.kl.where != "none",
+        shares_device=config.cluster.device == "cpu" or list(pools.values()).count(pools[role]) > 1,
     )
 
 

@@ -111,7 +111,7 @@ class ActorRolloutRefWorker(ModelWorker):
         return self._resharder.send(version, workers)
 
     def _log_probs(self, batch: DataProto, sizes: MicroBatchSizes) -> Tensor | None:
-        scores = self.engine.forward(token_rows(batch, {}), self.micro_batches(sizes), ScoreRequest(self._temperature))
+        scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest(self._temperature))
         return None if scores is None else scores.log_probs_T
 
 

@@ -30,7 +30,7 @@ class CriticWorker(ModelWorker):
     @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("values",))
     def compute_values(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
         """The value of the state before each response token."""
-        scores = self.engine.forward(token_rows(batch, {}), self.micro_batches(sizes), ScoreRequest())
+        scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest())
         return response_column(batch, "values", None if scores is None else scores.values_T)
 
     @register(

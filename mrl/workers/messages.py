@@ -25,6 +25,8 @@ class ModelSetup:
     new_head: bool = False
     keeps_reference: bool = False
     """Whether a copy of the weights as they were before training stays on the host."""
+    shares_device: bool = False
+    """Whether other processes work with the same memory between this role's phases."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mrl.controller import Dispatch, Place, Worker, register
 from mrl.engine import checkpoint
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.export import export
-from mrl.engine.loss import LossFunction
+from mrl.engine.loss import LossFunction, Scores
 from mrl.engine.offload import PartName, WeightCopy
 from mrl.engine.packed_rows import TokenRows
 from mrl.engine.parallel import model_parallel
@@ -99,10 +99,22 @@ class ModelWorker(Worker):
         torch.distributed.all_reduce(x, how, group=self.engine.groups.dp)
         return x.cpu()
 
+    def forward(self, rows: TokenRows, sizes: MicroBatchSizes, scores: ScoreRequest) -> Scores | None:
+        """Scores of all response tokens; None on ranks that are not on the last stage."""
+        found = self.engine.forward(rows, self.micro_batches(sizes), scores)
+        self._make_room()
+        return found
+
     def update(self, rows: TokenRows, sizes: MicroBatchSizes, loss: LossFunction, scores: ScoreRequest) -> UpdateReport:
         """One optimizer step."""
         reports, outcome = self.engine.update(rows, self.micro_batches(sizes), loss, scores)
+        self._make_room()
         return UpdateReport(reports, outcome.grad_norm, outcome.learning_rate, outcome.applied)
+
+    def _make_room(self) -> None:
+        """Give back what the work before took, where another role works on this device next."""
+        if self.setup.shares_device:
+            self.engine.memory.give_back()
 
 
 def token_rows(batch: DataProto, columns: Mapping[str, Tensor]) -> TokenRows:

@@ -21,7 +21,7 @@ class RewardModelWorker(ModelWorker):
         """The score of each response, which is the head's output at its last token."""
         whole = token_rows(batch, {})
         rows = replace(whole, response_lengths=np.ones_like(whole.response_lengths), columns={}, before=False)
-        scores = self.engine.forward(rows, self.micro_batches(sizes), ScoreRequest())
+        scores = self.forward(rows, sizes, ScoreRequest())
         if scores is None:
             return None
         assert scores.values_T is not None, "a score head gives values"

@@ -15,7 +15,7 @@ import pytest
 from mrl.algos.core_algos import AdaptiveKLController, FixedKLController
 from mrl.config.algorithm import KlConfig
 from mrl.config.mesh import Mesh
-from mrl.config.schema import Config, ParallelConfig, RewardConfig, RewardFunctionConfig, SourceConfig
+from mrl.config.schema import Config, ParallelConfig, PlacementConfig, RewardConfig, RewardFunctionConfig, SourceConfig
 from mrl.errors import MrlError
 from mrl.events import EventLog, Warned, read_events
 from mrl.observe.clock import Clock
@@ -77,14 +77,14 @@ def whole_config(directory: Path, **sections: Any) -> Config:
 
 def test_each_role_is_told_its_model_and_its_part(tmp_path: Path) -> None:
     config = whole_config(tmp_path, algorithm={"kl": KL})
-    assert model_setup("actor", config) == ModelSetup("policy", "lm", config.actor, 5, 77.0, False, True)
-    assert model_setup("critic", config) == ModelSetup("policy", "score", CRITIC, 5, 77.0, True, False)
-    assert model_setup("reward_model", config) == ModelSetup("scorer", "score", SCORER, 5, 77.0, False, False)
+    assert model_setup("actor", config) == ModelSetup("policy", "lm", config.actor, 5, 77.0, False, True, True)
+    assert model_setup("critic", config) == ModelSetup("policy", "score", CRITIC, 5, 77.0, True, False, True)
+    assert model_setup("reward_model", config) == ModelSetup("scorer", "score", SCORER, 5, 77.0, False, False, True)
 
 
 def test_a_critic_of_its_own_has_its_head(tmp_path: Path) -> None:
     config = whole_config(tmp_path, model={"critic": "values"})
-    assert model_setup("critic", config) == ModelSetup("values", "score", CRITIC, 5, 77.0, False, False)
+    assert model_setup("critic", config) == ModelSetup("values", "score", CRITIC, 5, 77.0, False, False, True)
     assert model_setup("actor", config).path == "policy"
 
 
@@ -93,6 +93,18 @@ def test_the_actor_keeps_its_reference_wherever_it_is_read(where: Any, keeps: bo
     config = whole_config(tmp_path, algorithm={"kl": KlConfig(where=where)})
     assert model_setup("actor", config).keeps_reference is keeps
     assert not model_setup("critic", config).keeps_reference
+
+
+def test_a_role_shares_its_device_with_others_of_its_pool_and_on_cpus_with_everybody(tmp_path: Path) -> None:
+    roles = {"actor": "a", "critic": "b", "reward_model": "b", "rollout": "c"}
+    apart = PlacementConfig(pools={"a": 2, "b": 2, "c": 2}, roles=roles)
+    config = replace(whole_config(tmp_path), placement=apart)
+    assert config.cluster.device == "cpu"
+    assert all(model_setup(role, config).shares_device for role in config.model_roles())
+    config = replace(config, cluster=replace(config.cluster, device="gpu"))
+    assert [model_setup(role, config).shares_device for role in ("actor", "critic", "reward_model")] == [False, True, True]
+    roles["rollout"] = "a"
+    assert model_setup("actor", config).shares_device
 
 
 class Stage:

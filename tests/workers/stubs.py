@@ -108,6 +108,9 @@ class StubMemory:
     def offload(self, *names: str) -> None:
         self.asked.append(("offload", names))
 
+    def give_back(self) -> None:
+        self.asked.append(("give_back", ()))
+
     def onload(self, *names: str) -> None:
         self.asked.append(("onload", names))
 

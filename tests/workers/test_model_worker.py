@@ -20,6 +20,8 @@ from mrl.config.schema import TrainedModelConfig
 from mrl.controller import Dispatch
 from mrl.controller.dispatch import registered_methods
 from mrl.engine.local_world import run_on_ranks
+from mrl.engine.loss import LossOutput, Scores
+from mrl.engine.scores import ScoreRequest
 from mrl.engine.verify import make_random
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
@@ -106,6 +108,19 @@ def test_the_parts_that_leave_and_come_are_the_named_ones() -> None:
     worker.offload("gradients", "optimizer")
     worker.onload("parameters")
     assert engine.memory.asked == [("offload", ("gradients", "optimizer")), ("onload", ("parameters",))]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_what_a_phase_took_is_given_back_where_another_role_works_next(shares: bool) -> None:
+    made = make_rows("advantages", "old_log_probs")
+    worker = ModelWorker(make_place(), replace(SETUP, shares_device=shares))
+    worker.engine = engine = StubEngine(None)  # type: ignore[assignment]
+    rows, sizes = token_rows(batch_of(made), {}), [[len(made)]]
+    worker.forward(rows, sizes, ScoreRequest())
+    assert engine.memory.asked == [("give_back", ())] * shares
+    worker.engine = engine = StubEngine(Scores(torch.zeros(rows.response_lengths.sum()), None))  # type: ignore[assignment]
+    worker.update(rows, sizes, lambda _: LossOutput(torch.zeros((), requires_grad=True), {}), ScoreRequest())
+    assert engine.memory.asked == [("give_back", ())] * shares
 
 
 def test_every_rank_takes_part_in_what_concerns_the_whole_model() -> None:
