@@ -106,6 +106,10 @@ class RolloutError(MrlError):
     """A rollout engine that cannot do what is asked of it, or weights that did not reach it as they were sent."""
 
 
+class DeviceFull(RolloutError):
+    """A device with less free memory than an engine takes that is to wake on it; the message names who holds it."""
+
+
 class AuditFailed(MrlError):
     """An identity that every right run keeps does not hold in this one."""
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from mrl.errors import NameUnknown, did_you_mean
 
 DEFAULT = "h100-80gb"
+DEFAULT_UTILIZATION = 0.92
+"""Of a device's memory, what vLLM takes where `gpu_memory_utilization` is not given."""
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import Config
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext, Seats
 from mrl.errors import RolloutError
+from mrl.hybrid.device_room import device_full
 from mrl.hybrid.layout import RolloutLayout
 from mrl.hybrid.route import WeightRoute
 from mrl.models.families import read_spec
 from mrl.models.rollout_table import EngineSizes
-from mrl.rollout.engine import EngineSettings
+from mrl.rollout.engine import EngineSettings, Part
 from mrl.rollout.fleet import RolloutFleet
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
@@ -118,14 +119,14 @@ class HybridEngine:
             self._actor.offload("gradients", "optimizer")
             for group in self._guests:
                 group.offload(*PARTS)
-            self._fleet.wake("weights")
+            self._wake("weights")
         if self._held != self._version:
             self._fleet.update(self._version)
             self._held = self._version
         if self._take_turns:
             self._actor.offload("parameters")
             self._parameters_are_away = True
-            self._fleet.wake("kv_cache")
+            self._wake("kv_cache")
         yield
         # A failure in the block ends the run, and with it every process: there is no way back to training then.
         if self._take_turns:
@@ -148,6 +149,16 @@ class HybridEngine:
         if self._porters is not None:
             self._porters.shutdown()
         shutil.rmtree(self._sockets, ignore_errors=True)
+
+    def _wake(self, part: Part) -> None:
+        """Wake that part of all engines; of a GPU without room for it, say who holds what."""
+        rollout = self._config.rollout
+        for replica, rooms in self._fleet.wake(part).items():
+            for device, room in enumerate(rooms, replica * rollout.tp):
+                if room.lacking_bytes > 0:
+                    held = {group.role: group.device_memory()[device] for group in (self._actor, *self._guests)}
+                    where = f"device {self._gpus[device]} of {self._actor.where()[device][0]}"
+                    raise device_full(part, where, room, held, rollout.vllm)
 
     def _start_replica(self, index: int) -> RayWorkerGroup:
         tp, seats = self._config.rollout.tp, self._context.resources.seats("rollout" if self._porters else "actor")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mrl.config.arithmetic import has_own_rollout_pool, longest_sample_tokens, num_engines
-from mrl.config.hardware import Hardware
+from mrl.config.hardware import DEFAULT_UTILIZATION, Hardware
 from mrl.config.schema import Config
 from mrl.errors import PlacementError
 from mrl.models.rollout_table import EngineSizes
@@ -13,7 +13,7 @@ from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS, GIB
 from mrl.plan.weights import ITEM_BYTES, engine_elements
 
-DEFAULT_UTILIZATION = 0.92  # vLLM's own, like the two below, which depend on the device
+# vLLM's own, which depend on the device:
 _BATCHED_TOKENS, _FEW_BATCHED_TOKENS, _SEQUENCES, _FEW_SEQUENCES, _LARGE_DEVICE = 16384, 8192, 1024, 256, 70 * GIB
 RESERVE = "CUDA and NCCL"
 _SLOT_SHARE = 0.75  # of the memory for two buckets, as the reshard divides it

@@ -18,6 +18,21 @@ TRANSFER_BACKEND = "mrl"
 
 
 @dataclass(frozen=True)
+class Room:
+    """The memory of one device of an engine that sleeps, as its driver counts it."""
+
+    free_bytes: int
+    total_bytes: int
+    wanted_bytes: int
+    """What one part of the engine takes when it wakes."""
+
+    @property
+    def lacking_bytes(self) -> int:
+        """What is missing for it; negative where there is room."""
+        return self.wanted_bytes - self.free_bytes
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """What one engine is made from."""
 
@@ -102,12 +117,17 @@ class RolloutEngine(ABC):
         self._resident.clear()
         self.weight_version = None
 
-    def wake(self, part: Part) -> None:
-        """Take the memory of one part again: first the weights, and the cache once they are there."""
+    def wake(self, part: Part) -> list[Room]:
+        """Take the memory of one part again: first the weights, and the cache once they are there.
+
+        Where a device has not got it, the part sleeps on, and the devices of the engine are returned.
+        """
         if part in self._resident or (part == "kv_cache" and "weights" not in self._resident):
             raise RolloutError(f"{self.settings.replica} cannot wake its {part}: awake are {sorted(self._resident)}")
-        self._wake(part)
-        self._resident.add(part)
+        rooms = self._wake(part)
+        if not rooms:
+            self._resident.add(part)
+        return rooms
 
     def _need(self, *parts: Part) -> None:
         if asleep := sorted({*parts} - self._resident):
@@ -133,7 +153,7 @@ class RolloutEngine(ABC):
     def _sleep(self) -> None: ...
 
     @abstractmethod
-    def _wake(self, part: Part) -> None: ...
+    def _wake(self, part: Part) -> list[Room]: ...
 
 
 _ENGINES = {

@@ -11,7 +11,7 @@ from mrl.controller import RayWorkerGroup
 from mrl.errors import MrlError, RolloutError, WorkerError, WorkerRaised
 from mrl.events import EventLog, ReplicaLost, ReplicaServes
 from mrl.rollout.assignment import Assignment
-from mrl.rollout.engine import EngineSettings, Part, check_request
+from mrl.rollout.engine import EngineSettings, Part, Room, check_request
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
 WAIT_S = 0.5
@@ -89,9 +89,9 @@ class RolloutFleet:
         self._call(list(self._replicas), "sleep")
         self._versions = dict.fromkeys(self._versions)
 
-    def wake(self, part: Part) -> None:
-        """Have every replica take one part of its memory again."""
-        self._call(list(self._replicas), "wake", part)
+    def wake(self, part: Part) -> dict[int, list[Room]]:
+        """Have every replica take one part of its memory again; by replica its devices, where one has not got it."""
+        return self._call(list(self._replicas), "wake", part)
 
     def close(self) -> None:
         """End every replica."""
@@ -147,14 +147,16 @@ class RolloutFleet:
         if raised:
             self._bring_up_to_date(raised, version)
 
-    def _call(self, indices: Sequence[int], method: str, *args: Any) -> None:
+    def _call(self, indices: Sequence[int], method: str, *args: Any) -> dict[int, Any]:
         """Call these replicas at once; let those go that fail."""
         calls = {index: getattr(self._replicas[index], method).future(*args) for index in indices}
+        answers = {}
         for index, call in calls.items():
             try:
-                call.get()
+                answers[index] = call.get()
             except WorkerError as error:
                 self._lose(index, error)
+        return answers
 
     def _lose(self, index: int, error: WorkerError, num_unfinished: int = 0) -> None:
         self._events.write(ReplicaLost(index, _headline(error), num_unfinished))

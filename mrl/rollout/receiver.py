@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
+from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -31,6 +33,12 @@ class WorkerExtension:
         """Why this worker did not take the last version; empty where it did."""
         receiver: Receiver = self.weight_transfer_engine  # type: ignore[attr-defined]
         return receiver.refused_because
+
+    def room(self, part: str) -> tuple[int, int, int]:
+        """Of this worker's device: free bytes, all, and those that vLLM's allocator takes from the driver to wake."""
+        torch.cuda.empty_cache()  # as vLLM does before it wakes
+        asleep = [each for each in CuMemAllocator.get_instance().pointer_to_data.values() if each.is_asleep]
+        return *torch.cuda.mem_get_info(), sum(each.handle[1] for each in asleep if each.tag == part)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from functools import partial
 from mrl.controller import Dispatch, Place, Worker, register
 from mrl.errors import RolloutError
 from mrl.hub import node_copy
-from mrl.rollout.engine import EngineSettings, Part, engine_class
+from mrl.rollout.engine import EngineSettings, Part, Room, engine_class
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.rollout.stepping import SteppingThread
 
@@ -59,6 +59,6 @@ class RolloutReplica(Worker):
         self._thread.do(lambda engine: engine.sleep())
 
     @register(Dispatch.RANK_ZERO)
-    def wake(self, part: Part) -> None:
-        """Take one part of the memory again."""
-        self._thread.do(lambda engine: engine.wake(part))
+    def wake(self, part: Part) -> list[Room]:
+        """Take one part of the memory again; the devices, where one of them has not got it."""
+        return self._thread.do(lambda engine: engine.wake(part))

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from mrl.errors import RolloutError
 from mrl.rollout.digest import Digests
-from mrl.rollout.engine import EngineSettings, Part, RolloutEngine, socket_path
+from mrl.rollout.engine import EngineSettings, Part, RolloutEngine, Room, socket_path
 from mrl.rollout.handover import HandoverReceiver
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
@@ -110,8 +110,9 @@ class TransformersEngine(RolloutEngine):
     def _sleep(self) -> None:
         """There is no memory to give back."""
 
-    def _wake(self, part: Part) -> None:
+    def _wake(self, part: Part) -> list[Room]:
         """There is no memory to take again."""
+        return []
 
 
 def sampled_log_probs(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -24,7 +24,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from mrl.errors import RolloutError, SetupError
-from mrl.rollout.engine import TRANSFER_BACKEND, EngineSettings, Part, RolloutEngine
+from mrl.rollout.engine import TRANSFER_BACKEND, EngineSettings, Part, RolloutEngine, Room
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
 _DISCARD_EVERYTHING = 2
@@ -104,8 +104,13 @@ class VllmEngine(RolloutEngine):
     def _sleep(self) -> None:
         self._engine.sleep(_DISCARD_EVERYTHING)
 
-    def _wake(self, part: Part) -> None:
+    def _wake(self, part: Part) -> list[Room]:
+        if self.settings.device == "cuda":  # on a CPU nothing has slept
+            rooms = [Room(*each) for each in self._on_workers("room", part=part)]
+            if any(room.lacking_bytes > 0 for room in rooms):
+                return rooms
         self._engine.wake_up([part])
+        return []
 
     def _on_workers(self, method: str, **arguments: Any) -> list[Any]:
         answers: list[Any] = self._engine.collective_rpc(method, kwargs=arguments)

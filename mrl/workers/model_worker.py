@@ -21,6 +21,7 @@ from mrl.engine.packed_rows import TokenRows
 from mrl.engine.parallel import model_parallel
 from mrl.engine.scores import ScoreRequest
 from mrl.hub import node_copy
+from mrl.hybrid.device_room import Held
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.protocol import DataProto
@@ -80,6 +81,11 @@ class ModelWorker(Worker):
     def onload(self, *parts: PartName) -> None:
         """Take the device memory of these parts again."""
         self.engine.memory.onload(*parts)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def device_memory(self) -> Held:
+        """What this process holds of its GPU."""
+        return Held(torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
 
     def micro_batches(self, sizes: MicroBatchSizes) -> list[npt.NDArray[np.int64]]:
         """The positions of this rank's rows in each of its micro-batches."""

@@ -100,6 +100,7 @@ def finished(requests: Sequence[GenerationRequest], _: object, version: int, __:
 DEFAULTS: dict[str, Callable[..., Any]] = {
     "exchange": finished,
     "full_tensors_because": lambda: "",
+    "wake": lambda part: [],
     "send_weights": lambda version, workers: [report(10, 8), report(5, 5)],
 }
 

@@ -16,17 +16,20 @@ from mrl.config.load import load_config
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config
 from mrl.controller import RayClassWithInitArgs, Seats
-from mrl.errors import RolloutError, WorkerDied
+from mrl.errors import DeviceFull, RolloutError, WorkerDied
 from mrl.events import EventLog
 from mrl.hybrid import hybrid_engine
+from mrl.hybrid.device_room import Held
 from mrl.hybrid.hybrid_engine import PARTS, HybridEngine
 from mrl.models.rollout_table import EngineSizes
+from mrl.rollout.engine import Room
 from mrl.rollout.requests import GenerationRequest, Sampling
 from tests.hybrid.stub_groups import NODES, Stage, StubGroup, finished, report
 from tests.models.conftest import Tiny
 
 PRESET = Path(__file__).parents[2] / "configs" / "laptop-ppo.yaml"
 ALL = ", ".join(PARTS)
+GIB = 1 << 30
 TOGETHER = {"laptop": 4}, {"actor": "laptop", "critic": "laptop"}
 APART = {"laptop": 4, "engines": 2}, {"actor": "laptop", "critic": "laptop", "rollout": "engines"}
 OFFLOAD, ONLOAD, EVERYTHING = "offload", "onload", ("parameters", "gradients", "optimizer")
@@ -330,6 +333,25 @@ def test_an_engine_sees_the_gpus_of_all_its_ranks(
         assert other.gpus_by_name == f"{owner}-gpu2,{owner}-gpu3"
     else:
         assert seat.of == "rollout"
+
+
+def test_a_gpu_without_room_for_an_engine_ends_the_run_with_who_holds_it(make: Callable[..., Made]) -> None:
+    engine, stage = make(device="gpu")
+    engine.connect()
+    for role in ("actor", "critic"):
+        stage.answers[role, "device_memory"] = lambda: [Held(number * GIB, number) for number in range(4)]
+    with engine.rollout_mode():
+        pass
+    rooms = [Room(9 * GIB, 80 * GIB, 9 * GIB), Room(9 * GIB, 80 * GIB, 10 * GIB)]
+    stage.answers["rollout-1", "wake"] = lambda part: rooms if part == "kv_cache" else []
+    stage.take()
+    with (
+        pytest.raises(DeviceFull, match=r"Held by actor 3\.0 GiB .*, critic 3\.0 GiB") as raised,
+        engine.rollout_mode(),
+    ):
+        pass
+    assert raised.value.where == "device actor-gpu3 of n1"
+    assert ("replicas", "exchange") not in [line[:2] for line in stage.take()]
 
 
 def test_each_engine_is_made_from_the_runs_settings(make: Callable[..., Made], tiny: Tiny, tmp_path: Path) -> None:

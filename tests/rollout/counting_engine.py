@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mrl.errors import RolloutError
-from mrl.rollout.engine import EngineSettings, Part, RolloutEngine
+from mrl.rollout.engine import EngineSettings, Part, RolloutEngine, Room
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
 SETTINGS = EngineSettings(Path("model"), "float32", "cpu", 40, 100, Path("sockets"), "rollout-0")
@@ -31,6 +31,7 @@ class CountingEngine(RolloutEngine):
         self.gate.set()
         self.full_tensors_because = "it has no tensors"
         self.fault: Exception | None = None
+        self.rooms: list[Room] = []
 
     def close(self) -> None:
         """Nothing is open."""
@@ -66,8 +67,9 @@ class CountingEngine(RolloutEngine):
     def _sleep(self) -> None:
         self._note("sleep")
 
-    def _wake(self, part: Part) -> None:
+    def _wake(self, part: Part) -> list[Room]:
         self._note(("wake", part))
+        return self.rooms
 
     def _note(self, what: object) -> None:
         self.threads.add(threading.get_ident())

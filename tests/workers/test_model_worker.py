@@ -125,7 +125,7 @@ def test_what_a_phase_took_is_given_back_where_another_role_works_next(shares: b
 
 def test_every_rank_takes_part_in_what_concerns_the_whole_model() -> None:
     specs = registered_methods(ModelWorker)
-    for name in ("init_model", "save_checkpoint", "load_checkpoint", "export", "offload", "onload"):
+    for name in ("init_model", "save_checkpoint", "load_checkpoint", "export", "offload", "onload", "device_memory"):
         assert specs[name].dispatch is Dispatch.ONE_TO_ALL, name
 
 
