@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.cli import machine
+from mrl.plan.preflight_facts import memory_bytes
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Benchmark:
         described = {
             "cpu": machine.cpu_model(),
             "cores": machine.usable_cpus(),
-            "memory_bytes": machine.memory_bytes(),
+            "memory_bytes": memory_bytes(),
             "gpus": machine.gpus(),
             "load_average_before": self._load_before,
             "load_average_after": os.getloadavg(),

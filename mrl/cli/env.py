@@ -13,6 +13,7 @@ from typing import Any
 
 import mrl
 from mrl.cli import machine
+from mrl.plan.preflight_facts import memory_bytes
 from mrl.redaction import redact
 
 EXAMPLE = "mrl env --json"
@@ -59,7 +60,7 @@ def collect(timeout_s: float) -> dict[str, Any]:
         "devices": {
             "cpu": machine.cpu_model(),
             "usable_cpus": machine.usable_cpus(),
-            "memory_bytes": machine.memory_bytes(),
+            "memory_bytes": memory_bytes(),
             "gpus": machine.gpus(),
         },
         "usable": usable,

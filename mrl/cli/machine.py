@@ -64,13 +64,6 @@ def usable_cpus() -> float:
     return min(allowed, int(quota) / int(period)) if quota.isdigit() else allowed
 
 
-def memory_bytes() -> int:
-    """Memory that this process may use: the machine's, or less where its container has a limit."""
-    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _read(_CGROUP / "memory.max")
-    return min(present, int(limit)) if limit.isdigit() else present
-
-
 def gpus() -> list[dict[str, Any]]:
     """Name, memory and driver of every GPU that the driver reports; empty where there is no driver."""
     query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")

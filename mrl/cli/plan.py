@@ -10,11 +10,14 @@ from mrl.cli.show import split_arguments
 from mrl.config.arithmetic import num_engines, samples_per_step
 from mrl.config.hardware import DEFAULT, HARDWARE
 from mrl.config.load import load_config
+from mrl.config.schema import Config
 from mrl.errors import ConfigError, Problem
 from mrl.plan.advice import Changes, advise
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.fewer_nodes import found_lines
+from mrl.plan.machine_memory import advise_machine, machine_subject, plan_machine
 from mrl.plan.memory import MemoryPlan, gib, plan_memory
+from mrl.plan.preflight_facts import usable_memory_bytes
 from mrl.plan.search import search
 from mrl.plan.subject import Subject, make_subject
 from mrl.plan.timing import Lengths, assumed_lengths, plan_time
@@ -40,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan; 2 where it does not fit."""
     (path,), overrides = split_arguments(arguments.config, most_files=1)
     resolved = load_config(path, overrides)
+    if resolved.config.cluster.device == "cpu" and not arguments.search:
+        return _machine(path, resolved.config, arguments.model)
     subject = make_subject(resolved, arguments.hardware, arguments.model)
     means = assumed_lengths(resolved.config)
     lengths = Lengths(arguments.mean_prompt or means.prompt, arguments.mean_response or means.response)
@@ -59,6 +64,25 @@ def run(arguments: argparse.Namespace) -> int:
     for line in lines:
         print(resolved.secrets.hide(line).rstrip())
     return _DOES_NOT_FIT if plan.shortages and not arguments.search else 0
+
+
+def _machine(path: str, config: Config, model: str | None) -> int:
+    """The memory of a machine whose devices are CPU slots; nothing is known of its time."""
+    usable = usable_memory_bytes()
+    subject = machine_subject(config, usable, model)
+    plan = plan_machine(subject)
+    print(f"{path} on CPU slots of this machine, {gib(usable)} before Ray's memory monitor ends processes\n")
+    rows = [("process", "number", "each", "in its phase, at most")]
+    rows += [(each.name, str(each.count), gib(each.held), gib(each.most)) for each in plan.processes]
+    print("\n".join(line.rstrip() for line in _aligned(rows)))
+    print(f"Together {gib(plan.least_bytes)} to {gib(plan.most_bytes)}, most in the phase of the {plan.fullest}.\n")
+    if plan.most_bytes <= usable:
+        print("It fits.")
+        return 0
+    changes = advise_machine(subject, usable)
+    print("It does not fit." if plan.least_bytes > usable else "It may not fit.")
+    print(f"It fits with:\n  {subject.overrides(changes)}" if changes else "No change that was tried makes it fit.")
+    return _DOES_NOT_FIT if plan.least_bytes > usable else 0
 
 
 def _memory(subject: Subject, plan: MemoryPlan, *, verbose: bool) -> Iterator[str]:

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from mrl.config.schema import MegatronModelConfig
 from mrl.models.layout import Layout
@@ -49,7 +49,7 @@ from mrl.models.table import Head
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.weights import ITEM_BYTES
 
-TILE_BYTES, FEWEST_COLUMNS = 1 << 28, 512  # of the vocabulary head on a GPU; a test compares them with the head's own
+TILE_BYTES, FEWEST_COLUMNS = {"cpu": 1 << 24, "gpu": 1 << 28}, 512  # a test compares them with the head's own
 _TILES_AT_ONCE = 3
 
 
@@ -118,14 +118,16 @@ def forward_activations(spec: ModelSpec, model: MegatronModelConfig) -> int:
     return math.ceil(widest * model.max_tokens_per_device * (1 + ASSUMPTIONS.allocator_share))
 
 
-def head_bytes(spec: ModelSpec, model: MegatronModelConfig, head: Head, *, backward: bool) -> int:
+def head_bytes(
+    spec: ModelSpec, model: MegatronModelConfig, head: Head, *, backward: bool, device: Literal["cpu", "gpu"] = "gpu"
+) -> int:
     """Of the last stage's head, if every token of a micro-batch is scored."""
     tokens, item = model.max_tokens_per_device, ITEM_BYTES[model.dtype]
     hidden = tokens * spec.hidden * (item + (4 + item if backward else 0))
     if head == "score":
         return hidden
     weight = padded_vocab(spec.vocab, model.parallel.tp) // model.parallel.tp * spec.hidden * item if backward else 0
-    return hidden + weight + _TILES_AT_ONCE * max(TILE_BYTES, FEWEST_COLUMNS * 4 * tokens)
+    return hidden + weight + _TILES_AT_ONCE * max(TILE_BYTES[device], FEWEST_COLUMNS * 4 * tokens)
 
 
 def _with_recomputation(layers: list[Layer], megatron: dict[str, Any]) -> tuple[float, float]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, product
-from typing import Any
+from typing import Any, TypeVar
 
 from mrl.config.arithmetic import longest_sample_tokens
-from mrl.plan.engine_memory import DEFAULT_UTILIZATION
+from mrl.config.hardware import DEFAULT_UTILIZATION
+from mrl.config.schema import Config
 from mrl.plan.memory import MemoryPlan, plan_memory
 from mrl.plan.subject import Subject
 
 _MOST_TOGETHER = 3
 _MOST_TRIED = 1000
 Changes = dict[str, Any]
+Plan = TypeVar("Plan")
 FULL_RECOMPUTATION = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -28,17 +30,29 @@ class Advice:
 
 def advise(subject: Subject, most: int = 4) -> list[Advice]:
     """Up to so many ways to make it fit, each of as few kinds of change as any; empty where none was found."""
-    ladders = [ladder for ladder in _ladders(subject) if any(ladder)]
+
+    def fitting(varied: Subject) -> MemoryPlan | None:
+        plan = plan_memory(varied)
+        return None if plan.shortages else plan
+
+    return [Advice(*found) for found in smallest_changes(subject, _ladders(subject), fitting, most)]
+
+
+def smallest_changes(
+    subject: Subject, ladders: Iterable[list[Changes]], fitting: Callable[[Subject], Plan | None], most: int
+) -> list[tuple[Changes, Plan]]:
+    """Rungs of as few ladders as any that make it fit, with what `fitting` gives for them."""
+    ladders = [ladder for ladder in ladders if any(ladder)]
     num_tried = 0
     for together in range(1, _MOST_TOGETHER + 1):
-        found: list[Advice] = []
+        found: list[tuple[Changes, Plan]] = []
         for chosen in combinations(ladders, together):
             for rungs in product(*chosen):
                 num_tried += 1
                 changes = {key: value for rung in rungs for key, value in rung.items()}
                 varied = subject.varied(changes)
-                if varied is not None and not (plan := plan_memory(varied)).shortages:
-                    found.append(Advice(changes, plan))
+                if varied is not None and (plan := fitting(varied)) is not None:
+                    found.append((changes, plan))
                     break  # the first rung that does is the smallest
             if len(found) == most or num_tried > _MOST_TRIED:
                 return found
@@ -56,6 +70,17 @@ def _ladders(subject: Subject) -> Iterator[list[Changes]]:
     yield [{"rollout.vllm.gpu_memory_utilization": each} for each in lower if each >= 0.3]
     yield [{"rollout.vllm.gpu_memory_utilization": each} for each in (0.7, 0.8, 0.9) if each > utilization]
     yield [{f"{role}.parallel.sequence_parallel": True for role, model in roles.items() if model.parallel.tp > 1}]
+    yield from activation_ladders(config)
+    yield [{"rollout.tp": config.rollout.tp * factor} for factor in (2, 4, 8)]
+    for axis in ("tp", "pp"):
+        yield [_split_more(subject, axis, factor) for factor in (2, 4, 8)]
+    if subject.specs["actor"].moe:
+        yield [_split_more(subject, "ep", factor) for factor in (2, 4, 8)]
+    yield [_more_nodes(subject, factor) for factor in (2, 4, 8)]
+
+
+def activation_ladders(config: Config) -> Iterator[list[Changes]]:
+    """Smaller micro-batches, and layers that are computed again."""
     longest = longest_sample_tokens(config.rollout)
     shares = (0.75, 0.5, 0.25, 0.125, 0.0)
     yield [
@@ -63,7 +88,7 @@ def _ladders(subject: Subject) -> Iterator[list[Changes]]:
             f"{role}.max_tokens_per_device": max(
                 int(model.max_tokens_per_device * share), -(-longest // model.parallel.cp)
             )
-            for role, model in roles.items()
+            for role, model in config.model_roles().items()
         }
         for share in shares
     ]
@@ -74,12 +99,6 @@ def _ladders(subject: Subject) -> Iterator[list[Changes]]:
             for key, value in FULL_RECOMPUTATION.items()
         }
     ]
-    yield [{"rollout.tp": config.rollout.tp * factor} for factor in (2, 4, 8)]
-    for axis in ("tp", "pp"):
-        yield [_split_more(subject, axis, factor) for factor in (2, 4, 8)]
-    if subject.specs["actor"].moe:
-        yield [_split_more(subject, "ep", factor) for factor in (2, 4, 8)]
-    yield [_more_nodes(subject, factor) for factor in (2, 4, 8)]
 
 
 def _split_more(subject: Subject, axis: str, factor: int) -> Changes:

@@ -15,6 +15,14 @@ class Assumptions:
     """Of each trainer process: CUDA context, NCCL's buffers of all its groups, workspaces of libraries."""
     engine_reserve_bytes: int = 2 * GIB
     """Of each engine process, also while it sleeps: CUDA context, NCCL, captured graphs."""
+    cpu_rank_bytes: int = 288 << 20
+    """Of a rank on a CPU slot: what its libraries take for themselves, before there is a model."""
+    cpu_engine_bytes: int = 464 << 20
+    """The same of each process of an engine."""
+    cpu_run_bytes: int = 768 << 20
+    """Of the driver, Ray and what it starts on each node, and files of libraries, which all share; or half more."""
+    cpu_allocator_share: float = 0.4
+    """Of what a rank works with: what a CPU's allocator keeps between blocks for as long as the phase is."""
     allocator_share: float = 0.05
     """Of activations: what torch's allocator cannot use because blocks have other sizes."""
     expert_imbalance: float = 1.25

@@ -22,7 +22,7 @@ def fits_on(resolved: Resolved[Config], num_nodes: int) -> list[str]:
         return ["No machine is there: nothing fits."]
     if cluster.device == "cpu":
         num_slots = num_nodes * cluster.devices_per_node
-        return [f"cluster.nodes={num_nodes} has {num_slots} CPU slots for placement.pools; a plan is about GPUs."]
+        return [f"cluster.nodes={num_nodes} has {num_slots} CPU slots for placement.pools; a search is about GPUs."]
     try:
         subject = make_subject(resolved, DEFAULT, None)
     except ModelError as error:

@@ -162,9 +162,10 @@ def _role(config: Config, spec: ModelSpec, name: str, stage: int) -> Role:
         item("a weight's gradient", held.largest_parameter, "of the largest parameter, before it is added up"),
     ]
     score = [item("activations", forward_activations(spec, model), f"{tokens}, one layer at a time")]
+    head_of = partial(head_bytes, spec, model, head, device=config.cluster.device)
     if stage == Layout.of(model.parallel).pp - 1:
-        train.append(item("head", head_bytes(spec, model, head, backward=True), f"{tokens}, if all are scored"))
-        score.append(item("head", head_bytes(spec, model, head, backward=False), f"{tokens}, if all are scored"))
+        train.append(item("head", head_of(backward=True), f"{tokens}, if all are scored"))
+        score.append(item("head", head_of(backward=False), f"{tokens}, if all are scored"))
     return Role(name, stage, held, tuple(train) if name in config.trained_roles() else (), tuple(score))
 
 

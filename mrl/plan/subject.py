@@ -96,7 +96,7 @@ def make_subject(resolved: Resolved[Config], hardware_name: str, model: str | No
     """The subject of a configuration; `model` says whose sizes to take where `model.path` does not tell."""
     config = resolved.config
     if config.cluster.device != "gpu":
-        wrong = Problem("", "cluster.device", "a plan is about GPUs, not CPU slots", "cluster.device=gpu")
+        wrong = Problem("", "cluster.device", "this is about GPUs, not CPU slots", "cluster.device=gpu")
         raise ConfigError([_at_origin(wrong, resolved)])
     specs = {role: model_spec(model or config.model_of(role)[1]) for role in config.model_roles()}
     subject = Subject(config, specs, hardware(hardware_name))

@@ -193,6 +193,8 @@ def test_everything_is_well(check: Callable[..., tuple[int, str]], model: Path, 
     assert "ok    rewards of data.train.sums: the right answers, written as '20', score 1, 1, 1, 1" in said
     assert "ok    disk: " in said
     assert "ok    run directory: runs is seen" in said
+    assert "memory: " in said
+    assert " GiB of a machine's " in said
     assert "skip  Slurm" in said
     assert list(tmp_path.iterdir()) == [], "a check leaves nothing behind"
 
@@ -303,6 +305,8 @@ def facts(**changes: Any) -> dict[str, Any]:
         "sees_canary": True,
         "has_sockets": True,
         "shm_free_bytes": 1 << 36,
+        "usable_memory_bytes": 1 << 40,
+        "taken_memory_bytes": 0,
         "most_files": 1 << 20,
         "most_processes": -1,
         "num_ports": 28232,
@@ -336,6 +340,8 @@ def test_an_interface_that_is_not_there_is_noticed(tmp_path: Path, monkeypatch: 
         ({"has_sockets": False}, "fail", "n2: no Unix socket can be made in runs"),
         ({"versions": {"mrl": "2"}}, "fail", "n2: mrl 2; the driver has mrl 1"),
         ({"shm_free_bytes": 1 << 18}, "fail", "n2: /dev/shm has 0 GiB free"),
+        ({"usable_memory_bytes": 1 << 34}, "fail", "n2: a run takes "),
+        ({"taken_memory_bytes": 1 << 40}, "warn", "n2: a run takes "),
         ({"most_files": 1024}, "warn", "n2: at most 1024 open files"),
         ({"num_ports": 100}, "warn", "n2: at most 100 ports"),
         ({"missing_interfaces": {"NCCL_SOCKET_IFNAME": "ib9"}}, "fail", "n2: NCCL_SOCKET_IFNAME=ib9"),

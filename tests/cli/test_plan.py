@@ -83,7 +83,7 @@ def test_means_and_hardware_are_taken_from_the_command_line(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("configs/laptop-ppo.yaml",), "cluster.device: a plan is about GPUs, not CPU slots (cluster.device=gpu)"),
+        (("configs/laptop-ppo.yaml", "--search"), "cluster.device: this is about GPUs, not CPU slots (cluster"),
         ((PRESET, "--hardware", "v100"), '"v100" is not known'),
         ((PRESET, "model.path=acme/unheard-of"), "--model NAME (known: Llama-3.1-405B, "),
         ((PRESET, "model.path=Qwen/Qwen3-32B-AWQ"), '"Qwen/Qwen3-32B-AWQ" is neither a directory'),
@@ -175,7 +175,7 @@ def test_a_run_with_too_few_nodes_says_what_fits_on_those_that_are_there(
     (change,) = [line for line in said.splitlines() if "cluster.nodes=4" in line]
     assert "placement.pools={all: 32}" in change
     assert main(["train", "configs/laptop-ppo.yaml"]) == 1
-    assert "cluster.nodes=6 has 24 CPU slots for placement.pools; a plan is" in capsys.readouterr().err
+    assert "cluster.nodes=6 has 24 CPU slots for placement.pools; a search is" in capsys.readouterr().err
     assert main(["train", "configs/grpo-llama3.1-70b-8n8g.yaml", "model.path=unknown/model"]) == 1
     assert "What fits on 6 nodes is not known: " in capsys.readouterr().err
     assert main(["train", "configs/ppo-llama3.1-70b-8n8g.yaml"]) == 1

@@ -85,5 +85,5 @@ def test_a_layer_saves_what_is_predicted_to_the_byte(num_ranks: int) -> None:
 
 
 def test_the_head_is_planned_with_its_own_tiles() -> None:
-    assert vocab_head.TILE_BYTES["cuda"] == activations.TILE_BYTES
+    assert {"cpu": activations.TILE_BYTES["cpu"], "cuda": activations.TILE_BYTES["gpu"]} == vocab_head.TILE_BYTES
     assert vocab_head.FEWEST_COLUMNS == activations.FEWEST_COLUMNS

@@ -1,0 +1,155 @@
+"""What a run takes of a machine's memory where devices are CPU slots, counted from below and from above.
+
+Below is what is there for certain: parts of models, what a step keeps for backward, an engine's weights and cache, and
+what libraries take in an idle process. Above adds what allocators keep between blocks, and what is seldom all used.
+Engines do not sleep on a CPU, and every role gives back after its phase, so the fullest phase is one role at work.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mrl.config.arithmetic import has_own_rollout_pool, num_engines, role_batch, role_devices
+from mrl.config.hardware import Hardware
+from mrl.config.schema import Config
+from mrl.plan.advice import Changes, activation_ladders, smallest_changes
+from mrl.plan.assumptions import ASSUMPTIONS, GIB
+from mrl.plan.engine_memory import engine_memory
+from mrl.plan.known_models import model_spec
+from mrl.plan.memory import Item, gib, has_reference, role_stages
+from mrl.plan.subject import Subject
+from mrl.plan.weights import ITEM_BYTES, engine_elements
+
+_FEWEST_SAMPLES = 4
+"""Of full length, that a cache which is proposed holds."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Processes that are alike, at work."""
+
+    name: str
+    count: int
+    held: int
+    """Bytes that each has all the time."""
+    work: int
+    """And in its phase."""
+    spare: int
+    """And perhaps: in its phase, or an engine always."""
+
+    @property
+    def most(self) -> int:
+        """All of it."""
+        return self.held + self.work + self.spare
+
+
+@dataclass(frozen=True)
+class MachinePlan:
+    """A node of a run on CPU slots; the mean of its nodes where there are several."""
+
+    processes: tuple[Processes, ...]
+    fullest: str
+    """The role whose phase takes the most."""
+    least_bytes: int
+    most_bytes: int
+
+    def lines(self) -> Iterator[str]:
+        """Who takes how much."""
+        for each in self.processes:
+            number = f"{each.count} x " if each.count > 1 else ""
+            at_work = f" (at work {gib(each.most)})" if each.most > each.held else ""
+            yield f"{each.name} {number}{gib(each.held)}{at_work}"
+
+
+def machine_subject(config: Config, usable_bytes: int, model: str | None = None) -> Subject:
+    """A configuration with a machine as its device, of which nothing is known but its memory."""
+    specs = {role: model_spec(model or config.model_of(role)[1]) for role in config.model_roles()}
+    subject = Subject(config, specs, Hardware("this machine", usable_bytes, 0.0, 0.0, 0.0, 0.0, 0.0))
+    subject.check_layouts()
+    return subject
+
+
+def plan_machine(subject: Subject) -> MachinePlan:
+    """What the processes of a node take together."""
+    config = subject.config
+    roles = [_ranks(subject, role) for role in subject.specs]
+    rest = [
+        _engines(subject),
+        Processes("driver and Ray", 1, ASSUMPTIONS.cpu_run_bytes, 0, ASSUMPTIONS.cpu_run_bytes // 2),
+    ]
+    processes = (*roles, *rest)
+    fullest = max(roles, key=lambda role: role.count * (role.work + role.spare))
+    least = sum(each.count * each.held for each in processes) + fullest.count * fullest.work
+    most = least + sum(each.count * each.spare for each in (fullest, *rest))
+    used = min(config.cluster.nodes, -(-sum(config.placement.pools.values()) // config.cluster.devices_per_node))
+    return MachinePlan(processes, fullest.name, least // used, most // used)
+
+
+def advise_machine(subject: Subject, left_bytes: int) -> Changes | None:
+    """The smallest change with which a run takes no more than is left, whatever allocators keep."""
+
+    def fitting(varied: Subject) -> MachinePlan | None:
+        plan = plan_machine(varied)
+        return plan if plan.most_bytes <= left_bytes else None
+
+    return next((changes for changes, _ in smallest_changes(subject, _ladders(subject), fitting, most=1)), None)
+
+
+def _ladders(subject: Subject) -> Iterator[list[Changes]]:
+    """Kinds of change, those that cost least first; of each kind the steps, the smallest first."""
+    config = subject.config
+    yield [{"sync.offload": False}]
+    engine = engine_memory(config, subject.specs["actor"], subject.hardware)
+    caches = [min(engine.cache_bytes, 8_000_000_000) // part for part in (2, 4, 8, 16)]
+    fewest = _FEWEST_SAMPLES * engine.sample_bytes
+    yield [{"rollout.vllm.kv_cache_memory_bytes": each} for each in caches if each >= fewest]
+    yield from activation_ladders(config)
+    yield [{"rollout.replicas": fewer} for fewer in range(num_engines(config) - 1, 0, -1)]
+    pools = config.placement.pools.items()
+    yield [{f"placement.pools.{pool}": -(-size // part) for pool, size in pools} for part in (2, 4)]
+
+
+def _ranks(subject: Subject, name: str) -> Processes:
+    """The ranks of a role; of pipeline stages that differ, the mean, for each has as many ranks."""
+    config, share = subject.config, role_batch(subject.config, name)
+    model = config.model_roles()[name]
+    # Fewer tokens than that are never there at once, whatever a micro-batch might hold.
+    tokens = min(model.max_tokens_per_device, share.samples_per_rank * share.longest_sample_tokens // model.parallel.cp)
+    stages = role_stages(subject.unchecked({f"{name}.max_tokens_per_device": tokens}), name)
+    turns = config.sync.offload and not has_own_rollout_pool(config)
+    copied = turns and config.placement.roles[name] == config.placement.roles["actor"]
+    held, work = [], []
+    for stage in stages:
+        weights = stage.weights
+        host = (weights.parameters + weights.optimizer) * copied  # kept for the next time that they leave
+        reference = weights.parameters * (name == "actor" and has_reference(config))
+        held.append(weights.total + host + reference)
+        work.append(_sum(stage.train or stage.score))
+    mean_held, mean_work = sum(held) // len(stages), sum(work) // len(stages)
+    spare = int(mean_work * ASSUMPTIONS.cpu_allocator_share) + _bucket_bytes(subject) * (name == "actor")
+    return Processes(name, role_devices(config, name), ASSUMPTIONS.cpu_rank_bytes + mean_held, mean_work, spare)
+
+
+def _engines(subject: Subject) -> Processes:
+    config, spec = subject.config, subject.specs["actor"]
+    parts = {name: num_bytes for name, num_bytes, _ in engine_memory(config, spec, subject.hardware).parts}
+    tp, space = config.rollout.tp, int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 0) * GIB  # which vLLM puts first
+    cache = (space or parts["cache"]) * (config.rollout.engine == "vllm")
+    held = tp * (parts["weights"] + cache) + (tp + (tp > 1)) * ASSUMPTIONS.cpu_engine_bytes
+    packed = spec.vocab * spec.hidden * ITEM_BYTES[config.actor.dtype] * spec.tied  # the head, once more
+    return Processes(
+        "engines", num_engines(config), held, 0, tp * (parts["work space"] + _bucket_bytes(subject)) + packed
+    )
+
+
+def _bucket_bytes(subject: Subject) -> int:
+    """What of the buckets that weights travel in one of the two sides may still have."""
+    config = subject.config
+    elements, _ = engine_elements(subject.specs["actor"], config.rollout.tp)
+    return min(config.sync.bucket_bytes, elements * ITEM_BYTES[config.actor.dtype])
+
+
+def _sum(items: tuple[Item, ...]) -> int:
+    return sum(item.num_bytes for item in items)
