@@ -19,8 +19,6 @@ from mrl.errors import Problem, did_you_mean
 AnyTyped = TypeVar("AnyTyped", bound=Config | SftConfig)
 Rule = Callable[[AnyTyped], Iterator[Problem]]
 _ROLES = ("actor", "critic", "reward_model", "rollout")
-_CUDA_GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph")
-"""Megatron's switches for them, of all its versions."""
 
 
 def check_rules(rules: Sequence[Rule[AnyTyped]], config: AnyTyped) -> Iterator[Problem]:
@@ -212,30 +210,6 @@ def samples_fit_a_micro_batch(config: Config) -> Iterator[Problem]:
             )
 
 
-def graphs_replay_nothing(config: AnyConfig) -> Iterator[Problem]:
-    """A CUDA graph is replayed at the addresses and with the shapes that it was captured with; neither stays."""
-    for role, model in config.model_roles().items():
-        given = {f"{role}.megatron.{name}": value for name, value in model.megatron.items()}
-        given |= {f"{role}.optimizer.{name}": value for name, value in getattr(model, "optimizer", {}).items()}
-        for key, value in given.items():
-            if key.rpartition(".")[2] in _CUDA_GRAPHS and value not in (False, None, "none"):
-                what = "parameters leave the device and return elsewhere, and no two micro-batches are alike"
-                yield Problem(
-                    "", key, f"{str(value).lower()}: {what}", "remove this key: no CUDA graph can be captured"
-                )
-
-
-def registered_buffers_stay(config: Config) -> Iterator[Problem]:
-    """Buffers that NCCL has registered cannot leave the device, which the actor's neighbours do while engines work."""
-    roles = config.placement.roles
-    if not config.sync.offload or roles.get("rollout", roles.get("actor")) != roles.get("actor"):
-        return
-    for role, model in config.trained_roles().items():
-        if model.ddp.get("nccl_ub") and roles.get(role) == roles.get("actor"):
-            what = "true: buffers that NCCL has registered cannot leave the device while the engines generate"
-            yield Problem("", f"{role}.ddp.nccl_ub", what, f"{role}.ddp.nccl_ub=false, or sync.offload=false")
-
-
 def critic_serves_the_advantage(config: Config) -> Iterator[Problem]:
     """GAE reads a critic's values, and of the known estimators only GAE does."""
     advantage = config.algorithm.advantage
@@ -310,7 +284,6 @@ LAYOUT_RULES: tuple[Rule[AnyConfig], ...] = (
     options_need_their_axis,
     uneven_stages_need_a_pipeline,
     schedules_are_whole,
-    graphs_replay_nothing,
 )
 RULES: tuple[Rule[Config], ...] = (
     *LAYOUT_RULES,
@@ -322,5 +295,4 @@ RULES: tuple[Rule[Config], ...] = (
     samples_fit_a_micro_batch,
     critic_serves_the_advantage,
     settings_have_what_they_need,
-    registered_buffers_stay,
 )
