@@ -91,7 +91,7 @@ def _has_sockets(directory: Path) -> bool:
 def _missing_interfaces() -> dict[str, str]:
     """Variables that name a network interface which is not there; several, prefixes and exclusions are not checked."""
     named = {name: os.environ.get(name, "").removeprefix("=") for name in _INTERFACE_VARIABLES}
-    present = [path.name for path in Path("/sys/class/net").iterdir()]
+    present = [name for _, name in socket.if_nameindex()]
     return {
         name: value
         for name, value in named.items()
