@@ -69,6 +69,17 @@ class PoolReady(Event, kind="pool_ready"):
 
 
 @dataclass(frozen=True)
+class NetworkChosen(Event, kind="network_chosen"):
+    """Where the processes of a node listen, and what tells gloo and NCCL the same; `of_site` was set before mrl."""
+
+    node: str
+    address: str
+    interface: str | None
+    chosen: dict[str, str]
+    of_site: dict[str, str]
+
+
+@dataclass(frozen=True)
 class WorkersStarted(Event, kind="workers_started"):
     role: str
     world_size: int

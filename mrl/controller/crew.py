@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import DeadlinesConfig
+from mrl.controller.network import Network
 from mrl.controller.node_agent import ProcessId, ProcessView
 from mrl.controller.worker_log import log_path, make_log_directory
 from mrl.events import EventLog
@@ -23,12 +24,13 @@ _AGENT_S = 5.0
 
 @dataclass(frozen=True)
 class NodeView:
-    """A node that workers run on: its name, and the agent that looks at its processes."""
+    """A node that workers run on: its name, the agent that looks at its processes, and how it is reached."""
 
     node_id: str
     name: str
     agent: Any
     out_of_memory_kills: int
+    network: Network
 
 
 @dataclass(frozen=True)

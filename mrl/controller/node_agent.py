@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from mrl.controller.network import Network, network
 from mrl.controller.worker_log import STACK_SIGNAL, stack_path, tail
 
 _STACK_WAIT_S = 1.0
@@ -81,6 +82,10 @@ class NodeAgent:
     def sees(self, path: str) -> bool:
         """Whether a file is visible on this node: a run directory must be, on every node."""
         return Path(path).is_file()
+
+    def network(self, address: str) -> Network:
+        """How this node uses the network of an address of its own."""
+        return network(address)
 
     def look(self, processes: list[ProcessId]) -> list[ProcessView]:
         """The state of each process. Where the node's raylet has died they are all gone: Ray ends them one by one."""

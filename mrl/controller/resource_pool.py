@@ -17,9 +17,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mrl.config.schema import ClusterConfig, DeadlinesConfig, PlacementConfig
 from mrl.controller.crew import NodeView
+from mrl.controller.network import LOOPBACK
 from mrl.controller.node_agent import NodeAgent
 from mrl.errors import PlacementError, TooFewDevices, did_you_mean
-from mrl.events import EventLog, PoolReady, Warned
+from mrl.events import EventLog, NetworkChosen, PoolReady, Warned
 
 _LONGEST_POLL_S = 0.2
 
@@ -172,9 +173,18 @@ class ResourcePoolManager:
             .remote()
             for node_id in node_ids
         }
+        address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        # The stores behind these sockets ask nobody for a password: a run of one host stays on its loopback.
+        if len({address_of[node_id] for node_id in node_ids}) == 1:
+            address_of = dict.fromkeys(node_ids, LOOPBACK)
         asked = [
-            (agent.describe.remote(), agent.sees.remote(canary), agent.out_of_memory_kills.remote())
-            for agent in agents.values()
+            (
+                agent.describe.remote(),
+                agent.sees.remote(canary),
+                agent.out_of_memory_kills.remote(),
+                agent.network.remote(address_of[node_id]),
+            )
+            for node_id, agent in agents.items()
         ]
         try:
             answers = [ray.get(list(question), timeout=self._deadlines.start_s) for question in asked]
@@ -182,14 +192,17 @@ class ResourcePoolManager:
             raise PlacementError(
                 f"a node's agent did not start: {error}", fix="look at Ray's logs on the nodes"
             ) from error
-        for (node_id, agent), ((name, authentication), sees, kills) in zip(agents.items(), answers, strict=True):
-            self._nodes[node_id] = NodeView(node_id, name, agent, kills)
+        for (node_id, agent), answer in zip(agents.items(), answers, strict=True):
+            (name, authentication), sees, kills, network = answer
+            self._nodes[node_id] = NodeView(node_id, name, agent, kills, network)
             if not sees:
                 raise PlacementError(
                     f"node {name} does not see the run directory {run_directory}",
                     fix="put run.dir on a file system that all nodes share",
                 )
             self._check_authentication(name, authentication, events)
+            chosen = network.environment()
+            events.write(NetworkChosen(name, network.address, network.interface, chosen, network.of_site))
 
     def _check_authentication(self, node: str, mode: str, events: EventLog) -> None:
         if mode == "token":

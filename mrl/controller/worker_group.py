@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mrl.config.mesh import Mesh
 from mrl.config.schema import DeadlinesConfig
 from mrl.controller.call import Call
-from mrl.controller.crew import Crew, Member
+from mrl.controller.crew import Crew, Member, NodeView
 from mrl.controller.dispatch import Dispatch, MethodSpec
 from mrl.controller.resource_pool import Device, ResourcePoolManager, Seats
 from mrl.controller.transport import plan_shard, unpack_answer
@@ -99,9 +99,11 @@ class RayWorkerGroup:
         self._crew = Crew(role, mesh, context.run_directory, context.events, context.deadlines)
         self._actors = [self._make_actor(device) for device in self._seats.devices]
         hellos = self._greet()
-        nodes = [context.resources.node(hello.node_id) for hello in hellos]
         self._crew.join(
-            [Member(*entry) for entry in zip(self._actors, (hello.process for hello in hellos), nodes, strict=True)]
+            [
+                Member(actor, hello.process, self._node(rank))
+                for rank, (actor, hello) in enumerate(zip(self._actors, hellos, strict=True))
+            ]
         )
         self._methods = self._start(worker, hellos)
         pids = [hello.process.pid for hello in hellos]
@@ -219,7 +221,8 @@ class RayWorkerGroup:
 
     def _greet(self) -> list[Hello]:
         """Wait until every process is up and says where it is."""
-        greetings = [actor.hello.remote(rank == 0, self._is_on_one_node()) for rank, actor in enumerate(self._actors)]
+        address = self._node(0).network.address
+        greetings = [actor.hello.remote(None if rank else address) for rank, actor in enumerate(self._actors)]
         try:
             hellos: list[Hello] = ray.get(greetings, timeout=self._context.deadlines.start_s)
             return hellos
@@ -234,12 +237,13 @@ class RayWorkerGroup:
                 ranks=ranks,
             ) from error
 
-    def _is_on_one_node(self) -> bool:
-        return len({device.node_id for device in self._seats.devices}) == 1
+    def _node(self, rank: int) -> NodeView:
+        return self._context.resources.node(self._seats.devices[rank].node_id)
 
     def _start(self, worker: RayClassWithInitArgs, hellos: list[Hello]) -> dict[str, MethodSpec]:
         """Make the workers, all at once."""
         seen: Counter[str] = Counter()
+        address = self._node(0).network.address
         references = {}
         for rank, (actor, hello) in enumerate(zip(self._actors, hellos, strict=True)):
             local_rank = seen[hello.node_id]
@@ -248,13 +252,11 @@ class RayWorkerGroup:
                 "RANK": str(rank),
                 "WORLD_SIZE": str(self.world_size),
                 "LOCAL_RANK": str(local_rank),
-                "MASTER_ADDR": hellos[0].address,
+                "MASTER_ADDR": address,
                 "MASTER_PORT": str(hellos[0].port),
-            }
+            } | self._node(rank).network.environment()
             if self._seats.gpus_by_name:
                 environment["CUDA_VISIBLE_DEVICES"] = self._seats.gpus_by_name
-            if self._is_on_one_node():
-                environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
             order = StartOrder(
                 worker.worker_class,
                 worker.args,
@@ -264,7 +266,7 @@ class RayWorkerGroup:
                 local_rank,
                 self.mesh,
                 self._crew.log_directory,
-                hellos[0].address,
+                address,
                 hellos[0].port,
                 environment,
                 sys.path,

@@ -16,6 +16,7 @@ import ray
 
 from mrl.config.mesh import Mesh
 from mrl.controller.dispatch import MethodSpec, registered_methods
+from mrl.controller.network import listen
 from mrl.controller.node_agent import ProcessId, own_process
 from mrl.controller.transport import Bundle, assemble_shard, pack_answer
 from mrl.controller.worker import Place, Rendezvous, Worker
@@ -36,7 +37,6 @@ class Hello:
 
     process: ProcessId
     node_id: str
-    address: str
     port: int
 
 
@@ -78,16 +78,13 @@ class WorkerHost:
         self._methods: dict[str, MethodSpec] = {}
         self._listener: socket.socket | None = None
 
-    def hello(self, listen: bool, loopback: bool) -> Hello:
-        """Who and where this process is; rank 0 also opens the socket on which its group will meet.
-
-        Within one node that is a loopback socket: the store behind it asks nobody for a password.
-        """
-        address, port = "127.0.0.1" if loopback else ray.util.get_node_ip_address(), 0
-        if listen:
-            self._listener = socket.create_server((address, 0))
+    def hello(self, address: str | None) -> Hello:
+        """Who and where this process is; rank 0 is given the address on which its group will meet, and opens it."""
+        port = 0
+        if address is not None:
+            self._listener = listen(address)
             port = self._listener.getsockname()[1]
-        return Hello(own_process(), ray.get_runtime_context().get_node_id(), address, port)
+        return Hello(own_process(), ray.get_runtime_context().get_node_id(), port)
 
     def start(self, order: StartOrder) -> dict[str, MethodSpec]:
         """Become the worker that the order describes; its callable methods come back."""

@@ -1,0 +1,45 @@
+"""What a node knows of its own network; several hosts are in tests/hosts."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from mrl.controller import RayWorkerGroup, RunContext
+from mrl.controller.network import interfaces, network
+from mrl.events import NetworkChosen, read_events
+
+CHOSEN = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+
+
+@pytest.fixture(autouse=True)
+def _site_names_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CHOSEN:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_every_address_has_an_interface_that_is_there() -> None:
+    found = interfaces()
+    assert found["127.0.0.1"] == "lo"
+    assert set(found.values()) <= {name for _, name in socket.if_nameindex()}
+
+
+def test_what_the_site_has_set_stays_and_the_rest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert network("127.0.0.1").environment() == CHOSEN
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    ours = network("127.0.0.1")
+    assert ours.of_site == {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert ours.environment() == {"NCCL_SOCKET_IFNAME": "=lo"}
+    elsewhere = network("203.0.113.7")
+    assert (elsewhere.interface, elsewhere.environment()) == (None, {})
+
+
+def test_a_run_on_one_host_keeps_to_its_loopback(run_context: RunContext, rank_workers: RayWorkerGroup) -> None:
+    """Ray knows the host by another address, which others reach."""
+    (said,) = [
+        record.event for record in read_events(run_context.events.path) if isinstance(record.event, NetworkChosen)
+    ]
+    assert (said.address, said.interface, said.chosen, said.of_site) == ("127.0.0.1", "lo", CHOSEN, {})
+    assert {place["MASTER_ADDR"] for place in rank_workers.network()} == {"127.0.0.1"}
+    assert all(place | CHOSEN == place for place in rank_workers.network())
