@@ -1,4 +1,4 @@
-"""The network of the node that this process runs on: its addresses, and the interfaces that carry them."""
+"""The network of the node that this process runs on: its addresses, who carries them, and who answers over it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import socket
 import struct
 from array import array
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from ipaddress import IPv6Address
 from pathlib import Path
@@ -16,6 +18,7 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _SIOCGIFCONF = 0x8912
 _ENTRY_BYTES, _MAX_ENTRIES = 40, 1024  # of `struct ifreq`: a name, then a family, a port and an address
 _IPV6 = Path("/proc/net/if_inet6")
+_MAX_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,15 @@ class Network:
         """What is left to set. An equals sign has NCCL take this very name, where it would take all that begin so."""
         chosen = {GLOO: self.interface, NCCL: f"={self.interface}"} if self.interface is not None else {}
         return {name: value for name, value in chosen.items() if name not in self.of_site}
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A socket of a node that waits to be reached."""
+
+    address: str
+    port: int
+    interface: str
 
 
 def network(address: str) -> Network:
@@ -58,3 +70,35 @@ def interfaces() -> dict[str, str]:
 def listen(address: str) -> socket.socket:
     """A socket on a free port of this address."""
     return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+
+
+def listen_everywhere(address: str) -> list[tuple[socket.socket, Endpoint]]:
+    """A socket on the address, and one on each other interface whose name the site has set for gloo or NCCL.
+
+    None at all where no interface of this node carries the address.
+    """
+    own, named = interfaces(), {name.removeprefix("=") for name in network(address).of_site.values()}
+    if address not in own:
+        return []
+    wanted = {own[address]: address}
+    for carried, name in own.items():
+        if name in named:
+            wanted.setdefault(name, carried)
+    sockets = [(listen(carried), name) for name, carried in wanted.items()]
+    return [(each, Endpoint(wanted[name], each.getsockname()[1], name)) for each, name in sockets]
+
+
+def failures(endpoints: Sequence[Endpoint], limit_s: float) -> list[str]:
+    """Why each of these endpoints cannot be reached from this node, empty where it can; all are tried at once."""
+    with ThreadPoolExecutor(_MAX_THREADS) as threads:
+        return list(threads.map(lambda endpoint: _failure(endpoint, limit_s), endpoints))
+
+
+def _failure(endpoint: Endpoint, limit_s: float) -> str:
+    try:
+        socket.create_connection((endpoint.address, endpoint.port), limit_s).close()
+    except TimeoutError:
+        return f"no answer within {limit_s:g} s"
+    except OSError as error:
+        return f"{error.strerror}"
+    return ""

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mrl.controller.network import Network, network
+from mrl.controller.network import Endpoint, Network, failures, listen_everywhere, network
 from mrl.controller.worker_log import STACK_SIGNAL, stack_path, tail
 
 _STACK_WAIT_S = 1.0
@@ -74,6 +74,7 @@ class NodeAgent:
 
     def __init__(self) -> None:
         self._raylet = os.getppid()
+        self._listeners: list[socket.socket] = []
 
     def describe(self) -> tuple[str, str]:
         """The node's name, and how its Ray authenticates its callers."""
@@ -86,6 +87,22 @@ class NodeAgent:
     def network(self, address: str) -> Network:
         """How this node uses the network of an address of its own."""
         return network(address)
+
+    def listen(self, address: str) -> list[Endpoint]:
+        """Where other nodes may try to reach this one, until it has tried to reach them."""
+        sockets = listen_everywhere(address)
+        self._listeners = [each for each, _ in sockets]
+        return [endpoint for _, endpoint in sockets]
+
+    def failures(self, endpoints: list[Endpoint], limit_s: float) -> list[str]:
+        """Why each of these is out of this node's reach; empty where it is not."""
+        return failures(endpoints, limit_s)
+
+    def stop_listening(self) -> None:
+        """Close what `listen` has opened."""
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
 
     def look(self, processes: list[ProcessId]) -> list[ProcessView]:
         """The state of each process. Where the node's raylet has died they are all gone: Ray ends them one by one."""

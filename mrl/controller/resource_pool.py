@@ -7,18 +7,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mrl.config.schema import ClusterConfig, DeadlinesConfig, PlacementConfig
 from mrl.controller.crew import NodeView
+from mrl.controller.links import LINK_FIX, LinkedNode, broken_links, start_agent
 from mrl.controller.network import LOOPBACK
-from mrl.controller.node_agent import NodeAgent
 from mrl.errors import PlacementError, TooFewDevices, did_you_mean
 from mrl.events import EventLog, NetworkChosen, PoolReady, Warned
 
@@ -167,12 +165,7 @@ class ResourcePoolManager:
     def _start_agents(self, run_directory: Path, events: EventLog) -> None:
         canary = str(events.path)  # a file of this run that every node must see
         node_ids = list(dict.fromkeys(device.node_id for pool in self.pools.values() for device in pool.devices))
-        agents: dict[str, Any] = {
-            node_id: ray.remote(NodeAgent)
-            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-            .remote()
-            for node_id in node_ids
-        }
+        agents = {node_id: start_agent(node_id) for node_id in node_ids}
         address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         # The stores behind these sockets ask nobody for a password: a run of one host stays on its loopback.
         if len({address_of[node_id] for node_id in node_ids}) == 1:
@@ -203,6 +196,9 @@ class ResourcePoolManager:
             self._check_authentication(name, authentication, events)
             chosen = network.environment()
             events.write(NetworkChosen(name, network.address, network.interface, chosen, network.of_site))
+        linked = [LinkedNode(node.name, node.network.address, node.agent) for node in self._nodes.values()]
+        if broken := broken_links(linked, self._deadlines.start_s):
+            raise PlacementError("\n  ".join(broken), fix=LINK_FIX)
 
     def _check_authentication(self, node: str, mode: str, events: EventLog) -> None:
         if mode == "token":

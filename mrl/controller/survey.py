@@ -19,18 +19,19 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class NodeOffer:
-    """A node that is up, and the number of its devices."""
+    """A node that is up, the number of its devices, and the address by which Ray knows it."""
 
     node_id: str
     name: str
     devices: int
+    address: str
 
 
 def offered_nodes(device: str) -> list[NodeOffer]:
     """The nodes that are up, by name."""
     resource = "CPU" if device == "cpu" else "GPU"
     offers = [
-        NodeOffer(node["NodeID"], node["NodeName"], int(node["Resources"].get(resource, 0)))
+        NodeOffer(node["NodeID"], node["NodeName"], int(node["Resources"].get(resource, 0)), node["NodeManagerAddress"])
         for node in ray.nodes()
         if node["Alive"]
     ]

@@ -28,6 +28,7 @@ def check_machines(config: Config) -> Iterator[Finding]:
         return
     # With Ray, and so only here.
     from mrl.controller import ray_cluster
+    from mrl.controller.links import LINK_FIX, broken_links, linked_nodes
     from mrl.controller.survey import ask_every_node, free_devices, offered_nodes
 
     with canary_file(config) as canary:
@@ -36,12 +37,17 @@ def check_machines(config: Config) -> Iterator[Finding]:
             offers = offered_nodes(config.cluster.device)
             usable = [offer for offer in offers if offer.devices >= config.cluster.devices_per_node]
             yield _offer(config, {offer.name: offer.devices for offer in offers}, free_devices(config.cluster.device))
-            nodes = [offer.node_id for offer in usable]
-            facts = ask_every_node(nodes, _PROBE, arguments, config.deadlines.start_s)
+            node_ids = [offer.node_id for offer in usable]
+            facts = ask_every_node(node_ids, _PROBE, arguments, config.deadlines.start_s)
             found = list(found_models(config))
-            lacks = ask_every_node(nodes, "mrl.hub:node_lacks", [found, False], config.deadlines.start_s)
+            lacks = ask_every_node(node_ids, "mrl.hub:node_lacks", [found, False], config.deadlines.start_s)
+            with linked_nodes(usable) as nodes:
+                broken = broken_links(nodes, config.deadlines.start_s)
         yield from node_models({offer.name: lack for offer, lack in zip(usable, lacks, strict=True)})
         yield from check_nodes(config, facts, node_facts(canary, with_gpus=False)["versions"])
+        yield from (Finding("fail", "network", line, LINK_FIX) for line in broken)
+        if not broken:
+            yield Finding("ok", "network", f"each of {len(usable)} nodes reaches every other by TCP")
 
 
 def check_slurm(config: Config) -> Iterator[Finding]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 
 from mrl.controller import RayWorkerGroup, RunContext
-from mrl.controller.network import interfaces, network
+from mrl.controller.links import LinkedNode, broken_links, linked_nodes
+from mrl.controller.network import Endpoint, failures, interfaces, listen, listen_everywhere, network
+from mrl.controller.survey import offered_nodes
+from mrl.errors import PlacementError
 from mrl.events import NetworkChosen, read_events
 
 CHOSEN = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
@@ -35,6 +39,15 @@ def test_what_the_site_has_set_stays_and_the_rest_is_chosen(monkeypatch: pytest.
     assert (elsewhere.interface, elsewhere.environment()) == (None, {})
 
 
+def test_who_listens_is_reached_and_who_does_not_is_not() -> None:
+    with listen("127.0.0.1") as there, socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        tried = [Endpoint("127.0.0.1", each.getsockname()[1], "lo") for each in (there, silent)]
+        assert failures(tried, 5) == ["", "Connection refused"]
+    assert failures([], 5) == []
+    assert listen_everywhere("203.0.113.7") == []
+
+
 def test_a_run_on_one_host_keeps_to_its_loopback(run_context: RunContext, rank_workers: RayWorkerGroup) -> None:
     """Ray knows the host by another address, which others reach."""
     (said,) = [
@@ -43,3 +56,11 @@ def test_a_run_on_one_host_keeps_to_its_loopback(run_context: RunContext, rank_w
     assert (said.address, said.interface, said.chosen, said.of_site) == ("127.0.0.1", "lo", CHOSEN, {})
     assert {place["MASTER_ADDR"] for place in rank_workers.network()} == {"127.0.0.1"}
     assert all(place | CHOSEN == place for place in rank_workers.network())
+
+
+def test_a_node_alone_has_no_links_and_one_under_a_foreign_address_is_named(run_context: RunContext) -> None:
+    with linked_nodes(offered_nodes("cpu")) as (node,):
+        assert broken_links([node], 60) == []
+        foreign: list[Any] = [node, LinkedNode("n9", "203.0.113.7", node.agent)]
+        with pytest.raises(PlacementError, match=r"Ray knows node n9 by 203\.0\.113\.7, which no interface there"):
+            broken_links(foreign, 60)
