@@ -6,9 +6,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from mrl.observe.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
+
+
+def untimed(run: Path) -> list[dict[str, Any]]:
+    """The metrics of a run without what only a clock decides."""
+    timed = ("timing_s/", "perf/", "sync/seconds", "reward/seconds")
+    lines = read_metrics(run / "metrics.jsonl")
+    return [{key: line[key] for key in line if not key.startswith(timed)} for line in lines]
 
 
 def run_mrl(*arguments: str, cwd: Path = ROOT, **variables: str) -> str:

@@ -11,14 +11,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mrl.launch.ray_node import free_port, head_options, ray_node
-from mrl.observe.metrics import read_metrics
 from mrl.trainer.demo import DemoSettings, demo_yaml
 from mrl.trainer.demo_model import make_model
+from tests.apart import untimed
 from tests.launch.conftest import Place
 
 SMALL = """\
@@ -43,13 +42,6 @@ def small(place: Place) -> Place:
     (place.directory / "small.yaml").write_text(SMALL.format(model=model))
     (place.directory / "own_rewards.py").write_text(OWN)
     return place
-
-
-def untimed(run: Path) -> list[dict[str, Any]]:
-    """The metrics of a run without what only a clock decides."""
-    timed = ("timing_s/", "perf/", "sync/seconds", "reward/seconds")
-    lines = read_metrics(run / "metrics.jsonl")
-    return [{key: line[key] for key in line if not key.startswith(timed)} for line in lines]
 
 
 def await_answer(port: int) -> None:
