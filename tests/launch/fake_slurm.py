@@ -4,11 +4,13 @@
 directory of its state: `job-N/script` runs, `job-N/usr1` (made by a test) sends the signal that `--signal=B:` asks
 for, `job-N/requeue` (made by `scontrol requeue`) runs it again, `job-N/ended` holds the exit codes of its attempts.
 On a node that `broken` names no task can be started; on one that `stuck` names it starts, and does nothing for ever.
+`hosts`, where it is there, has for each node the words that make a command run there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -97,6 +99,7 @@ def srun(arguments: list[str]) -> int:
     first = next(place for place, argument in enumerate(arguments) if not argument.startswith("--"))
     given = dict(argument[2:].partition("=")[::2] for argument in arguments[:first])
     tasks, state = [], Path(os.environ["FAKE_SLURM"])
+    enter = json.loads(table.read_text()) if (table := state / "hosts").exists() else {}
     for number in range(int(given["nodes"])):
         name = f"node{number + 1}"
         command = arguments[first:]
@@ -106,6 +109,7 @@ def srun(arguments: list[str]) -> int:
             command = ["sleep", "600"]
         own = {"SLURM_PROCID": str(number), "SLURM_NODEID": str(number), "SLURMD_NODENAME": name}
         with Path(given["output"].replace("%N", name)).open("w") as output:
+            command = [*enter.get(name, ()), *command]
             tasks.append(subprocess.Popen(command, env=os.environ | own, stdout=output, stderr=subprocess.STDOUT))
     return max(task.wait() % 256 for task in tasks)
 

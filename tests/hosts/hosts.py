@@ -1,0 +1,181 @@
+"""Hosts in a box: namespaces of their own for network, name, shared memory and /etc/hosts, on one bridge.
+
+A first process, `init`, is the init of a namespace of processes and holds the bridge. Whatever runs on a host runs in
+that namespace, so the kernel ends all of it with `init`, which ends when its standard input does: a test that is killed
+leaves nothing behind either. Nothing has a name outside, so two sessions cannot meet. The file system is shared.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from mrl.launch.ray_node import RayNode
+
+ROOT = Path(__file__).resolve().parents[2]
+MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
+RAY_PORT = 6399
+_START_S = 240.0
+_SPACES = ("--net", "--mount", "--uts")
+_AS_ROOT = () if os.getuid() == 0 else ("--map-root-user",)
+_ENTER_AS_ROOT = () if os.getuid() == 0 else ("--user", "--preserve-credentials")
+# Orphans of the hosts become its children: ignored ones are never zombies.
+_INIT = "import signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print(flush=True); sys.stdin.read()"
+_HOLD = "import sys; print(flush=True); sys.stdin.read()"
+
+
+@cache
+def why_not() -> str:
+    """Why this machine cannot have hosts; empty where it can."""
+    if missing := [name for name in ("ip", "unshare", "nsenter", "mount", "hostname") if shutil.which(name) is None]:
+        return f"hosts need {', '.join(missing)} (iproute2, util-linux, hostname)"
+    make = "ip link add br0 type bridge && ip link add v0 type veth peer name v1 && mount -t tmpfs none /dev/shm"
+    command = ["unshare", *_AS_ROOT, *_SPACES, "--pid", "--fork", "--mount-proc", "sh", "-c", f"{make} && hostname a"]
+    tried = subprocess.run(command, capture_output=True, text=True)
+    return f"hosts need root or user namespaces: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+@dataclass
+class Host:
+    """One of them."""
+
+    name: str
+    address: str
+    interface: str
+    pid: int
+    """Of the process that holds its namespaces."""
+    files: Path
+    """For Ray; removed with the hosts."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """For what runs there."""
+
+    def prefix(self, directory: Path = ROOT) -> list[str]:
+        """What makes a command run there, in a directory."""
+        return ["nsenter", f"--target={self.pid}", *_ENTER_AS_ROOT, *_SPACES, "--pid", f"--wdns={directory}"]
+
+    def run(self, *command: str, cwd: Path = ROOT, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+        """Run a command there to its end."""
+        return subprocess.run(
+            [*self.prefix(cwd), *command],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=self.all_environment(),
+        )
+
+    def all_environment(self) -> dict[str, str]:
+        """For what runs there: of this process's own nothing that speaks of its Ray or its network."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "GLOO_", "NCCL_"))}
+        return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | self.environment
+
+    def ip(self, *arguments: str) -> None:
+        """Change its network."""
+        ran = self.run("ip", *arguments)
+        assert ran.returncode == 0, ran.stderr
+
+    def mrl(self, *arguments: str, cwd: Path, code: int = 0) -> str:
+        """What `mrl` prints there."""
+        ran = self.run(sys.executable, "-c", MAIN, *arguments, cwd=cwd)
+        assert ran.returncode == code, ran.stdout + ran.stderr
+        return ran.stdout + ran.stderr
+
+
+@contextmanager
+def hosts(interfaces: Sequence[str]) -> Iterator[list[Host]]:
+    """A host for each of these names of interfaces, called node1, node2, ...
+
+    As on Debian a host's own name stands for 127.0.1.1 there, and those of the others for their addresses.
+    """
+    with ExitStack() as stack:
+        files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mrl-hosts-")))
+        init = _hold(stack, ["unshare", *_AS_ROOT, *_SPACES, "--pid", "--fork", "--mount-proc", "--kill-child"], _INIT)
+        switch = ["nsenter", f"--target={init}", *_ENTER_AS_ROOT, "--net"]  # its processes have the numbers of outside
+        _run(*switch, "sh", "-ec", "ip link add br0 type bridge; ip link set br0 up")
+        made = []
+        for number, interface in enumerate(interfaces, 1):
+            enter = ["nsenter", f"--target={init}", *_ENTER_AS_ROOT, *_SPACES, "--pid", "unshare", *_SPACES]
+            pid = _hold(stack, enter, _HOLD)
+            made.append(Host(f"node{number}", f"10.77.0.{number}", interface, pid, files / f"{number}"))
+            peer = f"type veth peer name {interface} netns {pid}"
+            _run(*switch, "sh", "-ec", f"ip link add v{number} {peer}; ip link set v{number} master br0 up")
+        for host in made:
+            names = {other.name: other.address for other in made} | {host.name: "127.0.1.1"}
+            table = files / host.name
+            table.write_text("127.0.0.1 localhost\n" + "".join(f"{names[name]} {name}\n" for name in names))
+            steps = f"ip addr add {host.address}/24 dev {host.interface}; ip link set {host.interface} up; "
+            steps += f"ip link set lo up; hostname {host.name}; mount --bind {table} /etc/hosts; "
+            ran = host.run("sh", "-ec", steps + "mount -t tmpfs tmpfs /dev/shm")
+            assert ran.returncode == 0, ran.stderr
+        yield made
+
+
+@contextmanager
+def ray_on(some: Sequence[Host], directory: Path, *options: str, dashboard: bool = False) -> Iterator[str]:
+    """Ray over these hosts, behind a token, the first of them its head: the address to join it by.
+
+    Its processes end with the hosts.
+    """
+    token = directory / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    head, address = some[0], f"{some[0].address}:{RAY_PORT}"
+    joins = {host.name: [f"--address={address}"] for host in some}
+    joins[head.name] = ["--head", f"--port={RAY_PORT}", f"--include-dashboard={dashboard}"]
+    with ExitStack() as stack:
+        started = []
+        for host in some:
+            host.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+            command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+            command += [f"--node-ip-address={host.address}", f"--node-name={host.name}", f"--temp-dir={host.files}"]
+            command += ["--object-store-memory=200000000", *joins[host.name], *options]
+            process = subprocess.Popen(
+                [*host.prefix(), *command],
+                env=host.all_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+            stack.callback(_end, process)
+            started.append(RayNode(process, host.files))
+            if host is head:
+                started[0].await_start(_START_S)
+        for node in started:
+            node.await_start(_START_S)
+        yield address
+
+
+def _hold(stack: ExitStack, enter: Sequence[str], program: str) -> int:
+    """Start a program that holds namespaces until the block ends; its number, as it is outside of them."""
+    process = subprocess.Popen(
+        [*enter, sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    )
+    stack.callback(_end, process)
+    assert process.stdout is not None, "it is a pipe"
+    assert process.stdout.read(1) == b"\n", f"{enter[0]} did not start"
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(child)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+    else:
+        process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _run(*command: str) -> None:
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, f"{' '.join(command)}: {ran.stderr}"
