@@ -102,7 +102,8 @@ def test_a_role_shares_its_device_with_others_of_its_pool_and_on_cpus_with_every
     assert config.cluster.device == "cpu"
     assert all(model_setup(role, config).shares_device for role in config.model_roles())
     config = replace(config, cluster=replace(config.cluster, device="gpu"))
-    assert [model_setup(role, config).shares_device for role in ("actor", "critic", "reward_model")] == [False, True, True]
+    shared = [model_setup(role, config).shares_device for role in ("actor", "critic", "reward_model")]
+    assert shared == [False, True, True]
     roles["rollout"] = "a"
     assert model_setup("actor", config).shares_device
 
