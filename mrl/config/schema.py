@@ -48,6 +48,8 @@ class DeadlinesConfig:
     """For Ray to hand out the devices of every pool."""
     start_s: Seconds = 300.0
     """For the workers of a role to start."""
+    engine_start_s: Seconds | None = None
+    """For an engine to start; null gives it `start_s`, and a second more for every half billion parameters."""
     download_s: Seconds = 7200.0
     """For a node of a joined cluster to download the models that it lacks."""
     call_s: Seconds = 1800.0

@@ -14,11 +14,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from mrl.config.arithmetic import has_own_rollout_pool, longest_sample_tokens, num_engines, rollout_devices
 from mrl.config.mesh import Mesh
-from mrl.config.schema import Config
+from mrl.config.schema import Config, DeadlinesConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext, Seats
 from mrl.errors import RolloutError
 from mrl.hybrid.device_room import device_full
@@ -26,6 +27,7 @@ from mrl.hybrid.layout import RolloutLayout
 from mrl.hybrid.route import WeightRoute
 from mrl.models.families import read_spec
 from mrl.models.rollout_table import EngineSizes
+from mrl.models.spec import ModelSpec
 from mrl.rollout.engine import EngineSettings, Part
 from mrl.rollout.fleet import RolloutFleet
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
@@ -168,7 +170,9 @@ class HybridEngine:
         worker = RayClassWithInitArgs(
             "mrl.rollout.replica:RolloutReplica", self._config.rollout.engine, settings, limit_s
         )
-        return RayWorkerGroup(settings.replica, worker, Mesh(1), self._context, seat)
+        spec = read_spec(self._config.model.path)
+        deadlines = replace(self._context.deadlines, start_s=engine_start_s(self._context.deadlines, spec))
+        return RayWorkerGroup(settings.replica, worker, Mesh(1), replace(self._context, deadlines=deadlines), seat)
 
     def _engine_sizes(self) -> EngineSizes:
         """How the engines are split. Where they cannot be written directly, each of their ranks takes whole tensors."""
@@ -207,6 +211,11 @@ class HybridEngine:
             "sync/bytes_between_ranks": sum(report.bytes_received for report in reports),
             "sync/least_bytes": sum(report.least_bytes for report in reports),
         }
+
+
+def engine_start_s(deadlines: DeadlinesConfig, spec: ModelSpec) -> float:
+    """For an engine to start: it makes room for its weights, compiles for them and captures their graphs."""
+    return deadlines.engine_start_s or deadlines.start_s + spec.num_parameters / 5e8
 
 
 def start_porters(config: Config, context: RunContext) -> RayWorkerGroup:

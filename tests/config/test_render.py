@@ -31,6 +31,7 @@ cluster:
 deadlines:
   resources_s: 120.0                             # default
   start_s: 300.0                                 # default
+  engine_start_s: null                           # default
   download_s: 7200.0                             # default
   call_s: 1800.0                                 # default
   heartbeat_s: 5.0                               # default

@@ -58,6 +58,7 @@ class StubGroup:
         seats: Seats | None = None,
     ) -> None:
         self.stage, self.role, self.worker, self.mesh, self.seats = stage, role, worker, mesh, seats
+        self.context = context
         stage.started[role] = self
 
     def shutdown(self) -> None:

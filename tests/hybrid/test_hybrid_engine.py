@@ -15,12 +15,13 @@ import pytest
 from mrl.config.load import load_config
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config
-from mrl.controller import RayClassWithInitArgs, Seats
+from mrl.controller import RayClassWithInitArgs, RunContext, Seats
 from mrl.errors import DeviceFull, RolloutError, WorkerDied
 from mrl.events import EventLog
 from mrl.hybrid import hybrid_engine
 from mrl.hybrid.device_room import Held
 from mrl.hybrid.hybrid_engine import PARTS, HybridEngine
+from mrl.models.families import read_spec
 from mrl.models.rollout_table import EngineSizes
 from mrl.rollout.engine import Room
 from mrl.rollout.requests import GenerationRequest, Sampling
@@ -72,10 +73,7 @@ def make(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Iterato
             groups[role].set_result(StubGroup(stage, role, RayClassWithInitArgs(""), Mesh(4), None))
         resources: Any = SimpleNamespace(seats=lambda role: Seats([f"{role}{n}" for n in range(4)], 0.5, role))  # type: ignore[misc]
         events = EventLog(tmp_path / "events.jsonl")
-        context: Any = SimpleNamespace(
-            run_directory=tmp_path, events=events, deadlines=config.deadlines, resources=resources
-        )
-        made.append(HybridEngine(config, groups, context))
+        made.append(HybridEngine(config, groups, RunContext(tmp_path, events, config.deadlines, resources)))
         return made[-1], stage
 
     yield start
@@ -88,10 +86,21 @@ def config_of(model: str, placement: tuple[dict[str, int], dict[str, str]], tp: 
     device = sync.pop("device", "cpu")
     vllm = sync.pop("vllm", "{enable_prefix_caching: true}")
     overrides = [f"placement.pools={pools}", f"placement.roles={roles}", f"model.path={model}", f"rollout.tp={tp}"]
+    if limit_s := sync.pop("engine_start_s", None):
+        overrides.append(f"deadlines.engine_start_s={limit_s}")
     overrides += [f"sync.{name}={str(value).lower()}" for name, value in sync.items()]
     overrides += [f"cluster.device={device}", f"rollout.vllm={vllm}", "cluster.devices_per_node=8"]
     overrides += [f"{role}.parallel.sequence_parallel=true" for role in ("actor", "critic")]
     return load_config(str(PRESET), overrides).config
+
+
+def test_an_engine_has_the_longer_to_start_the_larger_its_model(make: Callable[..., Made], tiny: Tiny) -> None:
+    _, stage = make()
+    deadlines = stage.started["rollout-1"].context.deadlines
+    assert deadlines.start_s == 300 + read_spec(tiny("qwen3")).num_parameters / 5e8 > 300
+    assert deadlines.call_s == 1800
+    _, stage = make(engine_start_s=7)
+    assert stage.started["rollout-1"].context.deadlines.start_s == 7
 
 
 # --- the two modes ----------------------------------------------------------------------------------------------------
