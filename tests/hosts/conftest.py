@@ -43,7 +43,7 @@ def write_run(path: Path, model: Path, placement: dict[str, Any], **own: Any) ->
             "vllm": {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26},
         },
         "data": {"train": {"sums": {"dataset": "toy:addition", "options": {"part": "train"}}}},
-        "reward": {"functions": {"length": {"name": "tests.trainer.rewards:shortness"}}, "num_workers": 1},
+        "reward": {"functions": {"length": {"name": "tests.trainer.rewards:chance"}}, "num_workers": 1},
         "deadlines": {"call_s": 150},
         "training": {"steps": 2},
     }

@@ -53,6 +53,8 @@ class Host:
     interface: str
     pid: int
     """Of the process that holds its namespaces."""
+    names: Path
+    """Its /etc/hosts."""
     files: Path
     """For Ray; removed with the hosts."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -75,7 +77,8 @@ class Host:
     def all_environment(self) -> dict[str, str]:
         """For what runs there: of this process's own nothing that speaks of its Ray or its network."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "GLOO_", "NCCL_"))}
-        return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | self.environment
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return kept | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | self.environment
 
     def ip(self, *arguments: str) -> None:
         """Change its network."""
@@ -104,15 +107,18 @@ def hosts(interfaces: Sequence[str]) -> Iterator[list[Host]]:
         for number, interface in enumerate(interfaces, 1):
             enter = ["nsenter", f"--target={init}", *_ENTER_AS_ROOT, *_SPACES, "--pid", "unshare", *_SPACES]
             pid = _hold(stack, enter, _HOLD)
-            made.append(Host(f"node{number}", f"10.77.0.{number}", interface, pid, files / f"{number}"))
+            made.append(
+                Host(
+                    f"node{number}", f"10.77.0.{number}", interface, pid, files / f"names{number}", files / f"{number}"
+                )
+            )
             peer = f"type veth peer name {interface} netns {pid}"
             _run(*switch, "sh", "-ec", f"ip link add v{number} {peer}; ip link set v{number} master br0 up")
         for host in made:
             names = {other.name: other.address for other in made} | {host.name: "127.0.1.1"}
-            table = files / host.name
-            table.write_text("127.0.0.1 localhost\n" + "".join(f"{names[name]} {name}\n" for name in names))
+            host.names.write_text("127.0.0.1 localhost\n" + "".join(f"{names[name]} {name}\n" for name in names))
             steps = f"ip addr add {host.address}/24 dev {host.interface}; ip link set {host.interface} up; "
-            steps += f"ip link set lo up; hostname {host.name}; mount --bind {table} /etc/hosts; "
+            steps += f"ip link set lo up; hostname {host.name}; mount --bind {host.names} /etc/hosts; "
             ran = host.run("sh", "-ec", steps + "mount -t tmpfs tmpfs /dev/shm")
             assert ran.returncode == 0, ran.stderr
         yield made

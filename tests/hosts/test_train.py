@@ -58,5 +58,5 @@ def test_a_run_over_two_hosts_is_the_run_of_one(
     }
     both = untimed(tmp_path / "runs" / "two")
     assert len(both) == 2
-    assert all(step["actor/grad_norm"] > 0 for step in both)
+    assert all(step["actor/grad_norm"] > 1e-3 for step in both)
     assert both == metrics_alone(config)
