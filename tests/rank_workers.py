@@ -92,12 +92,12 @@ class RankWorker(Worker):
         return DataProto.from_dict({"vaules": batch["prompts"]}, row_ids=batch.row_ids)
 
     @register(Dispatch.ONE_TO_ALL)
-    def die(self, rank: int, after_s: float) -> float:
+    def die(self, rank: int, after_s: float, by: int = signal.SIGKILL) -> float:
         """All ranks enter a collective, but one is killed first."""
         if self.rank == rank:
             print("about to be killed", flush=True)
             time.sleep(after_s)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), by)
         return self.all_reduce()
 
     @register(Dispatch.ONE_TO_ALL)

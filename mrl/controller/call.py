@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from mrl.controller.crew import Crew
+from mrl.controller.death import said_by_ray
 from mrl.controller.worker_host import RankFailed
 from mrl.errors import WorkerDied, WorkerError, WorkerRaised, WorkerSilent
 from mrl.events import RanksReleased, WorkerFault
@@ -32,6 +32,8 @@ class Fault:
     detail: str
     at: float = 0.0
     trace: str = ""
+    hints: tuple[str, ...] = ()
+    """Why a process died, as far as its node can tell."""
 
 
 class Call:
@@ -81,7 +83,7 @@ class Call:
         if seconds < self._deadline_s and not stopped:
             ray.wait(references, num_returns=len(references), timeout=self._crew.deadlines.release_s)
         faults = self._faults()
-        culprits = blame(faults)
+        culprits = [self._with_cause(fault) for fault in blame(faults)]
         report = self._describe(culprits[0], seconds)
         for fault in culprits[1:]:
             report += f"\n  so did {self._crew.name(fault.rank)} {fault.detail}"
@@ -123,6 +125,12 @@ class Call:
             faults.append(fault or self._unheard(rank, views[rank].is_stopped))
         return faults
 
+    def _with_cause(self, fault: Fault) -> Fault:
+        if fault.kind != "died":
+            return fault
+        detail, hints = self._crew.cause_of_death(fault.rank, fault.detail)
+        return replace(fault, detail=detail, hints=hints)
+
     def _unheard(self, rank: int, is_stopped: bool) -> Fault:
         """The fault of a process that is there and does not answer."""
         kind, detail = ("stopped", "a signal or a debugger holds it") if is_stopped else ("silent", "no answer in time")
@@ -133,8 +141,7 @@ class Call:
         lines = [
             f"{self._crew.name(fault.rank)} {what[fault.kind]} in {self._phase} after {seconds:.1f} s: {fault.detail}"
         ]
-        if fault.kind == "died":
-            lines += self._crew.memory_hint(fault.rank)
+        lines += [f"  {hint}" for hint in fault.hints]
         if fault.trace:
             lines += ["  Python stack:" if fault.kind != "raised" else "  traceback:", *_indented(fault.trace)]
         if fault.kind != "raised":
@@ -173,19 +180,11 @@ def _fault_of(rank: int, reference: ObjectRef) -> Fault | None:
         if isinstance(cause, RankFailed):
             return Fault(rank, "raised", cause.message, cause.at, cause.trace)
         return Fault(rank, "raised", str(cause if cause is not None else error), time.time())
-    except RayActorError as error:
-        return Fault(rank, "died", _first_sentences(str(error)))
+    except (RayActorError, OutOfMemoryError) as error:
+        return Fault(rank, "died", said_by_ray(str(error)))
     except RayError as error:
         return Fault(rank, "raised", f"{type(error).__name__}: {error}", time.time())
     return None
-
-
-def _first_sentences(text: str) -> str:
-    """The telling part of Ray's long death message."""
-    for line in text.splitlines():
-        if "reason" in line.lower() or "exit" in line.lower():
-            return re.split(r"Some common causes|There are some potential", line)[0].strip()
-    return text.strip().splitlines()[0] if text.strip() else "no reason known"
 
 
 def _indented(text: str) -> list[str]:

@@ -13,11 +13,14 @@ from ray.exceptions import RayError
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import DeadlinesConfig
+from mrl.controller.death import NodeMemory, cause
 from mrl.controller.network import Network
 from mrl.controller.node_agent import ProcessId, ProcessView
 from mrl.controller.worker_log import log_path, make_log_directory
 from mrl.events import EventLog
 
+_CRASH_LINES = 300
+"""Of a log, among which a crash's stacks begin: a process may have many threads."""
 _AGENT_S = 5.0
 """How long a node's agent may take for a look: it does nothing that takes longer."""
 
@@ -29,7 +32,8 @@ class NodeView:
     node_id: str
     name: str
     agent: Any
-    out_of_memory_kills: int
+    memory: NodeMemory
+    """As it was when the run began."""
     network: Network
 
 
@@ -95,13 +99,12 @@ class Crew:
             return log, ""
         return log, self._ask(rank, lambda agent: agent.tail.remote(str(log), num_lines)) or ""
 
-    def memory_hint(self, rank: int) -> list[str]:
-        """A line for the report where the kernel has killed for lack of memory since the workers started."""
-        now = self._ask(rank, lambda agent: agent.out_of_memory_kills.remote())
+    def cause_of_death(self, rank: int, said: str) -> tuple[str, tuple[str, ...]]:
+        """Why a rank's process ended, where no more is said than this, and what speaks for it."""
+        now = self._ask(rank, lambda agent: agent.memory.remote())
         if now is None:
-            return ["  its node does not answer: the whole node may be lost"]
-        kills = now - self._members[rank].node.out_of_memory_kills
-        return [f"  the kernel killed {kills} processes for lack of memory on this node meanwhile"] if kills else []
+            return said, ("its node does not answer: the whole node may be lost",)
+        return cause(said, self.log_tail(rank, _CRASH_LINES)[1], self._members[rank].node.memory, now)
 
     def end(self, reason: str) -> list[int]:
         """End every process that still runs; the ranks that did. A group never outlives one of its ranks."""

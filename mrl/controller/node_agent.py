@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from mrl.controller.death import NodeMemory
 from mrl.controller.network import Endpoint, Network, failures, listen_everywhere, network
 from mrl.controller.worker_log import STACK_SIGNAL, stack_path, tail
 
@@ -150,12 +151,11 @@ class NodeAgent:
         for process in running:
             os.kill(process.pid, signal.SIGKILL)
 
-    def out_of_memory_kills(self) -> int:
-        """How many processes the kernel has killed on this node for lack of memory, since it booted."""
+    def memory(self) -> NodeMemory:
+        """What this node says of memory that ran out."""
         if os.getppid() != self._raylet:
             raise NodeLost("the raylet of this node has died")
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            name, _, count = line.partition(" ")
-            if name == "oom_kill":
-                return int(count)
-        return 0
+        counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        shared = os.statvfs("/dev/shm")
+        sizes = (shared.f_blocks * shared.f_frsize, shared.f_bavail * shared.f_frsize)
+        return NodeMemory(int(counters.get("oom_kill", 0)), *sizes)

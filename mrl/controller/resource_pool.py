@@ -174,7 +174,7 @@ class ResourcePoolManager:
             (
                 agent.describe.remote(),
                 agent.sees.remote(canary),
-                agent.out_of_memory_kills.remote(),
+                agent.memory.remote(),
                 agent.network.remote(address_of[node_id]),
             )
             for node_id, agent in agents.items()
@@ -186,8 +186,8 @@ class ResourcePoolManager:
                 f"a node's agent did not start: {error}", fix="look at Ray's logs on the nodes"
             ) from error
         for (node_id, agent), answer in zip(agents.items(), answers, strict=True):
-            (name, authentication), sees, kills, network = answer
-            self._nodes[node_id] = NodeView(node_id, name, agent, kills, network)
+            (name, authentication), sees, memory, network = answer
+            self._nodes[node_id] = NodeView(node_id, name, agent, memory, network)
             if not sees:
                 raise PlacementError(
                     f"node {name} does not see the run directory {run_directory}",

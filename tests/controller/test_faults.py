@@ -5,6 +5,7 @@ Each test reads `events.jsonl` as its witness, and the kernel's process table fo
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 
@@ -58,6 +59,23 @@ def test_a_killed_worker_is_the_culprit_not_its_neighbours(run_context: RunConte
     assert (fault.role, fault.rank, fault.phase, fault.fault) == ("critic", 2, "die", "died")
     assert set(released.ranks) <= {0, 1, 3}
     assert_ended(run_context, group)
+
+
+@pytest.mark.parametrize(
+    ("by", "named"), [(signal.SIGSEGV, "Segmentation fault"), (signal.SIGBUS, "Bus error")], ids=["segv", "bus"]
+)
+def test_a_crash_is_named_and_its_stack_shown(
+    by: signal.Signals, named: str, run_context: RunContext, doomed_workers: MakeGroup
+) -> None:
+    group = doomed_workers()
+    group.join()
+    with pytest.raises(WorkerDied) as caught:
+        group.die(2, after_s=0.0, by=int(by))
+    first, *rest = str(caught.value).splitlines()
+    assert first.endswith(f"it crashed: {named} (its stack stands in the log)")
+    assert any("in die" in line for line in rest), "the innermost frames"
+    assert caught.value.ranks == (2,)
+    assert witness(run_context)[0].detail.startswith(f"it crashed: {named}")
 
 
 def test_one_that_raises_is_the_culprit_and_the_others_leave_the_collective(

@@ -86,11 +86,11 @@ def test_processes_that_do_not_end_are_ended(sleeper: subprocess.Popen[bytes]) -
 def test_without_its_raylet_a_node_is_lost() -> None:
     agent = NodeAgent()
     assert not agent.look([own_process()])[0].is_gone
-    assert agent.out_of_memory_kills() >= 0
+    assert agent.memory().kills >= 0
     agent._raylet += 1
     assert agent.look([own_process(), own_process()]) == [ProcessView(None)] * 2
     with pytest.raises(NodeLost):
-        agent.out_of_memory_kills()
+        agent.memory()
 
 
 def test_a_node_sees_files_and_says_how_it_is_guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,77 @@
+"""Causes of death: Ray's own words, cut to what tells, and what a node's counters add."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mrl.controller import call
+from mrl.controller.death import NodeMemory, cause, said_by_ray
+
+MONITOR = (  # as Ray 2.55 says it
+    "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.2, ID: 87c7) was "
+    "22.38GB / 23.54GB (0.951000), which exceeds the memory usage threshold of 0.950000; Object store memory usage: "
+    "[- objects spillable: 0; ]; Ray killed 1 worker(s) based on the killing policy: [(Actor(8c3a): pid=19651, actual "
+    "memory used=4.70GB)]; To see more information about memory usage on this node, use `ray logs raylet.out`; Top 10 "
+    "memory users: PID\tMEM(GB)\tCOMMAND, 19651\t4.70\tray::WorkerHost.update_actor, 8649\t4.68\tray::WorkerHost, "
+    "16444\t0.18\tray::IDLE, Refer to the documentation on how to address the out of memory issue: https://docs"
+)
+CRASH = (
+    "Actor failed to be created or died: Worker unexpectedly exits with a connection error code 2. End of file. "
+    "Some common causes include: (1) the process was killed by SIGKILL by OOM killer"
+)
+NODE = NodeMemory(kills=3, shared_bytes=64 << 20, free_shared_bytes=60 << 20)
+
+
+def test_rays_memory_monitor_is_named_with_its_numbers_and_the_largest_processes() -> None:
+    said = said_by_ray(MONITOR)
+    assert said == (
+        "Ray's memory monitor killed it, because 22.38GB of the node's 23.54GB were taken, more than 95%; "
+        "ray::WorkerHost.update_actor (pid 19651) 4.70 GB, ray::WorkerHost (pid 8649) 4.68 GB"
+    )
+    detail, hints = cause(said, "", NODE, NODE)
+    assert detail == said
+    assert hints == ("fix: `mrl plan` says who takes how much, and which key would make it fit",)
+
+
+def test_a_rank_that_the_memory_monitor_killed_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(reference: object, timeout: float) -> None:
+        raise call.OutOfMemoryError(MONITOR)
+
+    monkeypatch.setattr(call.ray, "get", get)
+    fault = call._fault_of(3, None)  # type: ignore[arg-type]
+    assert fault is not None
+    assert (fault.rank, fault.kind) == (3, "died")
+    assert fault.detail.startswith("Ray's memory monitor killed it")
+    assert not issubclass(call.OutOfMemoryError, call.RayActorError), "Ray calls it something else than a death"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            CRASH,
+            CRASH[: CRASH.index(" Some common")],
+        ),
+        ("it is lost\nnobody knows", "it is lost"),
+        ("", "no reason known"),
+    ],
+)
+def test_of_rays_other_words_the_telling_part_stays(text: str, said: str) -> None:
+    assert said_by_ray(text) == said
+
+
+def test_a_crash_is_what_the_process_itself_wrote() -> None:
+    log = "loading\nFatal Python error: Bus error\n\nThread 0x1 (most recent call first):\n  File worker.py"
+    assert cause("End of file.", log, NODE, NODE) == ("it crashed: Bus error (its stack stands in the log)", ())
+
+
+def test_a_full_dev_shm_and_the_kernels_kills_are_evidence() -> None:
+    full = replace(NODE, free_shared_bytes=1 << 20)
+    _, (shared,) = cause("End of file.", "Fatal Python error: Bus error", NODE, full)
+    assert shared.startswith("/dev/shm is full: 1 of 64 MiB are free.")
+    _, (killed, fix) = cause("End of file.", "", NODE, replace(NODE, kills=5))
+    assert killed == "the kernel killed 2 processes for lack of memory on this node meanwhile"
+    assert fix.startswith("fix: `mrl plan`")
+    assert cause("End of file.", "", NODE, NODE) == ("End of file.", ())
