@@ -20,11 +20,7 @@ from mrl.models.spec import ModelSpec
 from mrl.plan.known_models import model_spec
 
 AnyNode = TypeVar("AnyNode")
-_NOT_MODELLED = {
-    "megatron": ("cpu_offloading", "fp8", "moe_expert_capacity_factor", "distribute_saved_activations"),
-    "ddp": ("use_megatron_fsdp", "use_custom_fsdp", "num_distributed_optimizer_instances"),
-    "optimizer": ("optimizer_cpu_offload", "use_precision_aware_optimizer"),
-}
+_NOT_MODELLED = ("cpu_offloading", "fp8", "distribute_saved_activations")
 
 
 @dataclass(frozen=True)
@@ -85,9 +81,7 @@ class Subject:
     def not_modelled(self) -> Iterator[str]:
         """Settings that change memory or time in ways that are not counted."""
         for role, model in self.config.model_roles().items():
-            for section, names in _NOT_MODELLED.items():
-                values = getattr(model, section, {})  # a frozen role has no optimizer
-                yield from (f"{role}.{section}.{name}" for name in names if values.get(name))
+            yield from (f"{role}.megatron.{name}" for name in _NOT_MODELLED if model.megatron.get(name))
         names = ("quantization", "enable_expert_parallel", "kv_cache_dtype", "cpu_offload_gb", "speculative_config")
         yield from (f"rollout.vllm.{name}" for name in names if self.config.rollout.vllm.get(name))
 

@@ -58,7 +58,7 @@ rollout: 4 engines of tp 1 on the actor's 4 devices
   3     0     3       3       0
 
 Not checked:
-  - layers, heads and experts against the layouts: "Qwen/Qwen2.5-0.5B-Instruct" is not a directory on this machine
+  - layers, heads and experts against the layouts: the files of "Qwen/Qwen2.5-0.5B-Instruct" are not on this machine
 """
     )
 
@@ -121,5 +121,5 @@ def test_mistakes_and_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "name a configuration file; 2 given" in capsys.readouterr().err
     assert main(["explain", "configs/laptop-ppo.yaml", "model.path=org/${oc.env:MRL_TEST_TOKEN}"]) == 0
     shown = capsys.readouterr()
-    assert 'layouts: "<redacted>" is not a directory' in shown.out
+    assert 'layouts: the files of "<redacted>" are not' in shown.out
     assert "canary" not in shown.out + shown.err

@@ -36,7 +36,7 @@ def test_show_prints_values_with_their_origin() -> None:
     assert "release_s: 2.0 # default" in lines
     assert shown.stderr == (
         "configs/laptop-grpo.yaml: not checked: layers, heads and experts against the layouts: "
-        '"Qwen/Qwen2.5-0.5B-Instruct" is not a directory on this machine\n'
+        'the files of "Qwen/Qwen2.5-0.5B-Instruct" are not on this machine\n'
     )
 
 

@@ -213,7 +213,6 @@ def in_bfloat16(path: str, groups: Groups) -> Found:
 def refused(path: str, groups: Groups) -> list[str]:
     untrained = build(path, ParallelConfig(), groups, trained=False)
     return [
-        refusal(lambda: make(path, groups, ddp={"use_distributed_optimizer": False})),
         refusal(lambda: make(path, groups, optimizer={})),
         refusal(lambda: step(untrained)),
         refusal(lambda: checkpoint.save(untrained, "nowhere", {})),
@@ -319,7 +318,6 @@ def test_bfloat16_has_float32_weights_and_moments_beside_it(found: Found) -> Non
 
 def test_what_cannot_train_is_refused(found: Found) -> None:
     assert found["refused"] == [
-        "ddp.use_distributed_optimizer is false; the engine needs it",
         "the optimizer has no learning rate",
         "this engine is not trained: it has no gradients",
         "this engine is not trained: it has no optimizer",

@@ -55,10 +55,10 @@ def test_changes_are_typed_without_those_that_change_nothing() -> None:
 def test_settings_that_are_not_counted_are_named_by_role() -> None:
     config = load_config(
         str(CONFIGS / f"{PRESET}.yaml"),
-        ["rollout.vllm.kv_cache_dtype=fp8", "actor.optimizer.optimizer_cpu_offload=true"],
+        ["rollout.vllm.kv_cache_dtype=fp8", "actor.megatron.cpu_offloading=true"],
     )
     subject = make_subject(config, "h100")
-    assert list(subject.not_modelled()) == ["actor.optimizer.optimizer_cpu_offload", "rollout.vllm.kv_cache_dtype"]
+    assert list(subject.not_modelled()) == ["actor.megatron.cpu_offloading", "rollout.vllm.kv_cache_dtype"]
     assert list(subject_of(PRESET).not_modelled()) == []
 
 
