@@ -27,6 +27,7 @@ OVER_BOTH = "cluster={nodes: 2, devices_per_node: 2, ray_address: auto}"
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_the_batch_script_over_two_hosts(place: Place, model: Path) -> None:
     (place.directory / "cluster.yaml").write_text(SITE)
     config = write_run(place.directory / "two.yaml", model, **ACTOR_OVER_BOTH)
@@ -45,6 +46,7 @@ def test_the_batch_script_over_two_hosts(place: Place, model: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_job_of_a_ray_cluster_over_two_hosts(model: Path, tmp_path: Path) -> None:
     config = write_run(tmp_path / "two.yaml", model, **ACTOR_OVER_BOTH)
     with hosts(["eth0", "ens7"]) as both, ray_on(both, tmp_path, "--num-cpus=2", dashboard=True):

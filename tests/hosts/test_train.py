@@ -12,6 +12,7 @@ from tests.apart import untimed
 from tests.hosts.conftest import TRAINED, metrics_alone, over_both, write_run
 from tests.hosts.hosts import Host
 
+ON_DEMAND = (pytest.mark.slow, pytest.mark.on_demand)
 Run = dict[str, Any]
 ACTOR_OVER_BOTH: Run = {
     "placement": {"pools": {"all": 4}, "roles": {"actor": "all"}},
@@ -37,9 +38,9 @@ CRITIC_APART: Run = {
     "run",
     [
         pytest.param(ACTOR_OVER_BOTH, id="actor tp 2 pp 2 over both"),
-        pytest.param(ENGINES_APART, id="engines on the second"),
-        pytest.param(ENGINES_ON_BOTH, id="engines on both", marks=pytest.mark.slow),
-        pytest.param(CRITIC_APART, id="critic on the second", marks=pytest.mark.slow),
+        pytest.param(ENGINES_APART, id="engines on the second", marks=pytest.mark.slow),
+        pytest.param(ENGINES_ON_BOTH, id="engines on both", marks=ON_DEMAND),
+        pytest.param(CRITIC_APART, id="critic on the second", marks=ON_DEMAND),
     ],
 )
 def test_a_run_over_two_hosts_is_the_run_of_one(

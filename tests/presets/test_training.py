@@ -16,7 +16,7 @@ SLOW = {"ppo-llama3.1-8b-1n8g:critic", "grpo-mixtral-8x22b-8n8g:actor"}
 
 
 def marked(name: str) -> object:
-    marks = () if name in QUICK else (pytest.mark.slow,) if name in SLOW else (pytest.mark.slow, pytest.mark.presets)
+    marks = () if name in QUICK else (pytest.mark.slow,) if name in SLOW else (pytest.mark.slow, pytest.mark.on_demand)
     return pytest.param(name, marks=marks, id=name)
 
 

@@ -50,7 +50,7 @@ def test_the_covering_set_has_everything_that_a_preset_has() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in COVERING else pytest.mark.presets, id=name) for name in WHOLE],
+    [pytest.param(name, marks=() if name in COVERING else pytest.mark.on_demand, id=name) for name in WHOLE],
 )
 def test_a_preset_starts_by_its_names_and_does_three_steps(name: str, tmp_path: Path) -> None:
     config = WHOLE[name]
