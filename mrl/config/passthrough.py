@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -120,22 +121,24 @@ def _sections(config: AnyConfig) -> Iterator[tuple[KeyPath, Target, dict[str, An
         yield ("rollout", "vllm"), _ENGINE, config.rollout.vllm
 
 
-def _check(path: KeyPath, values: dict[str, Any], target: Target, known: frozenset[str] | None) -> Iterator[Problem]:
+def _check(path: KeyPath, values: dict[str, Any], target: Target, known: Mapping[str, str] | None) -> Iterator[Problem]:
     for name, value in values.items():
         key = ".".join((*path, name))
         if name in target.owned:
             yield Problem("", key, f"set by {target.owned[name].format(role=path[0])}", "remove this key")
         elif known is not None and name not in known:
-            near = did_you_mean(name, known - target.owned.keys())
+            near = did_you_mean(name, known.keys() - target.owned.keys())
             fix = "" if near.startswith("known:") else near  # the names of a whole library would be no help
             yield Problem("", key, f"{target.class_name} of the installed {target.package} has no such field", fix)
+        elif value is None and known is not None and not re.search("None|Optional|Any", known[name]):
+            yield Problem("", key, f"null is no value of it ({known[name]})", "remove this key")
         elif reason := target.rules.refusal(name, value):
             yield Problem("", key, f"{value} is refused: {reason}", "remove this key")
 
 
 @cache
-def _field_names(package: str, files: tuple[str, ...], class_name: str) -> frozenset[str] | None:
-    """The fields of a class with those of its bases; None where the library does not have them in these files."""
+def _field_names(package: str, files: tuple[str, ...], class_name: str) -> Mapping[str, str] | None:
+    """The fields of a class and of its bases, and their types in its words; None where these files do not have it."""
     classes: dict[str, ast.ClassDef] = {}
     for file in files:
         path = _installed_file(package, file)
@@ -144,7 +147,7 @@ def _field_names(package: str, files: tuple[str, ...], class_name: str) -> froze
         statements = ast.parse(path.read_text(encoding="utf-8")).body
         classes |= {statement.name: statement for statement in statements if isinstance(statement, ast.ClassDef)}
     try:
-        return frozenset(_annotated_names(class_name, classes))
+        return dict(_annotated(class_name, classes))
     except KeyError:  # the class or a base has moved: no list of names is better than half of one
         return None
 
@@ -158,11 +161,11 @@ def _installed_file(package: str, file: str) -> Path | None:
     return None
 
 
-def _annotated_names(class_name: str, classes: Mapping[str, ast.ClassDef]) -> Iterator[str]:
+def _annotated(class_name: str, classes: Mapping[str, ast.ClassDef]) -> Iterator[tuple[str, str]]:
     definition = classes[class_name]
     for base in definition.bases:
         if isinstance(base, ast.Name):
-            yield from _annotated_names(base.id, classes)
+            yield from _annotated(base.id, classes)
     for statement in definition.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            yield statement.target.id
+            yield statement.target.id, ast.unparse(statement.annotation)

@@ -36,7 +36,7 @@ def test_every_switch_and_kind_of_parallelism_is_tried_in_every_run_of_the_tests
             assert any(getattr(other.settings.parallel, kind) == size for other in tried), f"{name}: {kind} {size}"
 
 
-@pytest.mark.parametrize("name", map(marked, TWINS))
+@pytest.mark.parametrize("name", [marked(name) for name in TWINS])
 def test_a_preset_trains_as_a_plain_run_does(name: str, tmp_path: Path) -> None:
     twin = TWINS[name]
     found = verify_layout(twin.values, twin.head, twin.settings, twin.num_ranks, tmp_path / "model")

@@ -20,9 +20,10 @@ from mrl.plan.known_models import model_values
 from tests.presets.twins import MAX_SIZE, cut
 
 NOT_ON_A_CPU = {
-    "gpu_memory_utilization": "a CPU's engine is given its cache in bytes",
+    "gpu_memory_utilization": "it stays, but a CPU's engine is given its cache in bytes",
     "cluster.device": "a device is a CPU slot",
     "dtype": "float32, so that differences are rounding",
+    "reward.functions": "a model that knows nothing is never right, and would learn nothing",
 }
 """What a preset sets and its whole twin does not, with the reason."""
 _SIZES = {
@@ -30,6 +31,7 @@ _SIZES = {
     "training.steps": "3",
     "training.save_every": "3",
     "validation.every": "3",
+    "reward.functions.answer.name": "my_rewards:score",
     "reward.num_workers": "1",
     "rollout.replicas": "1",
     "rollout.max_prompt_tokens": "40",
@@ -56,7 +58,6 @@ def overrides(config: Config) -> Iterator[str]:
         yield f"{role}.max_tokens_per_device=128"
         yield f"{role}.optimizer.lr=1e-3"
     yield f"rollout.tp={min(config.rollout.tp, devices, MAX_SIZE)}"
-    yield "rollout.vllm.gpu_memory_utilization=null"
     yield "rollout.vllm.kv_cache_memory_bytes=67108864"
     yield "rollout.vllm.enforce_eager=true"
     yield from (f"{key}={value}" for key, value in _SIZES.items())
@@ -67,7 +68,8 @@ def write_model(config: Config, directory: Path) -> Path:
     values = small_config(model_values(config.model.path), cut(config.actor.parallel))
     directory.mkdir(parents=True)
     values["vocab_size"] = save_toy_tokenizer(directory) + 9  # some families' tokenizers add tokens of their own
-    values["head_dim"] = 32  # the smallest that the engine's attention takes
+    if "head_dim" not in values:  # heads of 32, the smallest that the engine's attention takes
+        values["hidden_size"] = 32 * values["num_attention_heads"]
     return make_random(values, "lm", directory)
 
 
