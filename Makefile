@@ -39,9 +39,9 @@ test-extras: install ## the tests of what is optional, with all of it installed 
 	  && cp requirements-extras.txt .venv-extras/complete; }
 	PYTHONPATH=.venv-extras $(BIN)/python -m pytest tests/rewards/test_functions.py tests/data/test_reasoning_gym.py tests/observe/test_trackers.py
 
-test-py312: ## the parity table and the engine's tests once more: Python 3.12, megatron-core 0.19, torch for CUDA
+test-py312: ## parity table, engine and twins of presets once more: Python 3.12, megatron-core 0.19, torch for CUDA
 	@$(PYTHON312) -I launch/install.py .venv-py312
-	.venv-py312/bin/python -m pytest tests/engine tests/models
+	.venv-py312/bin/python -m pytest tests/engine tests/models tests/presets/test_training.py
 	.venv-py312/bin/python benchmarks/parity.py --json benchmarks/results/parity-py312.json
 
 lint: install ## style, types, and the rules of the house
