@@ -12,18 +12,19 @@ from typing import Any, Generic, TypeVar
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import DeadlinesConfig
 from mrl.controller.call import Call
 from mrl.controller.crew import Crew, Member, NodeView
+from mrl.controller.death import said_by_ray
 from mrl.controller.dispatch import Dispatch, MethodSpec
 from mrl.controller.resource_pool import Device, ResourcePoolManager, Seats
 from mrl.controller.transport import plan_shard, unpack_answer
 from mrl.controller.worker_host import Hello, StartOrder, WorkerHost
-from mrl.errors import BatchError, PlacementError, WorkerError, WorkerSilent, did_you_mean
+from mrl.errors import BatchError, PlacementError, WorkerDied, WorkerError, WorkerSilent, did_you_mean
 from mrl.events import EventLog, WorkersStarted
 from mrl.protocol import DataProto
 
@@ -226,16 +227,18 @@ class RayWorkerGroup:
         try:
             hellos: list[Hello] = ray.get(greetings, timeout=self._context.deadlines.start_s)
             return hellos
-        except RayError as error:
+        except GetTimeoutError as error:
             ready, waiting = ray.wait(greetings, num_returns=len(greetings), timeout=0)
             ranks = [rank for rank, greeting in enumerate(greetings) if greeting in set(waiting)]
             raise WorkerSilent(
                 f"{len(ready)} of {len(greetings)} processes of {self.role} came up within "
-                f"{self._context.deadlines.start_s:g} s; still missing: ranks {ranks} "
-                f"({type(error).__name__}: {error})",
+                f"{self._context.deadlines.start_s:g} s; still missing: ranks {ranks}",
                 role=self.role,
                 ranks=ranks,
             ) from error
+        except RayError as error:
+            what = f"a process of {self.role} died before it came up: {said_by_ray(str(error))}"
+            raise WorkerDied(what, role=self.role, ranks=[]) from error
 
     def _node(self, rank: int) -> NodeView:
         return self._context.resources.node(self._seats.devices[rank].node_id)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from mrl.controller import call
+from mrl.config.schema import DeadlinesConfig
+from mrl.controller import RayWorkerGroup, call, worker_group
 from mrl.controller.death import NodeMemory, cause, said_by_ray
+from mrl.errors import WorkerDied
 
 MONITOR = (  # as Ray 2.55 says it
     "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.2, ID: 87c7) was "
@@ -45,6 +48,21 @@ def test_a_rank_that_the_memory_monitor_killed_has_died(monkeypatch: pytest.Monk
     assert (fault.rank, fault.kind) == (3, "died")
     assert fault.detail.startswith("Ray's memory monitor killed it")
     assert not issubclass(call.OutOfMemoryError, call.RayActorError), "Ray calls it something else than a death"
+
+
+def test_a_process_that_ends_before_it_is_up_has_its_cause_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(greetings: object, timeout: float) -> None:
+        raise call.OutOfMemoryError(MONITOR)
+
+    monkeypatch.setattr(worker_group.ray, "get", get)
+    group = RayWorkerGroup.__new__(RayWorkerGroup)
+    group.role, group._actors = "rollout-0", []
+    group._context = SimpleNamespace(deadlines=DeadlinesConfig())  # type: ignore[assignment]
+    monkeypatch.setattr(group, "_node", lambda rank: SimpleNamespace(network=SimpleNamespace(address="127.0.0.1")))
+    with pytest.raises(
+        WorkerDied, match=r"^a process of rollout-0 died before it came up: Ray's memory monitor killed it"
+    ):
+        group._greet()
 
 
 @pytest.mark.parametrize(
