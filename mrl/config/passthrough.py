@@ -21,6 +21,9 @@ from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
 from mrl.errors import Problem, did_you_mean
 
+_PLAIN = re.compile("bool|int|float|str")
+"""Types, as they are written, that null is certainly none of."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -130,7 +133,7 @@ def _check(path: KeyPath, values: dict[str, Any], target: Target, known: Mapping
             near = did_you_mean(name, known.keys() - target.owned.keys())
             fix = "" if near.startswith("known:") else near  # the names of a whole library would be no help
             yield Problem("", key, f"{target.class_name} of the installed {target.package} has no such field", fix)
-        elif value is None and known is not None and not re.search("None|Optional|Any", known[name]):
+        elif value is None and known is not None and _PLAIN.fullmatch(known[name]):
             yield Problem("", key, f"null is no value of it ({known[name]})", "remove this key")
         elif reason := target.rules.refusal(name, value):
             yield Problem("", key, f"{value} is refused: {reason}", "remove this key")
