@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mrl.controller.node_agent import NodeAgent
-from mrl.controller.survey import NodeOffer
+from mrl.controller.survey import NodeOffer, node_answers
 from mrl.errors import PlacementError
 
 LINK_FIX = (
@@ -85,9 +84,4 @@ def broken_links(nodes: Sequence[LinkedNode], deadline_s: float) -> list[str]:
 
 
 def _ask(questions: list[Any], deadline_s: float) -> list[Any]:
-    try:
-        answers: list[Any] = ray.get(questions, timeout=deadline_s)
-    except RayError as error:
-        what = f"a node's agent does not answer: {str(error).strip().splitlines()[-1]}"
-        raise PlacementError(what, fix="look at Ray's logs on the nodes") from error
-    return answers
+    return node_answers(questions, deadline_s, fix="look at Ray's logs on the nodes")

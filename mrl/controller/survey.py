@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray import ObjectRef
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -65,11 +66,15 @@ def ask_every_node(node_ids: Sequence[str], probe: str, arguments: Sequence[Any]
     task = ray.remote(num_cpus=0, max_retries=0)(_call)
     on = [NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in node_ids]
     asked = [task.options(scheduling_strategy=node).remote(probe, list(arguments)) for node in on]
+    return node_answers(asked, deadline_s, fix="is the same mrl installed on every node?")
+
+
+def node_answers(asked: Sequence[ObjectRef], deadline_s: float, fix: str) -> list[Any]:
+    """What was asked of nodes, one answer for each."""
     try:
-        answers: list[Any] = ray.get(asked, timeout=deadline_s)
+        answers: list[Any] = ray.get(list(asked), timeout=deadline_s)
     except RayError as error:
-        what = f"a node does not answer: {str(error).strip().splitlines()[-1]}"
-        raise PlacementError(what, fix="is the same mrl installed on every node?") from error
+        raise PlacementError(f"a node does not answer: {str(error).strip().splitlines()[-1]}", fix=fix) from error
     return answers
 
 

@@ -20,9 +20,8 @@ from functools import cache
 from pathlib import Path
 
 from mrl.launch.ray_node import RayNode
+from tests.apart import MAIN, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
 RAY_PORT = 6399
 _START_S = 240.0
 _SPACES = ("--net", "--mount", "--uts")
