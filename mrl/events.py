@@ -127,6 +127,15 @@ class ReplicaServes(Event, kind="replica_serves"):
 
 
 @dataclass(frozen=True)
+class EnginesCompared(Event, kind="engines_compared"):
+    """Engines answered the same prompt, and the trainer scored what they answered."""
+
+    step: int
+    mean_differences: dict[str, float]
+    """Of log-probs; by the number of the engine."""
+
+
+@dataclass(frozen=True)
 class Retried(Event, kind="retried"):
     what: str
     attempt: int

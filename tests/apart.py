@@ -21,13 +21,13 @@ def untimed(run: Path) -> list[dict[str, Any]]:
     return [{key: line[key] for key in line if not key.startswith(timed)} for line in lines]
 
 
-def run_mrl(*arguments: str, cwd: Path = ROOT, **variables: str) -> str:
-    """What `mrl ARGUMENTS` prints; it must succeed."""
-    return run_python("-c", MAIN, *arguments, cwd=cwd, **variables)
+def run_mrl(*arguments: str, cwd: Path = ROOT, exit_code: int = 0, **variables: str) -> str:
+    """What `mrl ARGUMENTS` prints; where it is to fail, its errors as well."""
+    return run_python("-c", MAIN, *arguments, cwd=cwd, exit_code=exit_code, **variables)
 
 
-def run_python(*arguments: str, cwd: Path = ROOT, **variables: str) -> str:
-    """What Python prints with these arguments, without this process's Ray; it must succeed."""
+def run_python(*arguments: str, cwd: Path = ROOT, exit_code: int = 0, **variables: str) -> str:
+    """What Python prints with these arguments, without this process's Ray; where it is to fail, its errors as well."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     ran = subprocess.run(
         [sys.executable, *arguments],
@@ -37,5 +37,5 @@ def run_python(*arguments: str, cwd: Path = ROOT, **variables: str) -> str:
         cwd=cwd,
         env=environment | {"PYTHONPATH": str(ROOT)} | variables,
     )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
+    assert ran.returncode == exit_code, ran.stdout + ran.stderr
+    return ran.stdout + ran.stderr if exit_code else ran.stdout

@@ -44,8 +44,9 @@ class SyncConfig:
     it trains; false where both fit on the devices at once, as on a laptop without GPUs."""
     bucket_bytes: Count = 256 << 20
     """What travels at once; twice this is the extra memory."""
-    probe_every: NotNegative = 1
-    """Steps between comparisons of sampled log-probs with the trainer's; 0 never compares."""
+    probe_every: NotNegative = 10
+    """Steps between comparisons of each engine's log-probs of a fixed prompt with the trainer's; one that has just
+    started is always compared, and so is the mean over all samples of a step. 0 never compares any."""
     probe_tolerance: Share = 0.02
     """Largest mean difference of log-probs at the same weights; more stops the run."""
 

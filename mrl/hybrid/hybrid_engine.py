@@ -145,6 +145,10 @@ class HybridEngine:
             raise RolloutError("the trainer has the devices: generate within rollout_mode")
         return self._fleet.stream(requests, sampling, self._version)
 
+    def probe(self, request: GenerationRequest, sampling: Sampling, *, everyone: bool) -> dict[int, Generated]:
+        """One request, answered by all engines, or by those alone that have not been asked since they started."""
+        return self._fleet.probe(request, sampling, self._version, everyone=everyone)
+
     def close(self) -> None:
         """End the engines; no socket stays behind."""
         self._fleet.close()

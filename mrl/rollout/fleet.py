@@ -41,6 +41,7 @@ class RolloutFleet:
         self._replicas: dict[int, RayWorkerGroup] = {}
         self._versions: dict[int, int | None] = dict.fromkeys(range(num_replicas))
         self._starting: dict[int, Future[RayWorkerGroup]] = {}
+        self._unprobed: set[int] = set()
         self._start_missing()
 
     @cached_property
@@ -53,11 +54,6 @@ class RolloutFleet:
         """Bring every replica to this version. One that dies meanwhile is replaced by the next `stream`."""
         self._settle()
         self._bring_up_to_date(list(self._replicas), version)
-
-    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling, version: int) -> list[Generated]:
-        """All samples, in the order of their requests."""
-        samples = {sample.key: sample for sample in self.stream(requests, sampling, version)}
-        return [samples[request.key] for request in requests]
 
     def stream(self, requests: Sequence[GenerationRequest], sampling: Sampling, version: int) -> Iterator[Generated]:
         """The samples as they are finished; whoever stops asking for more makes the replicas forget the rest."""
@@ -82,6 +78,27 @@ class RolloutFleet:
         finally:
             wait(asked)
             self._call([index for index in self._replicas if work.aboard(index)], "abort")
+
+    def probe(
+        self, request: GenerationRequest, sampling: Sampling, version: int, *, everyone: bool
+    ) -> dict[int, Generated]:
+        """The same request, answered by every replica that serves, or by those alone that are new; by replica.
+
+        One that dies meanwhile has no answer.
+        """
+        asked = {
+            index: self._threads.submit(_alone, replica, request, sampling, version)
+            for index, replica in self._replicas.items()
+            if self._versions[index] == version and (everyone or index in self._unprobed)
+        }
+        answers = {}
+        for index, future in asked.items():
+            try:
+                answers[index] = future.result()
+            except WorkerError as error:
+                self._lose(index, error, num_unfinished=1)
+        self._unprobed -= answers.keys()
+        return answers
 
     def sleep(self) -> None:
         """Have every replica give its memory back."""
@@ -166,6 +183,7 @@ class RolloutFleet:
     def _start_missing(self) -> None:
         for index in self._versions.keys() - self._replicas.keys() - self._starting.keys():
             self._starting[index] = self._threads.submit(self._start, index)
+            self._unprobed.add(index)
 
     def _join(self) -> list[int]:
         """Take in the replicas that have started since."""
@@ -178,6 +196,16 @@ class RolloutFleet:
         """Wait for the replicas that are starting."""
         wait(self._starting.values())
         self._join()
+
+
+def _alone(replica: RayWorkerGroup, request: GenerationRequest, sampling: Sampling, version: int) -> Generated:
+    """What one replica answers to one request."""
+    answer: list[Generated] | RolloutError = replica.exchange([request], sampling, version, WAIT_S)
+    while not answer:
+        answer = replica.exchange([], sampling, version, WAIT_S)
+    if isinstance(answer, RolloutError):
+        raise answer
+    return answer[0]
 
 
 def _headline(error: WorkerError) -> str:

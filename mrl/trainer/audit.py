@@ -32,9 +32,8 @@ def audit_step(
 
 
 def _check_engines(config: Config, step: int, metrics: Mapping[str, float]) -> None:
-    every = config.sync.probe_every
     difference = metrics.get("mismatch/log_prob_abs_diff_mean", metrics.get("actor/rollout_diff"))
-    if not every or step % every or difference is None or config.rollout.top_p < 1 or config.rollout.top_k:
+    if not config.sync.probe_every or difference is None or config.rollout.top_p < 1 or config.rollout.top_k:
         return
     what = f"the mean difference of log-probs is {difference:.3g}; sync.probe_tolerance={config.sync.probe_tolerance:g}"
     _check(step, "the engines sample from the trainer's weights", difference <= config.sync.probe_tolerance, what)

@@ -25,6 +25,11 @@ class ModelRole:
         self.flops_per_token: float = facts.flops_per_token
         self.device: str = facts.device
 
+    @property
+    def row_multiple(self) -> int:
+        """Any multiple of this many rows of similar length can be spread over the ranks and their micro-batches."""
+        return self.group.mesh.dp * self._packing.count_multiple
+
     def run(self, method: str, batch: DataProto) -> DataProto:
         """The columns that a method of the workers writes for these rows, and what it said beside them."""
         return self._joined(getattr(self.group, method)(*self._cut(batch)))

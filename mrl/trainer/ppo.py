@@ -22,6 +22,7 @@ from mrl.protocol import DataProto
 from mrl.trainer import step_metrics
 from mrl.trainer.audit import audit_step
 from mrl.trainer.dynamic_sampling import full_batch
+from mrl.trainer.engine_probe import Answers
 from mrl.trainer.generation import Scored
 from mrl.trainer.model_role import ModelRole, mean_of
 from mrl.trainer.model_scores import add_model_scores
@@ -90,6 +91,8 @@ class RayPPOTrainer:
         algorithm = self.config.algorithm
         with self.clock("rollout"), self.hybrid.rollout_mode():  # Megatron's layout -> vLLM's, and back to sleep
             samples = self.collect(step)  # responses, rollout_log_probs, scores
+            answers = self.team.engine_probe.ask(step)
+        self.compare_engines(step, answers)
         if self.reward_model is not None:
             with self.clock("reward_model"):
                 written = self.reward_model.run("compute_rm_score", samples.batch)
@@ -131,7 +134,16 @@ class RayPPOTrainer:
     def validate(self) -> dict[str, float]:
         """The policy as it is now on the validation prompts."""
         with self.clock("validation"), self.hybrid.rollout_mode():
-            return self.team.validator.run()
+            figures = self.team.validator.run()
+            answers = self.team.engine_probe.ask(self.num_steps_done)
+        self.compare_engines(self.num_steps_done, answers)
+        return figures
+
+    def compare_engines(self, step: int, answers: Answers) -> None:
+        """See that the engines that were asked compute what the trainer computes, before anything is learnt."""
+        if answers:
+            with self.clock("probe"):
+                self.team.engine_probe.compare(step, answers)
 
     def collect(self, step: int) -> Scored:
         """The step's samples with their scores."""

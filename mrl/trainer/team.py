@@ -23,6 +23,7 @@ from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.observe.clock import Clock
 from mrl.rewards.manager import RewardManager
+from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator
 from mrl.trainer.model_role import ModelRole
 from mrl.trainer.model_scores import check_reward_model
@@ -39,6 +40,7 @@ class Team:
     critic: ModelRole | None
     reward_model: ModelRole | None
     hybrid: HybridEngine
+    engine_probe: EngineProbe
     prompts: PromptLoader
     generator: Generator
     validator: Validator
@@ -88,8 +90,17 @@ def make_team(config: Config, directory: Path, events: EventLog, clock: Clock) -
             hybrid.connect()
         generator = Generator(config, hybrid, rewards, tokenizer, clock.progress)
         validator = Validator(config, validation, generator, Skips(config.data.max_bad_rows, events))
-        frozen, kl = roles.get("reward_model"), _kl_controller(config)
-        yield Team(roles["actor"], roles.get("critic"), frozen, hybrid, prompts, generator, validator, kl)
+        yield Team(
+            actor=roles["actor"],
+            critic=roles.get("critic"),
+            reward_model=roles.get("reward_model"),
+            hybrid=hybrid,
+            engine_probe=EngineProbe(config, hybrid, roles["actor"], tokenizer, events),
+            prompts=prompts,
+            generator=generator,
+            validator=validator,
+            kl=_kl_controller(config),
+        )
 
 
 def check_model(setup: ModelSetup) -> None:

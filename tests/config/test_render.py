@@ -144,7 +144,7 @@ rollout:
 sync:
   offload: true                                  # default
   bucket_bytes: 268435456                        # default
-  probe_every: 1                                 # default
+  probe_every: 10                                # default
   probe_tolerance: 0.02                          # default
 training:
   steps: 10                                      # run.yaml:28

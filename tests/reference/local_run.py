@@ -39,6 +39,7 @@ from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer import team as team_module
+from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator, Scored
 from mrl.trainer.model_role import ModelRole
 from mrl.trainer.ppo import RayPPOTrainer
@@ -125,6 +126,9 @@ class ScriptedEngine:
     def metrics(self) -> dict[str, float]:
         return {"sync/version": self.num_versions}
 
+    def probe(self, request: GenerationRequest, sampling: Sampling, *, everyone: bool) -> dict[int, Generated]:
+        raise AssertionError("sync.probe_every is 0: there are no weights that could be compared")
+
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generated]:
         """The last one is finished first."""
         assert self.is_awake, "generation outside of rollout_mode"
@@ -194,6 +198,7 @@ def local_team(case: LocalCase, groups: Groups, config: Config, events: EventLog
         critic=roles.get("critic"),
         reward_model=roles.get("reward_model"),
         hybrid=hybrid,
+        engine_probe=EngineProbe(config, hybrid, roles["actor"], tokenizer, events),
         prompts=PromptLoader(dataset, config.data, config.batch, events),
         generator=generator,
         validator=Validator(config, validation, generator, Skips(0, events)),

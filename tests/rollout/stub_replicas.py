@@ -20,6 +20,12 @@ from mrl.rollout.requests import Generated, GenerationRequest
 LIMITS = EngineSettings(Path("model"), "float32", "cpu", 40, 100, Path("sockets"), "rollout-0")
 
 
+def generate(fleet: RolloutFleet, *asked: Any, **named: Any) -> list[Generated]:
+    """All that `stream` gives, in the order of its requests."""
+    samples = {sample.key: sample for sample in fleet.stream(*asked, **named)}
+    return [samples[each.key] for each in asked[0]]
+
+
 def request(key: str, max_tokens: int = 10, prompt: str = "") -> GenerationRequest:
     return GenerationRequest(key, prompt or key, np.ones(3, np.int32), 0, max_tokens)
 

@@ -22,6 +22,7 @@ from mrl.rollout.requests import Generated, Sampling
 from tests.rollout.conftest import MAX_TOKENS, VLLM, Small, requests, run
 from tests.rollout.lethal_engine import BREAKING, DEADLY
 from tests.rollout.small_models import VOCAB
+from tests.rollout.stub_replicas import generate
 from tests.rollout.trainer_side import InBackground, fused, send, update, whole
 
 if TYPE_CHECKING:
@@ -136,31 +137,31 @@ def test_late_replicas_get_their_weights_before_they_serve(fleet: Fleet) -> None
     fleet.fleet.sleep()
     fleet.fleet.wake("weights")
     fleet.fleet.wake("kv_cache")
-    samples = fleet.fleet.generate(WANTED[:3], SAMPLING, version=2)
+    samples = generate(fleet.fleet, WANTED[:3], SAMPLING, version=2)
     assert [sample.weight_version for sample in samples] == [2, 2, 2]
     assert fleet.sent == [(0, 1)]
-    fleet.fleet.generate(WANTED[:3], SAMPLING, version=2)
+    generate(fleet.fleet, WANTED[:3], SAMPLING, version=2)
     assert fleet.sent == [(0, 1)]
 
 
 def test_samples_are_those_of_one_engine(fleet: Fleet, alone: dict[str, Generated]) -> None:
     assert "fuses nothing" in fleet.fleet.full_tensors_because
     fleet.fleet.update(1)
-    assert_are(fleet.fleet.generate(WANTED, SAMPLING, version=1), alone)
+    assert_are(generate(fleet.fleet, WANTED, SAMPLING, version=1), alone)
 
 
 def test_whoever_asks_for_no_more_leaves_idle_replicas(fleet: Fleet, alone: dict[str, Generated]) -> None:
     stream = fleet.fleet.stream(WANTED, SAMPLING, version=1)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
-    assert_are(fleet.fleet.generate(WANTED, SAMPLING, version=1), alone)
+    assert_are(generate(fleet.fleet, WANTED, SAMPLING, version=1), alone)
 
 
 def test_what_does_not_fit_is_refused_before_any_replica_sees_it(fleet: Fleet) -> None:
     with pytest.raises(RolloutError, match="do not fit into"):
-        fleet.fleet.generate([dataclasses.replace(WANTED[0], max_tokens=MAX_TOKENS)], SAMPLING, version=1)
+        generate(fleet.fleet, [dataclasses.replace(WANTED[0], max_tokens=MAX_TOKENS)], SAMPLING, version=1)
     with pytest.raises(RolloutError, match="the same key"):
-        fleet.fleet.generate([WANTED[0], WANTED[0]], SAMPLING, version=1)
+        generate(fleet.fleet, [WANTED[0], WANTED[0]], SAMPLING, version=1)
     assert not fleet.lost()
 
 
@@ -181,10 +182,10 @@ def test_replicas_killed_while_they_receive_idle_and_all_at_once(fleet: Fleet, a
 
     fleet.before_sending = kill_once
     fleet.fleet.update(1)  # the other gets its weights all the same
-    assert_are(fleet.fleet.generate(WANTED, SAMPLING, version=1), alone)
+    assert_are(generate(fleet.fleet, WANTED, SAMPLING, version=1), alone)
     fleet.fleet.update(1)
     kill(fleet, 0)
-    assert_are(fleet.fleet.generate(WANTED, SAMPLING, version=1), alone)
+    assert_are(generate(fleet.fleet, WANTED, SAMPLING, version=1), alone)
     fleet.fleet.update(1)
     assert_are(generate_and(fleet, lambda: kill(fleet, 0, 1), after=6), alone)
     assert [each.replica for each in fleet.lost()[before:]][:2] == [1, 0]
@@ -204,7 +205,7 @@ def test_a_replica_that_is_stopped_is_replaced(fleet: Fleet, alone: dict[str, Ge
 def test_a_prompt_that_two_replicas_do_not_survive_is_named(fleet: Fleet, prompt: str, how: str) -> None:
     wrong = dataclasses.replace(WANTED[5], key=f"{prompt}/0", prompt=prompt)
     with pytest.raises(RolloutError, match=rf"prompt {prompt}: .* when [23] replicas died, the last of them: .*{how}"):
-        fleet.fleet.generate([*WANTED, wrong], SAMPLING, version=1)
+        generate(fleet.fleet, [*WANTED, wrong], SAMPLING, version=1)
 
 
 @pytest.fixture
@@ -220,7 +221,7 @@ def vllm_fleet(run_context: RunContext, small: Small, request: pytest.FixtureReq
 def test_vllm_replicas_are_killed_and_stopped_and_replaced(vllm_fleet: Fleet, alone: dict[str, Generated]) -> None:
     vllm_fleet.fleet.update(1)
     assert not vllm_fleet.fleet.full_tensors_because
-    assert_are(vllm_fleet.fleet.generate(WANTED, SAMPLING, version=1), alone)
+    assert_are(generate(vllm_fleet.fleet, WANTED, SAMPLING, version=1), alone)
     assert_are(generate_and(vllm_fleet, lambda: kill(vllm_fleet, 0), after=1), alone)
     vllm_fleet.fleet.update(1)
     assert_are(generate_and(vllm_fleet, lambda: os.kill(vllm_fleet.pid(1), signal.SIGSTOP), after=1), alone)
@@ -251,12 +252,12 @@ def test_every_rank_of_an_engine_takes_its_own_shard(
     expected = samples_of(make_engine("transformers", small("qwen3_moe")), small("qwen3_moe", 1))
     vllm_fleet.fleet.update(2)
     vllm_fleet.fleet.update(1)
-    assert_are(vllm_fleet.fleet.generate(WANTED, SAMPLING, version=1), expected)
+    assert_are(generate(vllm_fleet.fleet, WANTED, SAMPLING, version=1), expected)
     vllm_fleet.unsent = "model.norm.weight"
     with pytest.raises(RolloutError, match=r"1 of the model's parameters were not sent: model\.norm\.weight"):
         vllm_fleet.fleet.update(2)
     vllm_fleet.unsent = ""
-    assert_are(vllm_fleet.fleet.generate(WANTED, SAMPLING, version=1), expected)
+    assert_are(generate(vllm_fleet.fleet, WANTED, SAMPLING, version=1), expected)
     assert not vllm_fleet.lost()
 
 

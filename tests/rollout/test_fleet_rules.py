@@ -14,7 +14,7 @@ from mrl.errors import RolloutError, WorkerDied, WorkerRaised, WorkerSilent
 from mrl.events import ReplicaLost, ReplicaServes
 from mrl.rollout.fleet import WAIT_S
 from mrl.rollout.requests import GenerationRequest, Sampling
-from tests.rollout.stub_replicas import LIMITS, World, request
+from tests.rollout.stub_replicas import LIMITS, World, generate, request
 
 PLAIN = Sampling()
 WANTED = [request(f"p{number // 2}/{number % 2}", prompt=f"p{number // 2}") for number in range(8)]
@@ -38,7 +38,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., World]]:
 
 
 def keys_of(world: World, version: int = 1) -> list[str]:
-    samples = world.fleet.generate(WANTED, PLAIN, version)
+    samples = generate(world.fleet, WANTED, PLAIN, version)
     assert {sample.weight_version for sample in samples} == {version}
     return [sample.key for sample in samples]
 
@@ -51,7 +51,7 @@ def test_samples_come_in_the_order_of_their_requests_from_all_replicas(make: Cal
     assert all(args[1:] == (PLAIN, 1, WAIT_S) for _, args in asked)
     given = [each.key for _, args in asked for each in args[0]]
     assert sorted(given) == sorted(KEYS)
-    assert world.fleet.generate([], PLAIN, 1) == []
+    assert generate(world.fleet, [], PLAIN, 1) == []
 
 
 def test_only_what_is_stale_is_brought_up_to_date(make: Callable[..., World]) -> None:
@@ -156,7 +156,7 @@ def test_a_rule_that_was_broken_stops_the_run_and_the_others_forget(make: Callab
     world.fleet.update(1)
     world.fleet._replicas[1].held = 7  # type: ignore[attr-defined]  # it lies about what it holds
     with pytest.raises(RolloutError, match="replica 1 is stale: it holds weights 7, not version 1"):
-        world.fleet.generate(WANTED, PLAIN, 1)
+        generate(world.fleet, WANTED, PLAIN, 1)
     assert world.calls("abort") == [(0, ()), (1, ())]
     assert world.events(ReplicaLost) == []
 
@@ -246,3 +246,61 @@ def test_all_that_were_started_are_ended(tmp_path: Path) -> None:
     world.fleet.close()
     assert sorted(index for index, _ in world.calls("shutdown")) == [0, 1, 1]  # the successor, which never served
     world.log.close()
+
+
+PROBE = request("probe")
+
+
+def probe(world: World, *, everyone: bool = False, version: int = 1) -> list[int]:
+    answers = world.fleet.probe(PROBE, PLAIN, version, everyone=everyone)
+    assert all((answer.key, answer.weight_version) == ("probe", version) for answer in answers.values())
+    return sorted(answers)
+
+
+def test_a_replica_that_is_new_is_probed_once_and_all_of_them_when_asked_for(make: Callable[..., World]) -> None:
+    world = make(3)
+    keys_of(world)
+    world.asked.clear()
+    assert probe(world) == [0, 1, 2]
+    assert sorted(index for index, _ in world.calls("exchange")) == [0, 1, 2], "each of them the whole request"
+    assert probe(world) == []
+    assert probe(world, everyone=True) == [0, 1, 2]
+    assert probe(world) == []
+
+
+def test_the_successor_of_a_dead_replica_is_probed(make: Callable[..., World]) -> None:
+    world = make()
+    keys_of(world)
+    assert probe(world) == [0, 1]
+    world.fail_once(1, "exchange", WorkerDied("gone"))
+    keys_of(world)
+    keys_of(world, 2)
+    assert world.num_started.count(1) == 2
+    assert probe(world, version=2) == [1]
+
+
+def test_a_replica_that_dies_of_a_probe_has_no_answer(make: Callable[..., World]) -> None:
+    world = make()
+    keys_of(world)
+    world.fail_once(1, "exchange", WorkerDied("gone"))
+    assert probe(world) == [0]
+    (lost,) = world.events(ReplicaLost)
+    assert (lost.replica, lost.num_unfinished) == (1, 1)
+    keys_of(world)
+    assert probe(world) == [1], "the new one"
+
+
+def test_a_replica_that_waits_for_weights_is_not_probed_yet(make: Callable[..., World]) -> None:
+    world = make()
+    keys_of(world)
+    assert probe(world, version=2) == [], "no replica holds these"
+    assert probe(world) == [0, 1]
+
+
+def test_a_rule_that_a_probe_breaks_is_said(make: Callable[..., World]) -> None:
+    world = make()
+    keys_of(world)
+    replica = world.fleet._replicas[0]
+    replica.held = None  # type: ignore[attr-defined]
+    with pytest.raises(RolloutError, match="replica 0 is stale"):
+        probe(world)

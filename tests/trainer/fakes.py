@@ -165,6 +165,21 @@ class Hybrid:
             yield Generated(request.key, ids, log_probs, "stop" if ids[-1] == END else "length", 1)
 
 
+class Probe:
+    """An engine that answers at every third step, but not before training."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+
+    def ask(self, step: int) -> dict[int, int]:
+        self.journal.append(("ask", step))
+        return {7: step} if step and step % 3 == 0 else {}
+
+    def compare(self, step: int, answers: dict[int, int]) -> None:
+        assert answers == {7: step}
+        self.journal.append(("compare", step))
+
+
 class Rewards:
     """Outcomes as a function of the sample; tickets neither rise nor fall, and are drained in yet another order."""
 
@@ -323,6 +338,7 @@ def scene(
         roles.get("critic"),  # type: ignore[arg-type]
         roles.get("reward_model"),  # type: ignore[arg-type]
         hybrid,  # type: ignore[arg-type]
+        Probe(journal),  # type: ignore[arg-type]
         Prompts(config.batch.prompts_per_step),  # type: ignore[arg-type]
         generator,
         Validations(journal, validations),  # type: ignore[arg-type]

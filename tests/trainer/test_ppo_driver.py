@@ -49,7 +49,7 @@ def test_a_step_goes_through_its_phases_in_order(tmp_path: Path) -> None:
     with scene(with_everything(tmp_path), tmp_path) as found:
         found.trainer.step()
     assert found.journal == [
-        *phase("rollout", "awake", ("generate", 4), "asleep"),
+        *phase("rollout", "awake", ("generate", 4), ("ask", 1), "asleep"),
         *phase("reward_model", ("reward_model", "compute_rm_score", 4)),
         *phase("old_log_prob", ("actor", "compute_log_prob", 4)),
         *phase("ref_log_prob", ("actor", "compute_ref_log_prob", 4)),
@@ -63,11 +63,22 @@ def test_a_step_goes_through_its_phases_in_order(tmp_path: Path) -> None:
     assert updates == [(0, 4), (1, 4), (2, 4), (3, 4)] * 2, "each role tells how many of its updates are done"
 
 
+def test_engines_are_compared_with_the_trainer_before_it_learns(tmp_path: Path) -> None:
+    with scene(make_config(tmp_path), tmp_path) as found:
+        for _ in range(3):
+            found.trainer.step()
+    asked = [what for what in found.journal if what[0] in ("ask", "compare")]
+    assert asked == [("ask", 1), ("ask", 2), ("ask", 3), ("compare", 3)]
+    at = found.journal.index(("compare", 3))
+    around = [("ask", 3), "asleep", ("phase", "probe"), ("compare", 3), ("phase", "advantage")]
+    assert found.journal[at - 3 : at + 2] == around, "when the trainer has its devices again"
+
+
 def test_a_plain_step_leaves_out_what_it_does_not_need(tmp_path: Path) -> None:
     with scene(make_config(tmp_path), tmp_path) as found:
         found.trainer.step()
     assert found.journal == [
-        *phase("rollout", "awake", ("generate", 4), "asleep"),
+        *phase("rollout", "awake", ("generate", 4), ("ask", 1), "asleep"),
         *phase("advantage", ("actor", "compute_advantages", 4)),
         *phase("update_actor", ("actor", "update_actor", 4)),
         "weights changed",

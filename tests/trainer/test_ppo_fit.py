@@ -49,7 +49,10 @@ def test_validation_comes_first_every_so_often_and_last(tmp_path: Path) -> None:
     assert metrics[0] == {"step": 0, SCORE: 0.1}
     at = [index for index, what in enumerate(found.journal) if what == "validation"]
     for index in at:
-        assert found.journal[index - 2 : index + 2] == [("phase", "validation"), "awake", "validation", "asleep"]
+        step = found.journal[index + 1][1]
+        around = [("phase", "validation"), "awake", "validation", ("ask", step), "asleep"]
+        assert found.journal[index - 2 : index + 3] == around
+    assert [found.journal[index + 1] for index in at] == [("ask", step) for step in (0, 2, 4, 5)]
     assert saved_steps(tmp_path) == [5]
 
 

@@ -81,7 +81,7 @@ def team_of(drawn: int = 0) -> Any:
     prompts.num_drawn = drawn
     nothing: Any = None
     role: Any = Role("actor", [])
-    return Team(role, None, None, nothing, prompts, nothing, nothing, FixedKLController(0.1))  # type: ignore[arg-type]
+    return Team(role, None, None, nothing, nothing, prompts, nothing, nothing, FixedKLController(0.1))  # type: ignore[arg-type]
 
 
 def events_of(run: Run) -> list[Event]:

@@ -32,7 +32,7 @@ def team_of(kl: Any, critic: Any = None, drawn: int = 0) -> Any:
     prompts: Any = Prompts()
     prompts.num_drawn = drawn
     actor: Any = "the actor"
-    return Team(actor, critic, nothing, nothing, prompts, nothing, nothing, kl)
+    return Team(actor, critic, nothing, nothing, nothing, prompts, nothing, nothing, kl)
 
 
 def test_the_roles_of_a_team_are_those_that_learn() -> None:
@@ -131,6 +131,7 @@ class Stage:
             "RayWorkerGroup": self._group,
             "HybridEngine": self._hybrid,
             "ModelRole": self._role,
+            "EngineProbe": self._keeper("probe"),
             "Generator": self._keeper("generator"),
             "Validator": self._keeper("validator"),
         }
@@ -213,6 +214,8 @@ def test_a_team_is_put_together(tmp_path: Path, stage: Stage) -> None:
         assert stage.given["rewards"] == (config.reward, events)
         assert stage.given["ray"] == (config.cluster,)
         assert stage.given["generator"] == (config, team.hybrid, "the rewards", stage.tokenizer, clock.progress)
+        assert team.engine_probe == "the probe"
+        assert stage.given["probe"] == (config, team.hybrid, team.actor, stage.tokenizer, events)
         (*validator, skips) = stage.given["validator"]
         assert validator == [config, "held", "the generator"]
         assert skips._max_bad_rows == 3
