@@ -1,16 +1,18 @@
 """How many of several hundred faults in mrl the tests notice, package by package.
 
-    python benchmarks/seeded_faults.py [--json FILE] [--only TEXT] [--slow] [--jobs N]
+    python benchmarks/seeded_faults.py [--json FILE] [--only TEXT] [--slow] [--jobs N] [--verdicts FILE]
 
 `benchmarks/faults/` holds the faults, a file per package, and `tests.toml`, which says what a change of a file runs.
 The sources are copied to a temporary folder, one fault is put into the copy, and those tests run on it until the first
 fails, in a process that has the heavy libraries loaded already; without the fault that test must pass. With `--slow`
-the slow ones follow where the quick ones have let a fault pass. `further.toml` holds faults that were planted only
-after the tests had been finished.
+the slow ones follow where the quick ones have let a fault pass. With `--verdicts`, each verdict is written down at
+once, and those that stand there are not sought again: all faults take hours, which need not be in one piece.
+`further.toml` holds faults that were planted only after the tests had been finished.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -236,6 +238,26 @@ def verdicts(faults: Sequence[Fault], speeds: Sequence[str], jobs: int) -> Itera
             worker.join()
 
 
+def known_verdicts(path: Path, faults: Sequence[Fault]) -> list[Verdict]:
+    """What an earlier call has written of these faults; one that reads otherwise since then is not among them."""
+    by_text = {(fault.id, fault.old, fault.new): fault for fault in faults}
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    texts = [(line["id"], line["old"], line["new"]) for line in lines]
+    return [
+        Verdict(by_text[text], line["caught"], line["by"], line["seconds"])
+        for text, line in zip(texts, lines, strict=True)
+        if text in by_text
+    ]
+
+
+def write_verdict(path: Path, verdict: Verdict) -> None:
+    """One line more."""
+    fault = verdict.fault
+    line = {"id": fault.id, "old": fault.old, "new": fault.new, "caught": verdict.caught, "by": verdict.by}
+    with path.open("a") as file:
+        file.write(json.dumps(line | {"seconds": round(verdict.seconds, 1)}) + "\n")
+
+
 def summarize(bench: Benchmark, found: Sequence[Verdict]) -> None:
     """A row per package, the faults that were not noticed, and the goals."""
     groups: dict[str, list[Verdict]] = {}
@@ -266,6 +288,7 @@ def main() -> int:
     arguments_parser.add_argument("--only", default="", help="only faults whose id is this, or whose file contains it")
     arguments_parser.add_argument("--slow", action="store_true", help="run slow tests too, where no quick one fails")
     arguments_parser.add_argument("--jobs", type=int, default=1, help="faults that are judged at a time")
+    arguments_parser.add_argument("--verdicts", type=Path, help="a file of verdicts: read, and continued")
     arguments = arguments_parser.parse_args()
     only = arguments.only.split(",")
     faults = [
@@ -274,8 +297,14 @@ def main() -> int:
         if not arguments.only or fault.id in only or any("/" in text and text in fault.file for text in only)
     ]
     bench, found = Benchmark("seeded_faults"), []
-    for verdict in verdicts(faults, ("quick", "slow") if arguments.slow else ("quick",), arguments.jobs):
+    if arguments.verdicts:
+        found += known_verdicts(arguments.verdicts, faults)
+    judged = {verdict.fault.id for verdict in found}
+    waiting = [fault for fault in faults if fault.id not in judged]
+    for verdict in verdicts(waiting, ("quick", "slow") if arguments.slow else ("quick",), arguments.jobs):
         found.append(verdict)
+        if arguments.verdicts:
+            write_verdict(arguments.verdicts, verdict)
         line = f"{len(found)}/{len(faults)} {verdict.fault.id} {verdict.fault.file} {verdict.caught}"
         print(f"{line} {verdict.seconds:.0f} s {verdict.by}", flush=True)
     summarize(bench, found)
