@@ -46,6 +46,15 @@ class Groups:
         return Cut(self.parallel.cp, self.at.cp, self.parallel.tp if self.parallel.sequence_parallel else 1)
 
 
+def take_device(local_rank: int) -> str:
+    """Make a rank's device the current one of its process; the backend of torch.distributed that goes with it."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())  # where each rank sees one alone, it is that one
+        return "nccl"
+    torch.set_num_threads(1)  # a rank is a CPU slot
+    return "gloo"
+
+
 @contextmanager
 def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[Groups]:
     """Megatron's groups for the time of the block. torch.distributed must be initialised, and no groups may stand."""

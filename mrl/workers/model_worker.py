@@ -18,7 +18,7 @@ from mrl.engine.export import export
 from mrl.engine.loss import LossFunction, Scores
 from mrl.engine.offload import PartName, WeightCopy
 from mrl.engine.packed_rows import TokenRows
-from mrl.engine.parallel import model_parallel
+from mrl.engine.parallel import model_parallel, take_device
 from mrl.engine.scores import ScoreRequest
 from mrl.hub import node_copy
 from mrl.hybrid.device_room import Held
@@ -42,19 +42,15 @@ class ModelWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> ModelFacts:
         """Join the other ranks, and load the weights."""
-        setup, on_gpu = self.setup, torch.cuda.is_available()
-        if on_gpu:
-            torch.cuda.set_device(self.place.local_rank % torch.cuda.device_count())
-        else:
-            torch.set_num_threads(1)  # a rank is a CPU slot
-        self.init_process_group("nccl" if on_gpu else "gloo", setup.timeout_s)
+        setup = self.setup
+        self.init_process_group(take_device(self.place.local_rank), setup.timeout_s)
         groups = self._groups.enter_context(model_parallel(setup.settings.parallel, setup.seed))
         spec = read_spec(setup.path)
         self.engine = MegatronEngine(EngineRequest(spec, setup.head, setup.settings, new_head=setup.new_head), groups)
         self.engine.load(HfReader(setup.path))
         if setup.keeps_reference:
             self.reference = self.engine.memory.copy_weights()
-        device = torch.cuda.get_device_name() if on_gpu else "cpu"
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         return ModelFacts(self.engine.packing, spec.num_parameters, spec.flops_per_token, device)
 
     @register(Dispatch.ONE_TO_ALL)

@@ -1,0 +1,33 @@
+"""Which device a rank computes on; what Megatron makes of the groups, the tests of the engine show."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from mrl.engine.parallel import take_device
+
+
+@pytest.mark.parametrize(("local_rank", "visible", "taken"), [(0, 8, 0), (3, 8, 3), (3, 1, 0)])
+def test_each_rank_has_a_gpu_of_its_own_also_where_it_sees_that_one_alone(
+    local_rank: int, visible: int, taken: int
+) -> None:
+    """CUDA itself is mocked: there is none where this runs."""
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "device_count", return_value=visible),
+        mock.patch.object(torch.cuda, "set_device") as set_device,
+    ):
+        assert take_device(local_rank) == "nccl"
+    set_device.assert_called_once_with(taken)
+
+
+def test_without_cuda_a_rank_has_one_thread() -> None:
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        mock.patch.object(torch, "set_num_threads") as set_num_threads,
+    ):
+        assert take_device(3) == "gloo"
+    set_num_threads.assert_called_once_with(1)
