@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, Timing, parser
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import Device, run_on_ranks
 from mrl.engine.parity import ParityCase, measure, together, transformers_scores
 from mrl.engine.verify import BUDGETS, make_random
 from mrl.models.families import read_spec
@@ -42,6 +42,7 @@ FAMILIES = ("Llama-3.1-8B", "Qwen3-8B", "Qwen3-30B-A3B")
 LIMIT_S = 300.0
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+RANKS_ON: Device = "gpu" if ON_GPU else "cpu"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def parity(bench: Benchmark, directory: Path) -> None:
     for name in FAMILIES:
         model = make_random(small_config(model_values(name), ParallelConfig()), "lm", directory / name)
         cases = [ParityCase(str(model), "lm", ParallelConfig(), budget, dtype="bfloat16") for budget in BUDGETS]
-        (found,) = run_on_ranks(1, measure, cases, timeout_s=LIMIT_S)
+        (found,) = run_on_ranks(1, measure, cases, timeout_s=LIMIT_S, device=RANKS_ON)
         oracle = transformers_scores(model, cases[0])
         difference = max(float(np.abs(together([result]).scores - oracle).mean()) for result in found)
         bench.row(part="parity", what=name, mean_difference=difference)
@@ -142,7 +143,7 @@ def training(bench: Benchmark, name: str, directory: Path) -> None:
     """Updates and offload of a model of its published size (on the CPU of a small one of its shape)."""
     values = model_values(name)
     model = make_random(values if ON_GPU else small_config(values, ParallelConfig()), "lm", directory / "trained")
-    (found,) = run_on_ranks(1, train_and_offload, str(model), SIZE, timeout_s=LIMIT_S)
+    (found,) = run_on_ranks(1, train_and_offload, str(model), SIZE, timeout_s=LIMIT_S, device=RANKS_ON)
     update, rate = Timing(found["seconds"]), matrix_rate()
     share = found["flops"] / update.median_s / rate
     bench.row(

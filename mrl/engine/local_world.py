@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine, over gloo and loopback: for `mrl verify`, benchmarks and tests."""
+"""Ranks as processes of this machine, over gloo, or NCCL with a GPU each: for `mrl verify`, benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -8,21 +8,36 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Literal
 
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from mrl.engine.parallel import take_device
 from mrl.errors import EngineError
+
+Device = Literal["cpu", "gpu"]
 
 _PR_SET_PDEATHSIG = 1
 """Linux's request for a signal when the parent ends, however it ends."""
 
 
-def run_on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> list[Any]:
+def num_gpus() -> int:
+    """The GPUs that ranks could have, each its own."""
+    return torch.cuda.device_count()
+
+
+def run_on_ranks(
+    num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float, device: Device = "cpu"
+) -> list[Any]:
     """What `function(*arguments)` returns on each rank of a new world, which is gone afterwards.
 
-    The function is importable by name, and what it takes and returns can be sent between processes.
+    The function is importable by name, and what it takes and returns can be sent between processes. With "gpu" there
+    are as many ranks as `num_gpus` at most.
     """
     context = multiprocessing.get_context("spawn")
     listener = socket.create_server(("127.0.0.1", 0))  # rank 0 takes it over, so nobody else can take the port
@@ -32,7 +47,8 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, 
             ours, theirs = context.Pipe()
             place = (rank, num_ranks, listener.getsockname()[1], listener if rank == 0 else None)
             process = context.Process(target=_rank_main, args=(theirs, place, function, arguments), daemon=True)
-            process.start()
+            with _environment(device):
+                process.start()
             theirs.close()
             processes.append(process)
             ends.append(ours)
@@ -43,6 +59,22 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, 
             process.join(0.5)
             process.kill()
             process.join()
+
+
+@contextmanager
+def _environment(device: Device) -> Iterator[None]:
+    """What a process is started with: it loads torch, which looks for GPUs, before it comes to any line of ours."""
+    wanted = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    if device == "cpu":
+        wanted["CUDA_VISIBLE_DEVICES"] = ""
+    before = {name: os.environ[name] for name in wanted if name in os.environ}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name in wanted.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _collect(ends: list[Connection], timeout_s: float) -> list[Any]:
@@ -68,11 +100,7 @@ def _rank_main(
 ) -> None:
     rank, num_ranks, port, listener = place
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # or a rank that waits in gloo would wait for ever
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    import torch
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    torch.set_num_threads(1)
+    backend = take_device(rank)
     limit = timedelta(minutes=10)
     store = TCPStore(
         "127.0.0.1",
@@ -82,9 +110,7 @@ def _rank_main(
         timeout=limit,
         master_listen_fd=listener.detach() if listener is not None else None,
     )
-    torch.distributed.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit
-    )
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
     try:
         end.send((True, function(*arguments)))
     except Exception:

@@ -12,8 +12,8 @@ from mrl.engine.local_world import run_on_ranks
 from mrl.errors import EngineError
 
 
-def meet(fault: str) -> tuple[int, int, float, int, str]:
-    """Who this is, what all ranks' numbers add up to, and with how many threads."""
+def meet(fault: str) -> tuple[int, int, float, int, str, str]:
+    """Who this is, what all ranks' numbers add up to, with how many threads, and with which GPUs."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if fault == "raise":
         raise ValueError("this rank cannot")
@@ -23,11 +23,21 @@ def meet(fault: str) -> tuple[int, int, float, int, str]:
         time.sleep(600)
     total = torch.tensor(float(rank + 1))
     torch.distributed.all_reduce(total)
-    return rank, size, float(total), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+    threads, gpus = os.environ["OMP_NUM_THREADS"], os.environ["CUDA_VISIBLE_DEVICES"]
+    return rank, size, float(total), torch.get_num_threads(), threads, gpus
 
 
-def test_every_rank_answers_in_the_order_of_ranks() -> None:
-    assert run_on_ranks(2, meet, "", timeout_s=300) == [(rank, 2, 3.0, 1, "1") for rank in range(2)]
+def test_every_rank_answers_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    before = dict(os.environ)
+    assert run_on_ranks(2, meet, "", timeout_s=300) == [(rank, 2, 3.0, 1, "1", "") for rank in range(2)]
+    assert dict(os.environ) == before
+
+
+def test_on_gpus_a_rank_sees_what_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert run_on_ranks(1, meet, "", timeout_s=300, device="gpu") == [(0, 1, 1.0, 1, "1", "4,5")]
 
 
 @pytest.mark.parametrize(
