@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -135,6 +136,12 @@ class RankWorker(Worker):
     def spin_for_ever(self) -> None:
         while True:
             sum(range(1000))
+
+    @register(Dispatch.RANK_ZERO)
+    def hang_in_c(self, holds_gil: bool) -> None:
+        """Read from a pipe that nobody writes to, in C, with or without the interpreter's lock."""
+        library = (ctypes.PyDLL if holds_gil else ctypes.CDLL)(None)
+        library.read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
 
     @register(Dispatch.ONE_TO_ALL)
     def leave(self, status: int) -> None:

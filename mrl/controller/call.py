@@ -144,6 +144,9 @@ class Call:
         lines += [f"  {hint}" for hint in fault.hints]
         if fault.trace:
             lines += ["  Python stack:" if fault.kind != "raised" else "  traceback:", *_indented(fault.trace)]
+        if fault.kind == "silent":
+            native, kernel = self._crew.threads(fault.rank)
+            lines += ["  native frames:", *_indented(native), "  its threads in the kernel:", *_indented(kernel)]
         if fault.kind != "raised":
             log, text = self._crew.log_tail(fault.rank, _LOG_LINES)
             lines += [f"  last lines of {log}:" if text else f"  nothing in {log}", *_indented(text)]

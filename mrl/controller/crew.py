@@ -16,13 +16,14 @@ from mrl.config.schema import DeadlinesConfig
 from mrl.controller.death import NodeMemory, cause
 from mrl.controller.network import Network
 from mrl.controller.node_agent import ProcessId, ProcessView
+from mrl.controller.threads import NATIVE_S
 from mrl.controller.worker_log import log_path, make_log_directory
 from mrl.events import EventLog
 
 _CRASH_LINES = 300
 """Of a log, among which a crash's stacks begin: a process may have many threads."""
 _AGENT_S = 5.0
-"""How long a node's agent may take for a look: it does nothing that takes longer."""
+"""How long a node's agent may take for a look: it does nothing that takes longer, but for native frames."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,11 @@ class Crew:
         process, log = self._members[rank].process, str(self._log(rank))
         return self._ask(rank, lambda agent: agent.stack.remote(process, log)) or "its node does not answer"
 
+    def threads(self, rank: int) -> tuple[str, str]:
+        """The native frames of a rank's process, and the kernel's view of its threads; empty where there are none."""
+        process = self._members[rank].process
+        return self._ask(rank, lambda agent: agent.threads.remote(process), NATIVE_S + _AGENT_S) or ("", "")
+
     def log_tail(self, rank: int, num_lines: int) -> tuple[Path, str]:
         """Where a rank's log is, and its last lines."""
         log = self._log(rank)
@@ -129,9 +135,9 @@ class Crew:
             groups[self._members[rank].node.node_id].append(rank)
         return list(groups.values())
 
-    def _ask(self, rank: int, question: Callable[..., Any]) -> Any:
+    def _ask(self, rank: int, question: Callable[..., Any], limit_s: float = _AGENT_S) -> Any:
         """Ask the agent of a rank's node; None where it does not answer in time."""
         try:
-            return ray.get(question(self._members[rank].node.agent), timeout=_AGENT_S)
+            return ray.get(question(self._members[rank].node.agent), timeout=limit_s)
         except RayError:
             return None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mrl.controller.death import NodeMemory
 from mrl.controller.network import Endpoint, Network, failures, listen_everywhere, network
+from mrl.controller.threads import kernel_view, native_frames
 from mrl.controller.worker_log import STACK_SIGNAL, stack_path, tail
 
 _STACK_WAIT_S = 1.0
@@ -117,22 +118,30 @@ class NodeAgent:
         Only asked for when a call has failed and the process is about to be ended.
         """
         path = stack_path(Path(log))
-        before = path.stat().st_size if path.is_file() else 0
         if view(process).is_gone:
             return "its process is gone"
+        if not path.is_file():
+            return "none: it has not come to opening its log"  # and the signal would end it
+        before = path.stat().st_size
         os.kill(process.pid, STACK_SIGNAL)
         os.kill(process.pid, signal.SIGCONT)
         deadline = time.monotonic() + _STACK_WAIT_S
         size = before
         while time.monotonic() < deadline:
             time.sleep(0.05)
-            now = path.stat().st_size if path.is_file() else 0
+            now = path.stat().st_size
             if now > before and now == size:
                 break
             size = now
         with path.open("rb") as file:
             file.seek(before)
             return file.read().decode("utf-8", "replace").strip() or "it does not answer even a signal"
+
+    def threads(self, process: ProcessId) -> tuple[str, str]:
+        """The native frames of a process, and what the kernel says of its threads; of one that is gone, nothing."""
+        if view(process).is_gone:
+            return "", ""
+        return native_frames(process.pid), kernel_view(process.pid)
 
     def tail(self, log: str, num_lines: int) -> str:
         """The last lines of a log on this node."""

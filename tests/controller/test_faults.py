@@ -5,13 +5,16 @@ Each test reads `events.jsonl` as its witness, and the kernel's process table fo
 
 from __future__ import annotations
 
+import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mrl.controller import RayWorkerGroup, RunContext
+from mrl.config.mesh import Mesh
+from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext
 from mrl.controller.call import Fault, blame
 from mrl.controller.node_agent import read_process
 from mrl.errors import WorkerDied, WorkerError, WorkerRaised, WorkerSilent
@@ -132,6 +135,23 @@ def test_one_that_hangs_is_told_from_those_that_wait_for_it(run_context: RunCont
     fault, _ = witness(run_context)
     assert (fault.rank, fault.fault) == (0, "silent")
     assert_ended(run_context, group)
+
+
+@pytest.mark.parametrize("holds_gil", [True, False], ids=["with the GIL", "without it"])
+def test_one_that_hangs_in_c_shows_where(holds_gil: bool, run_context: RunContext) -> None:
+    context = replace(run_context, deadlines=replace(run_context.deadlines, call_s=2))
+    seats = context.resources.seats("critic")
+    worker = RayClassWithInitArgs("tests.rank_workers:RankWorker")
+    group = RayWorkerGroup("critic", worker, Mesh(1), context, replace(seats, devices=seats.devices[:1]))
+    with pytest.raises(WorkerSilent) as caught:
+        group.hang_in_c(holds_gil)
+    _, stacks, native, kernel, _ = re.split(
+        r"Python stack:|native frames:|its threads in the kernel:|nothing in", str(caught.value)
+    )
+    assert "in hang_in_c\n" in stacks
+    assert "hang_in_c" in native.partition("read (libc")[2] or "| py-spy: " in native, "it may be forbidden to look"
+    assert re.match(r"\s+\| main thread \(ray::WorkerHost\): sleeping in \w*pipe_read", kernel)
+    assert_ended(context, group)
 
 
 def test_an_error_that_every_rank_raises_leaves_the_workers_alive(doomed_workers: MakeGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.controller import node_agent
+from mrl.controller import node_agent, threads
 from mrl.controller.dispatch import Dispatch, register, registered_methods
 from mrl.controller.node_agent import NodeAgent, NodeLost, ProcessId, ProcessView, own_process, read_process, view
 from mrl.controller.resource_pool import RayResourcePool
@@ -91,6 +92,46 @@ def test_without_its_raylet_a_node_is_lost() -> None:
     assert agent.look([own_process(), own_process()]) == [ProcessView(None)] * 2
     with pytest.raises(NodeLost):
         agent.memory()
+
+
+def test_native_frames_that_cannot_be_had_are_explained(
+    sleeper: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "NATIVE_S", 0.5)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert threads.native_frames(sleeper.pid) == "py-spy is not installed"
+    spy = tmp_path / "py-spy"
+    for script, said in {
+        "echo 'Error: Permission denied' >&2; echo more >&2; exit 1": "py-spy: Error: Permission denied",
+        "exit 0": "py-spy: it says nothing",
+        "exec /bin/sleep 9": "py-spy: nothing within 0.5 s",
+    }.items():
+        spy.write_text(f"#!/bin/sh\n{script}\n")
+        spy.chmod(0o700)
+        assert threads.native_frames(sleeper.pid) == said
+
+
+def test_the_kernel_says_where_threads_are(sleeper: subprocess.Popen[bytes]) -> None:
+    agent, process = NodeAgent(), id_of(sleeper)
+    deadline = time.monotonic() + 5
+    while "nanosleep" not in threads.kernel_view(sleeper.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert re.fullmatch(r"main thread \(sleep\): sleeping in \w*nanosleep", agent.threads(process)[1])
+    own = threads.kernel_view(os.getpid())
+    assert own.startswith("main thread (")
+    assert "): running" in own
+    sleeper.kill()
+    sleeper.wait()
+    assert agent.threads(process) == ("", "")
+
+
+def test_a_process_that_has_no_log_yet_is_not_ended_by_the_question(
+    sleeper: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    answer = NodeAgent().stack(id_of(sleeper), str(log_path(tmp_path, 0)))
+    assert answer == "none: it has not come to opening its log"
+    assert sleeper.poll() is None
 
 
 def test_a_node_sees_files_and_says_how_it_is_guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
