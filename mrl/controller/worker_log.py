@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+from mrl.controller.harmless import is_harmless, without_harmless
 from mrl.redaction import redact_text
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -37,11 +38,17 @@ def stack_path(log: Path) -> Path:
     return log.with_suffix(".stack")
 
 
-class _RedactingStream(io.TextIOBase):
-    """A text stream that blanks out secrets before they reach the file."""
+def harmless_path(log: Path) -> Path:
+    """Where those warnings of a rank go that are known to be harmless."""
+    return log.with_suffix(".harmless")
 
-    def __init__(self, descriptor: int) -> None:
+
+class _RedactingStream(io.TextIOBase):
+    """A text stream that blanks out secrets before they reach the file, and sends what is harmless to another."""
+
+    def __init__(self, descriptor: int, for_harmless: int) -> None:
         self._descriptor = descriptor
+        self._for_harmless = for_harmless
 
     def writable(self) -> bool:
         return True
@@ -51,8 +58,9 @@ class _RedactingStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         data = redact_text(text).encode("utf-8", "backslashreplace")
+        descriptor = self._for_harmless if is_harmless(text) else self._descriptor
         while data:
-            data = data[os.write(self._descriptor, data) :]
+            data = data[os.write(descriptor, data) :]
         return len(text)
 
 
@@ -61,25 +69,37 @@ def redirect_output(log: Path) -> None:
 
     The file descriptors themselves are redirected, so that what C code prints while it dies is kept too.
     """
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = _open(log)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout = _RedactingStream(1)
-    sys.stderr = _RedactingStream(2)
+    for_harmless = _open(harmless_path(log))
+    sys.stdout = _RedactingStream(1, for_harmless)
+    sys.stderr = _RedactingStream(2, for_harmless)
     faulthandler.enable(file=2)
-    stacks = os.open(stack_path(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=_open(stack_path(log)), all_threads=True)
 
 
 def tail(path: Path, num_lines: int) -> str:
-    """The last lines of a log, secrets blanked out; empty if there are none."""
+    """The last lines of a log, secrets blanked out; empty if there are none.
+
+    Harmless warnings, which C code and processes of libraries write to it directly, are left out and counted.
+    """
     if not path.is_file():
         return ""
     with path.open("rb") as file:
         file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - num_lines * 400))
-        text = file.read().decode("utf-8", "replace")
-    return redact_text("\n".join(text.splitlines()[-num_lines:]))
+        file.seek(max(0, file.tell() - num_lines * 800))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    kept = without_harmless(lines)
+    aside = harmless_path(path)
+    num_aside = len(aside.read_bytes().splitlines()) if aside.is_file() else 0
+    num_left_out = len(lines) - len(kept) + num_aside
+    note = [f"({num_left_out} lines of harmless warnings left out, {num_aside} of them are in {aside.name})"]
+    return redact_text("\n".join([*(note if num_left_out else []), *kept[-num_lines:]]))
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from mrl.controller import node_agent, threads
+from mrl.controller import harmless, node_agent, threads
 from mrl.controller.dispatch import Dispatch, register, registered_methods
 from mrl.controller.node_agent import NodeAgent, NodeLost, ProcessId, ProcessView, own_process, read_process, view
 from mrl.controller.resource_pool import RayResourcePool
-from mrl.controller.worker_log import log_path, make_log_directory, stack_path, tail
+from mrl.controller.worker_log import harmless_path, log_path, make_log_directory, stack_path, tail
 
 
 @pytest.fixture
@@ -171,13 +171,14 @@ def test_a_role_that_starts_again_gets_other_logs(tmp_path: Path) -> None:
 
 
 REDIRECTED = """
-import os, sys
+import os, sys, warnings
 from pathlib import Path
 from mrl.controller.worker_log import redirect_output
 redirect_output(Path(sys.argv[1]))
 print("the key is canary-5up3r-hidden")
 print("loud", file=sys.stderr)
 os.write(1, b"from below\\n")
+warnings.warn("Apex is not installed. Falling back to Torch Norm" if {harmless} else "this one says something")
 os.kill(os.getpid(), {signal})
 os._exit(0)
 """
@@ -185,7 +186,7 @@ os._exit(0)
 
 def test_everything_that_a_process_says_is_in_its_log_and_its_stacks_beside_it(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.log"
-    program = REDIRECTED.replace("{signal}", str(int(node_agent.STACK_SIGNAL)))
+    program = REDIRECTED.replace("{signal}", str(int(node_agent.STACK_SIGNAL))).replace("{harmless}", "False")
     environment = os.environ | {"MRL_TEST_TOKEN": "canary-5up3r-hidden"}
     ran = subprocess.run(
         [sys.executable, "-c", program, str(log)], capture_output=True, text=True, env=environment, check=False
@@ -193,9 +194,28 @@ def test_everything_that_a_process_says_is_in_its_log_and_its_stacks_beside_it(t
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
     text = log.read_text()
     assert "canary" not in text
-    assert [line for line in text.splitlines() if "key" not in line] == ["loud", "from below"]
+    assert [line for line in text.splitlines() if "key" not in line] == [
+        "loud",
+        "from below",
+        "<string>:9: UserWarning: this one says something",
+    ]
+    assert tail(log, 1) == "<string>:9: UserWarning: this one says something"
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
     assert 'File "<string>", line' in stack_path(log).read_text()
+
+
+@pytest.mark.skipif(harmless._HAS_GPU, reason="what is written there means something where there is a GPU")
+def test_a_warning_that_is_known_to_be_harmless_stands_beside_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    program = REDIRECTED.replace("{signal}", "0").replace("{harmless}", "True")
+    subprocess.run([sys.executable, "-c", program, str(log)], check=True)
+    assert log.read_text().splitlines() == ["the key is canary-5up3r-hidden", "loud", "from below"]
+    assert "Falling back to Torch Norm" in harmless_path(log).read_text()
+    assert stat.S_IMODE(harmless_path(log).stat().st_mode) == 0o600
+    assert tail(log, 1).splitlines() == [
+        "(1 lines of harmless warnings left out, 1 of them are in rank-0.harmless)",
+        "from below",
+    ]
 
 
 def test_a_pool_is_whole_nodes_and_a_rest() -> None:
