@@ -20,7 +20,7 @@ from mrl.controller.threads import NATIVE_S
 from mrl.controller.worker_log import log_path, make_log_directory
 from mrl.events import EventLog
 
-_CRASH_LINES = 300
+CRASH_LINES = 300
 """Of a log, among which a crash's stacks begin: a process may have many threads."""
 _AGENT_S = 5.0
 """How long a node's agent may take for a look: it does nothing that takes longer, but for native frames."""
@@ -107,10 +107,7 @@ class Crew:
 
     def cause_of_death(self, rank: int, said: str) -> tuple[str, tuple[str, ...]]:
         """Why a rank's process ended, where no more is said than this, and what speaks for it."""
-        now = self._ask(rank, lambda agent: agent.memory.remote())
-        if now is None:
-            return said, ("its node does not answer: the whole node may be lost",)
-        return cause(said, self.log_tail(rank, _CRASH_LINES)[1], self._members[rank].node.memory, now)
+        return cause_on(self._members[rank].node, said, self.log_tail(rank, CRASH_LINES)[1])
 
     def end(self, reason: str) -> list[int]:
         """End every process that still runs; the ranks that did. A group never outlives one of its ranks."""
@@ -136,8 +133,20 @@ class Crew:
         return list(groups.values())
 
     def _ask(self, rank: int, question: Callable[..., Any], limit_s: float = _AGENT_S) -> Any:
-        """Ask the agent of a rank's node; None where it does not answer in time."""
-        try:
-            return ray.get(question(self._members[rank].node.agent), timeout=limit_s)
-        except RayError:
-            return None
+        return ask(self._members[rank].node, question, limit_s)
+
+
+def ask(node: NodeView, question: Callable[[Any], Any], limit_s: float = _AGENT_S) -> Any:
+    """Ask the agent of a node; None where it does not answer in time."""
+    try:
+        return ray.get(question(node.agent), timeout=limit_s)
+    except RayError:
+        return None
+
+
+def cause_on(node: NodeView, said: str, log: str) -> tuple[str, tuple[str, ...]]:
+    """Why a process of a node ended, of which no more is said than this and what it wrote, and what speaks for it."""
+    now = ask(node, lambda agent: agent.memory.remote())
+    if now is None:
+        return said, ("its node does not answer: the whole node may be lost",)
+    return cause(said, log, node.memory, now)

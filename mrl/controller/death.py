@@ -8,6 +8,7 @@ from dataclasses import dataclass
 _MONITOR = re.compile(r"Memory on the node .*? was (\S+) / (\S+) \(\S+\), which exceeds the .*? threshold of (\d\.\d+)")
 _USERS = re.compile(r"\d+\t\d+\.\d+\t[^,\t]+")
 _USERS_FROM_GB = 0.5
+_PID = re.compile(r"\bpid[:=]\s*(\d+)")
 _FATAL = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 _SHARED_MEMORY_LEFT = 0.02
 _MIB = 1 << 20
@@ -22,6 +23,12 @@ class NodeMemory:
     free_shared_bytes: int
 
 
+def pid_in(text: str) -> int | None:
+    """The process that a message of Ray is about."""
+    found = _PID.search(text)
+    return int(found[1]) if found else None
+
+
 def said_by_ray(text: str) -> str:
     """The telling part of Ray's long message: of its memory monitor the numbers, and who held how much."""
     if monitor := _MONITOR.search(text):
@@ -32,6 +39,8 @@ def said_by_ray(text: str) -> str:
             f"Ray's memory monitor killed it, because {taken} of the node's {total} were taken, more than "
             f"{float(threshold):.0%}; {', '.join(large)}"
         )
+    if "error raised in its creation task" in text:
+        return text.strip().splitlines()[-1]  # of a traceback
     for line in text.splitlines():
         if "reason" in line.lower() or "exit" in line.lower():
             return re.split(r"Some common causes|There are some potential", line)[0].strip()

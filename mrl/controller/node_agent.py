@@ -147,6 +147,11 @@ class NodeAgent:
         """The last lines of a log on this node."""
         return tail(Path(log), num_lines)
 
+    def first_words(self, pid: int, num_lines: int) -> str:
+        """The last lines of what a worker wrote before it opened a log of its own: Ray keeps them, as it does ours."""
+        ours = Path(os.readlink("/proc/self/fd/2"))
+        return "\n".join(tail(log, num_lines) for log in sorted(ours.parent.glob(f"worker-*-{pid}.err")))
+
     def end(self, processes: list[ProcessId]) -> None:
         """See that processes end which Ray was told to kill: after a moment, by SIGKILL.
 

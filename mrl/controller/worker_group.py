@@ -12,19 +12,18 @@ from typing import Any, Generic, TypeVar
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import DeadlinesConfig
 from mrl.controller.call import Call
 from mrl.controller.crew import Crew, Member, NodeView
-from mrl.controller.death import said_by_ray
 from mrl.controller.dispatch import Dispatch, MethodSpec
+from mrl.controller.greeting import greet
 from mrl.controller.resource_pool import Device, ResourcePoolManager, Seats
 from mrl.controller.transport import plan_shard, unpack_answer
 from mrl.controller.worker_host import Hello, StartOrder, WorkerHost
-from mrl.errors import BatchError, PlacementError, WorkerDied, WorkerError, WorkerSilent, did_you_mean
+from mrl.errors import BatchError, PlacementError, WorkerError, did_you_mean
 from mrl.events import EventLog, WorkersStarted
 from mrl.protocol import DataProto
 
@@ -99,12 +98,10 @@ class RayWorkerGroup:
         """The ranks that answer for shard 0, 1, ..., in that order."""
         self._crew = Crew(role, mesh, context.run_directory, context.events, context.deadlines)
         self._actors = [self._make_actor(device) for device in self._seats.devices]
-        hellos = self._greet()
+        nodes = [self._node(rank) for rank in range(mesh.world_size)]
+        hellos = greet(role, self._actors, nodes, context.deadlines.start_s, context.events)
         self._crew.join(
-            [
-                Member(actor, hello.process, self._node(rank))
-                for rank, (actor, hello) in enumerate(zip(self._actors, hellos, strict=True))
-            ]
+            [Member(actor, hello.process, node) for actor, hello, node in zip(self._actors, hellos, nodes, strict=True)]
         )
         self._methods = self._start(worker, hellos)
         pids = [hello.process.pid for hello in hellos]
@@ -219,26 +216,6 @@ class RayWorkerGroup:
             claims["num_gpus"] = self._seats.share
         strategy = PlacementGroupSchedulingStrategy(device.group, placement_group_bundle_index=device.bundle)
         return ray.remote(WorkerHost).options(**claims, scheduling_strategy=strategy, max_restarts=0).remote()
-
-    def _greet(self) -> list[Hello]:
-        """Wait until every process is up and says where it is."""
-        address = self._node(0).network.address
-        greetings = [actor.hello.remote(None if rank else address) for rank, actor in enumerate(self._actors)]
-        try:
-            hellos: list[Hello] = ray.get(greetings, timeout=self._context.deadlines.start_s)
-            return hellos
-        except GetTimeoutError as error:
-            ready, waiting = ray.wait(greetings, num_returns=len(greetings), timeout=0)
-            ranks = [rank for rank, greeting in enumerate(greetings) if greeting in set(waiting)]
-            raise WorkerSilent(
-                f"{len(ready)} of {len(greetings)} processes of {self.role} came up within "
-                f"{self._context.deadlines.start_s:g} s; still missing: ranks {ranks}",
-                role=self.role,
-                ranks=ranks,
-            ) from error
-        except RayError as error:
-            what = f"a process of {self.role} died before it came up: {said_by_ray(str(error))}"
-            raise WorkerDied(what, role=self.role, ranks=[]) from error
 
     def _node(self, rank: int) -> NodeView:
         return self._context.resources.node(self._seats.devices[rank].node_id)

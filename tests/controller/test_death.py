@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from mrl.config.schema import DeadlinesConfig
-from mrl.controller import RayWorkerGroup, call, worker_group
+from mrl.config.mesh import Mesh
+from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext, call, greeting, worker_group
 from mrl.controller.death import NodeMemory, cause, said_by_ray
-from mrl.errors import WorkerDied
+from mrl.controller.greeting import greet
+from mrl.errors import WorkerDied, WorkerError
+from mrl.events import EventLog
 
 MONITOR = (  # as Ray 2.55 says it
     "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.2, ID: 87c7) was "
@@ -50,19 +57,59 @@ def test_a_rank_that_the_memory_monitor_killed_has_died(monkeypatch: pytest.Monk
     assert not issubclass(call.OutOfMemoryError, call.RayActorError), "Ray calls it something else than a death"
 
 
-def test_a_process_that_ends_before_it_is_up_has_its_cause_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rays_memory_monitor_may_end_a_process_before_it_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def get(greetings: object, timeout: float) -> None:
         raise call.OutOfMemoryError(MONITOR)
 
-    monkeypatch.setattr(worker_group.ray, "get", get)
-    group = RayWorkerGroup.__new__(RayWorkerGroup)
-    group.role, group._actors = "rollout-0", []
-    group._context = SimpleNamespace(deadlines=DeadlinesConfig())  # type: ignore[assignment]
-    monkeypatch.setattr(group, "_node", lambda rank: SimpleNamespace(network=SimpleNamespace(address="127.0.0.1")))
-    with pytest.raises(
-        WorkerDied, match=r"^a process of rollout-0 died before it came up: Ray's memory monitor killed it"
-    ):
-        group._greet()
+    monkeypatch.setattr(greeting.ray, "get", get)
+    monkeypatch.setattr(greeting, "cause_on", lambda node, said, log: cause(said, log, NODE, NODE))
+    monkeypatch.setattr(greeting.ray, "kill", lambda actor, no_restart: None)
+    node = SimpleNamespace(name="host", network=SimpleNamespace(address="127.0.0.1"))
+    monkeypatch.setattr(greeting, "ask", lambda node, question: "")
+    actor, events = SimpleNamespace(hello=SimpleNamespace(remote=str)), EventLog(tmp_path / "events")
+    with pytest.raises(WorkerDied) as caught:
+        greet("rollout-0", [actor], [node], 9, events)  # type: ignore[list-item]
+    first, *rest = str(caught.value).splitlines()
+    assert first.startswith("rollout-0 rank 0 on node host died before it was up, after 0.0 s: Ray's memory monitor")
+    assert rest == ["  fix: `mrl plan` says who takes how much, and which key would make it fit"]
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ("bus", "died before it was up, after .* s: it crashed: Bus error"),
+        ("import", "died before it was up, after .* s: ModuleNotFoundError: No module named 'megatron'"),
+        ("raise", "raised before it was up, after .* s: .*cannot assign"),
+        ("hang", r"0 of 1 processes of critic came up within 3 s; still missing: ranks \[0\] on "),
+    ],
+)
+def test_a_process_that_never_comes_up_says_why_and_what_to_do(
+    how: str, named: str, run_context: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Host:  # here, so that Ray sends it whole
+        def __init__(self) -> None:
+            if how == "import":
+                raise ModuleNotFoundError("No module named 'megatron'")
+
+        def hello(self, address: str | None) -> None:
+            if how == "raise":
+                raise OSError("cannot assign requested address")
+            if how == "hang":
+                time.sleep(60)
+            os.kill(os.getpid(), signal.SIGBUS)
+
+    monkeypatch.setattr(worker_group, "WorkerHost", Host)
+    context = replace(run_context, deadlines=replace(run_context.deadlines, start_s=3 if how == "hang" else 60))
+    seats = context.resources.seats("critic")
+    with pytest.raises(WorkerError) as caught:
+        RayWorkerGroup(
+            "critic", RayClassWithInitArgs("none:None"), Mesh(1), context, replace(seats, devices=seats.devices[:1])
+        )
+    first, *_, last = str(caught.value).splitlines()
+    assert re.search(named, first), caught.value
+    assert re.fullmatch(r"  fix: `mrl env` on \S+ (says what|shows how long) .*", last)
+    assert caught.value.ranks == (0,)
+    assert ("in hello" in str(caught.value)) == (how == "bus"), "the frames of a crash are shown"
 
 
 @pytest.mark.parametrize(
@@ -74,6 +121,10 @@ def test_a_process_that_ends_before_it_is_up_has_its_cause_too(monkeypatch: pyte
         ),
         ("it is lost\nnobody knows", "it is lost"),
         ("", "no reason known"),
+        (
+            "died because of an error raised in its creation task, ray::A()\n  File x\nImportError: no y\n",
+            "ImportError: no y",
+        ),
     ],
 )
 def test_of_rays_other_words_the_telling_part_stays(text: str, said: str) -> None:
