@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import shutil
 import signal
 import time
 
@@ -136,6 +138,16 @@ class RankWorker(Worker):
     def spin_for_ever(self) -> None:
         while True:
             sum(range(1000))
+
+    @register(Dispatch.RANK_ZERO)
+    def fill_shared_memory(self) -> None:
+        """Write to more of /dev/shm than there is."""
+        num_bytes = 2 * shutil.disk_usage("/dev/shm").total
+        with open("/dev/shm/large", "w+b") as file:
+            file.truncate(num_bytes)
+            memory = mmap.mmap(file.fileno(), num_bytes)
+            for begin in range(0, num_bytes, mmap.PAGESIZE):
+                memory[begin] = 1
 
     @register(Dispatch.RANK_ZERO)
     def hang_in_c(self, holds_gil: bool) -> None:

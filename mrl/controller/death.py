@@ -52,13 +52,14 @@ def cause(said: str, log: str, before: NodeMemory, now: NodeMemory) -> tuple[str
     hints = []
     if kills := now.kills - before.kills:
         hints.append(f"the kernel killed {kills} processes for lack of memory on this node meanwhile")
-    if now.shared_bytes and now.free_shared_bytes < _SHARED_MEMORY_LEFT * now.shared_bytes:
-        hints.append(
-            f"/dev/shm is full: {now.free_shared_bytes / _MIB:.0f} of {now.shared_bytes / _MIB:.0f} MiB are free. Give "
-            "the node more (`docker run --shm-size`, `mount -o remount,size=... /dev/shm`)"
-        )
-    if "memory monitor" in said or (hints and kills):
+    fatal = _FATAL.findall(log)
+    is_full = now.free_shared_bytes < _SHARED_MEMORY_LEFT * now.shared_bytes
+    if is_full or fatal[-1:] == ["Bus error"]:
+        numbers = f"{now.free_shared_bytes / _MIB:.0f} of {now.shared_bytes / _MIB:.0f} MiB are free"
+        hints.append(f"/dev/shm {'is full' if is_full else 'may have been, as after most bus errors, full'}: {numbers}")
+        hints.append("fix: give the node more (`docker run --shm-size`, `mount -o remount,size=... /dev/shm`)")
+    if "memory monitor" in said or kills:
         hints.append("fix: `mrl plan` says who takes how much, and which key would make it fit")
-    if fatal := _FATAL.findall(log):
+    if fatal:
         return f"it crashed: {fatal[-1]} (its stack stands in the log)", tuple(hints)
     return said, tuple(hints)

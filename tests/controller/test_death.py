@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from mrl.controller.greeting import greet
 from mrl.errors import WorkerDied, WorkerError
 from mrl.events import EventLog
 
+ROOT = Path(__file__).resolve().parents[2]
 MONITOR = (  # as Ray 2.55 says it
     "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.2, ID: 87c7) was "
     "22.38GB / 23.54GB (0.951000), which exceeds the memory usage threshold of 0.950000; Object store memory usage: "
@@ -105,9 +108,10 @@ def test_a_process_that_never_comes_up_says_why_and_what_to_do(
         RayWorkerGroup(
             "critic", RayClassWithInitArgs("none:None"), Mesh(1), context, replace(seats, devices=seats.devices[:1])
         )
-    first, *_, last = str(caught.value).splitlines()
+    first, *rest = str(caught.value).splitlines()
     assert re.search(named, first), caught.value
-    assert re.fullmatch(r"  fix: `mrl env` on \S+ (says what|shows how long) .*", last)
+    fix = "give the node more" if how == "bus" else r"`mrl env` on \S+ (says what|shows how long) "
+    assert len([line for line in rest if re.match(f"  fix: {fix}", line)]) == 1
     assert caught.value.ranks == (0,)
     assert ("in hello" in str(caught.value)) == (how == "bus"), "the frames of a crash are shown"
 
@@ -133,14 +137,41 @@ def test_of_rays_other_words_the_telling_part_stays(text: str, said: str) -> Non
 
 def test_a_crash_is_what_the_process_itself_wrote() -> None:
     log = "loading\nFatal Python error: Bus error\n\nThread 0x1 (most recent call first):\n  File worker.py"
-    assert cause("End of file.", log, NODE, NODE) == ("it crashed: Bus error (its stack stands in the log)", ())
+    log = log.replace("Bus error", "Segmentation fault")
+    said = "it crashed: Segmentation fault (its stack stands in the log)"
+    assert cause("End of file.", log, NODE, NODE) == (said, ())
 
 
 def test_a_full_dev_shm_and_the_kernels_kills_are_evidence() -> None:
     full = replace(NODE, free_shared_bytes=1 << 20)
-    _, (shared,) = cause("End of file.", "Fatal Python error: Bus error", NODE, full)
-    assert shared.startswith("/dev/shm is full: 1 of 64 MiB are free.")
+    give = "fix: give the node more (`docker run --shm-size`, `mount -o remount,size=... /dev/shm`)"
+    log = "Fatal Python error: Bus error"
+    assert cause("End of file.", log, NODE, full)[1] == ("/dev/shm is full: 1 of 64 MiB are free", give)
+    freed = "/dev/shm may have been, as after most bus errors, full: 60 of 64 MiB are free"
+    assert cause("End of file.", log, NODE, NODE)[1] == (freed, give)
     _, (killed, fix) = cause("End of file.", "", NODE, replace(NODE, kills=5))
     assert killed == "the kernel killed 2 processes for lack of memory on this node meanwhile"
     assert fix.startswith("fix: `mrl plan`")
     assert cause("End of file.", "", NODE, NODE) == ("End of file.", ())
+
+
+@pytest.mark.slow
+def test_a_full_dev_shm_kills_a_rank(tmp_path: Path) -> None:
+    own_mounts = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"]), "sh", "-c"]
+    small = "mount -t tmpfs -o size=16m tmpfs /dev/shm && exec "
+    if reason := subprocess.run([*own_mounts, small + "true"], capture_output=True, text=True, check=False).stderr:
+        pytest.skip(f"no mount namespace can be had: {reason}")
+    ran = subprocess.run(
+        [*own_mounts, small + '"$@"', "sh", sys.executable, "-m", "tests.controller.full_shared_memory", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    lines = ran.stdout[ran.stdout.index("actor rank 0 on node") :].splitlines()
+    assert re.search(r"died in fill_shared_memory after .* s: it crashed: Bus error \(its stack stands", lines[0])
+    assert lines[1] == "  /dev/shm is full: 0 of 16 MiB are free"
+    assert lines[2].startswith("  fix: give the node more (`docker run --shm-size`")
+    assert any("in fill_shared_memory" in line for line in lines[3:]), "the innermost frames"
+    assert not Path("/dev/shm/large").exists(), "the machine's own was left alone"
