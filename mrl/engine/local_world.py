@@ -8,10 +8,11 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from typing import Any, Literal
 
 import torch
@@ -39,15 +40,16 @@ def run_on_ranks(
     The function is importable by name, and what it takes and returns can be sent between processes. With "gpu" there
     are as many ranks as `num_gpus` at most.
     """
-    context = multiprocessing.get_context("spawn")
+    context = _context(device)
     listener = socket.create_server(("127.0.0.1", 0))  # rank 0 takes it over, so nobody else can take the port
     processes, ends = [], []
     try:
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
             place = (rank, num_ranks, listener.getsockname()[1], listener if rank == 0 else None)
-            process = context.Process(target=_rank_main, args=(theirs, place, function, arguments), daemon=True)
             with _environment(device):
+                order = (theirs, place, dict(os.environ), function, arguments)
+                process = context.Process(target=_rank_main, args=order, daemon=True)  # type: ignore[attr-defined]
                 process.start()
             theirs.close()
             processes.append(process)
@@ -59,6 +61,18 @@ def run_on_ranks(
             process.join(0.5)
             process.kill()
             process.join()
+
+
+def _context(device: Device) -> BaseContext:
+    """How processes begin: from one that has loaded all that takes seconds to load, or on GPUs from nothing.
+
+    A process whose parent has as much as asked how many GPUs there are cannot use any.
+    """
+    if device == "gpu":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["transformers.models.auto.modeling_auto", "mrl.engine.engine"])
+    return context
 
 
 @contextmanager
@@ -96,9 +110,15 @@ def _collect(ends: list[Connection], timeout_s: float) -> list[Any]:
 
 
 def _rank_main(
-    end: Connection, place: tuple[int, int, int, socket.socket | None], function: Callable[..., Any], arguments: Any
+    end: Connection,
+    place: tuple[int, int, int, socket.socket | None],
+    environment: Mapping[str, str],
+    function: Callable[..., Any],
+    arguments: Any,
 ) -> None:
     rank, num_ranks, port, listener = place
+    os.environ.clear()  # it is that of the process from which this one was forked, of an earlier time
+    os.environ.update(environment)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # or a rank that waits in gloo would wait for ever
     backend = take_device(rank)
     limit = timedelta(minutes=10)

@@ -40,6 +40,18 @@ def test_on_gpus_a_rank_sees_what_this_process_sees(monkeypatch: pytest.MonkeyPa
     assert run_on_ranks(1, meet, "", timeout_s=300, device="gpu") == [(0, 1, 1.0, 1, "1", "4,5")]
 
 
+def environment(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_a_rank_has_the_environment_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("earlier", "later"):
+        monkeypatch.setenv("MRL_TEST_SETTING", value)
+        assert run_on_ranks(1, environment, "MRL_TEST_SETTING", timeout_s=300) == [value]
+    monkeypatch.delenv("MRL_TEST_SETTING")
+    assert run_on_ranks(1, environment, "MRL_TEST_SETTING", timeout_s=300) == [None]
+
+
 @pytest.mark.parametrize(
     ("fault", "message", "limit_s"),
     [
