@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mrl.cli.show import split_arguments
 from mrl.config.arithmetic import role_mesh
 from mrl.config.load import load_config
+from mrl.models.table import Head
 from mrl.plan.known_models import model_values
+
+if TYPE_CHECKING:
+    from mrl.engine.verify import Verified
 
 EXAMPLE = "mrl verify layout configs/laptop-ppo.yaml actor.parallel.pp=2"
 _WRONG, _TOO_LARGE = 1, 2
@@ -21,35 +27,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="a file, and overrides")
     parser.add_argument("--model", help="whose shape to take: a directory, or a published model; default: model.path")
     parser.add_argument("--role", choices=["actor", "critic", "reward_model"], help="this one alone")
-    parser.add_argument("--most-ranks", type=int, default=16, help="processes to start at most (default 16)")
+    parser.add_argument("--device", choices=["cpu", "gpu"], help="what a rank runs on; default: cluster.device")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], help="default: the role's on GPUs, float32 on the CPU"
+    )
+    parser.add_argument("--max-ranks", type=int, default=16, help="processes to start at most (default 16)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure each role's layout on a small model of the same shape; 1 where one is not the same model."""
     (path,), overrides = split_arguments(arguments.config, most_files=1)
     config = load_config(path, overrides).config
+    device = arguments.device or config.cluster.device
     roles = {role: model for role, model in config.model_roles().items() if arguments.role in (None, role)}
     values = {role: model_values(arguments.model or config.model_of(role)[1]) for role in roles}
-    families = ", ".join(dict.fromkeys(of_role["model_type"] for of_role in values.values()))
     # Here, so that a mistake in the configuration need not wait for torch and Megatron.
-    from mrl.engine.verify import RELATIVE_GOAL, SCORES_GOAL, fewest_ranks, verify_layout
+    from mrl.engine.local_world import num_gpus
+    from mrl.engine.verify import fewest_ranks, verify_layout
 
-    print(f"a small {families} in float32; goals: transformers {SCORES_GOAL:g}, others {RELATIVE_GOAL:g}")
-    worst = 0
-    for role, settings in roles.items():
-        num_ranks = fewest_ranks(settings.parallel, role_mesh(config, role).dp)
-        if num_ranks > arguments.most_ranks:
-            limit = f"--most-ranks={arguments.most_ranks}; a smaller pp shows the same, or --most-ranks={num_ranks}"
-            print(f"{role}: not measured: this layout takes {num_ranks} processes, and {limit}")
-            worst = max(worst, _TOO_LARGE)
-            continue
-        with tempfile.TemporaryDirectory() as directory:
-            model = Path(directory, "model")
-            found = verify_layout(values[role], "lm" if role == "actor" else "score", settings, num_ranks, model)
+    num_ranks = {role: fewest_ranks(model.parallel, role_mesh(config, role).dp) for role, model in roles.items()}
+    gpus = num_gpus() if device == "gpu" else None
+    refused = {role: why for role, num in num_ranks.items() if (why := _refusal(num, arguments.max_ranks, gpus))}
+    for role, why in refused.items():
+        pp = "a smaller pp shows the same, or " if roles[role].parallel.pp > 1 else ""
+        print(f"{role}: not measured: this layout takes {num_ranks[role]} {why[0]}; {pp}{why[1]}")
+    if device != config.cluster.device == "gpu":
+        bfloat16 = "" if arguments.dtype == "bfloat16" else ", nor of bfloat16"
         print(
-            f"{role}: {'right' if found.is_right else 'WRONG'} on {found.num_ranks} ranks: "
-            f"from transformers {found.transformers:.1e}; from one rank: loss {found.loss:.1e}, "
-            f"gradient norm {found.grad_norm:.1e}, parameters after three updates {found.parameters:.1e}"
+            f"over gloo on the CPU, which shows nothing of NCCL, of Transformer Engine and other GPU kernels{bfloat16}"
         )
+    worst = _TOO_LARGE if refused else 0
+    for role, settings in roles.items():
+        if role in refused:
+            continue
+        dtype = arguments.dtype or (settings.dtype if device == "gpu" else "float32")
+        with tempfile.TemporaryDirectory() as directory:
+            head: Head = "lm" if role == "actor" else "score"
+            measured = replace(settings, dtype=dtype)
+            found = verify_layout(values[role], head, measured, num_ranks[role], Path(directory, "model"), device)
+        print(f"{role}:", _verdict(found, f"a small {values[role]['model_type']} in {dtype}"))
         worst = max(worst, 0 if found.is_right else _WRONG)
     return worst
+
+
+def _refusal(num_ranks: int, max_ranks: int, num_gpus: int | None) -> tuple[str, str] | None:
+    """What so many ranks would be too many of, and what would do; nothing where they are not."""
+    if num_gpus is not None and num_ranks > num_gpus:
+        return (
+            f"GPUs, one for each rank, and this machine has {num_gpus}",
+            "--device=cpu, without their kernels and NCCL",
+        )
+    if num_ranks > max_ranks:
+        return f"processes, and --max-ranks={max_ranks}", f"--max-ranks={num_ranks}"
+    return None
+
+
+def _verdict(found: Verified, what: str) -> str:
+    limits = found.tolerance
+    return (
+        f"{'right' if found.is_right else 'WRONG'} on {found.num_ranks} ranks, {what}: "
+        f"from transformers {found.transformers:.1e} (at most {limits.scores:.1e}); "
+        f"from one rank: loss {found.loss:.1e} ({limits.loss:.1e}), "
+        f"gradient norm {found.grad_norm:.1e} ({limits.grad_norm:.1e}), "
+        f"parameters after three updates {found.parameters:.1e}"
+    )

@@ -12,7 +12,7 @@ import torch
 
 from mrl.config.schema import ParallelConfig
 from mrl.engine.parity import Difference, Held, ParityCase, ParityResult, RankResult, make_rows, together
-from mrl.engine.verify import RELATIVE_GOAL, SCORES_GOAL, Verified, fewest_ranks
+from mrl.engine.verify import FLOAT32, Tolerance, Verified, fewest_ranks, score_difference, tolerance
 from mrl.models.families import read_spec
 from tests.models.tiny_models import make_tiny
 
@@ -85,20 +85,42 @@ def test_rows_of_a_measurement_have_every_odd_length(tmp_path: Path) -> None:
     assert not torch.equal(rows.tokens[:40], make_rows(spec, replace(case, seed=1)).tokens[:40])
 
 
-RIGHT = Verified(4, transformers=SCORES_GOAL, loss=RELATIVE_GOAL, grad_norm=RELATIVE_GOAL, parameters=1.0)
+LIMITS = Tolerance(scores=0.1, loss=0.2, grad_norm=0.3)
+RIGHT = Verified(4, transformers=0.1, loss=0.2, grad_norm=0.3, parameters=1.0, tolerance=LIMITS)
 
 
 @pytest.mark.parametrize(
     ("verified", "is_right"),
     [
         (RIGHT, True),
-        (replace(RIGHT, transformers=1.1 * SCORES_GOAL), False),
-        (replace(RIGHT, loss=1.1 * RELATIVE_GOAL), False),
-        (replace(RIGHT, grad_norm=1.1 * RELATIVE_GOAL), False),
+        (replace(RIGHT, transformers=0.11), False),
+        (replace(RIGHT, loss=0.21), False),
+        (replace(RIGHT, grad_norm=0.31), False),
+        (replace(RIGHT, grad_norm=math.nan), False),
     ],
 )
-def test_a_layout_is_right_up_to_its_goals(verified: Verified, is_right: bool) -> None:
+def test_a_layout_is_right_up_to_its_tolerance(verified: Verified, is_right: bool) -> None:
     assert verified.is_right is is_right
+
+
+def test_the_tolerance_of_a_format(tmp_path: Path) -> None:
+    dense, routed = (read_spec(make_tiny(family, tmp_path / family)) for family in ("llama", "mixtral"))
+    oracle = np.array([-1.0, 1.0] * 5) * 0.5
+    assert tolerance("float32", "lm", dense, oracle) == FLOAT32
+    rounding = 2 / 256  # of four layers
+    assert tolerance("bfloat16", "lm", dense, oracle) == Tolerance(3 * rounding, 0.05 * rounding, 2 * rounding)
+    assert tolerance("bfloat16", "lm", routed, oracle) == Tolerance(3 * rounding, 0.05 * rounding, 10 * rounding)
+    assert tolerance("bfloat16", "score", dense, oracle) == Tolerance(3 * rounding, 10 * rounding, 10 * rounding)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "family", "difference"),
+    [("float32", "llama", 0.9), ("float32", "mixtral", 0.9), ("bfloat16", "llama", 0.3), ("bfloat16", "mixtral", 0.1)],
+)
+def test_how_far_scores_are(dtype: str, family: str, difference: float, tmp_path: Path) -> None:
+    found = np.array([0.1, -0.1, 0.1, -0.1, 0.9, 0.1, 0.1, -0.1, 0.1, 0.1])
+    spec = read_spec(make_tiny(family, tmp_path / family))
+    assert score_difference(dtype, spec, found, np.zeros(10)) == pytest.approx(difference)
 
 
 @pytest.mark.parametrize(

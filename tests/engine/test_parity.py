@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,9 @@ import pytest
 from benchmarks.parity_faults import FAULTS, measure_with_fault
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine.local_world import run_on_ranks
-from mrl.engine.parity import Difference, ParityCase, ParityResult, measure, together, transformers_scores
+from mrl.engine.parity import Difference, ParityCase, ParityResult, RankResult, measure, together, transformers_scores
+from mrl.engine.verify import score_difference, tolerance
+from mrl.models.families import read_spec
 from tests.models.tiny_models import make_tiny
 
 LIMIT_S = 300.0
@@ -85,3 +89,26 @@ def test_a_seeded_fault_shows(name: str, tmp_path: Path) -> None:
     difference = Difference.between(one, broken)
     oracle = np.abs(broken.scores - transformers_scores(model, case)).max()
     assert oracle > 2e-5 or max(difference.loss, difference.grad_norm) > 1e-5
+
+
+def measure_with_faults(cases: Mapping[str, ParityCase]) -> list[RankResult]:
+    """On one rank, each case with the fault of its name."""
+    return [measure_with_fault(name, case) for name, case in cases.items()]
+
+
+@pytest.mark.slow
+def test_every_seeded_fault_shows_in_bfloat16_too(tmp_path: Path) -> None:
+    alone = {}
+    for number, (name, fault) in enumerate(FAULTS.items()):
+        model = make_tiny(fault.family, tmp_path / str(number), 0, fault.head)
+        alone[name] = ParityCase(str(model), fault.head, Layout(), 64, dtype="bfloat16")
+    cases = {name: replace(case, parallel=FAULTS[name].layout) for name, case in alone.items()}
+    by_rank = run_on_ranks(2, measure_with_faults, cases, timeout_s=LIMIT_S)
+    found = dict(zip(FAULTS, (together(list(ranks)) for ranks in zip(*by_rank, strict=True)), strict=True))
+    for (name, case), one in zip(alone.items(), results(1, list(alone.values())), strict=True):
+        oracle, difference = transformers_scores(case.model, case), Difference.between(one, found[name])
+        spec = read_spec(case.model)
+        limits = tolerance(case.dtype, case.head, spec, oracle)
+        scores = score_difference(case.dtype, spec, found[name].scores, oracle)
+        within = scores <= limits.scores, difference.loss <= limits.loss, difference.grad_norm <= limits.grad_norm
+        assert not all(within), f"{name}: {scores}, {difference}, {limits}"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from mrl.cli.main import main
 from mrl.config.schema import ParallelConfig
@@ -50,17 +53,70 @@ def test_the_verdict_of_the_command(capfd: pytest.CaptureFixture[str], monkeypat
     monkeypatch.chdir(ROOT)
     arguments = ["verify", "layout", "configs/laptop-ppo.yaml", "--role=critic", "--model=Qwen2.5-0.5B"]
     assert main(arguments) == 0
-    assert "critic: right on 4 ranks" in capfd.readouterr().out
-    with mock.patch.object(verify, "RELATIVE_GOAL", 0.0):
+    assert "critic: right on 4 ranks, a small qwen2 in float32: from transformers " in capfd.readouterr().out
+    assert main([*arguments, "--dtype=bfloat16"]) == 0
+    assert "critic: right on 4 ranks, a small qwen2 in bfloat16: from transformers " in capfd.readouterr().out
+    with mock.patch.object(verify, "FLOAT32", replace(verify.FLOAT32, grad_norm=0.0)):
         assert main(arguments) == 1
     assert "critic: WRONG on 4 ranks" in capfd.readouterr().out
 
 
-def test_a_layout_that_is_too_large_for_a_laptop(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
+    """What would be measured, on a machine of eight GPUs as far as torch can tell, and found right."""
     monkeypatch.chdir(ROOT)
-    assert main(["verify", "layout", "configs/ppo-llama3.1-70b-8n8g.yaml"]) == 2
+    right = verify.Verified(8, 0.0, 0.0, 0.0, 0.0, verify.FLOAT32)
+    with (
+        mock.patch.object(torch.cuda, "device_count", return_value=8),
+        mock.patch.object(verify, "verify_layout", return_value=right) as verify_layout,
+    ):
+        yield verify_layout
+
+
+ON_8_GPUS = "configs/grpo-qwen2.5-7b-1n8g.yaml"
+ON_64_GPUS = "configs/ppo-llama3.1-70b-8n8g.yaml"
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "device", "dtype", "shows_all"),
+    [
+        (ON_8_GPUS, [], "gpu", "bfloat16", True),
+        (ON_8_GPUS, ["--dtype=float32"], "gpu", "float32", True),
+        (ON_8_GPUS, ["--device=cpu"], "cpu", "float32", False),
+        (ON_8_GPUS, ["--device=cpu", "--dtype=bfloat16"], "cpu", "bfloat16", False),
+        ("configs/laptop-grpo.yaml", ["--model=Qwen2.5-0.5B"], "cpu", "float32", True),
+    ],
+)
+def test_ranks_are_what_the_configuration_says_unless_told_otherwise(
+    measured: mock.Mock,
+    capsys: pytest.CaptureFixture[str],
+    config: str,
+    options: list[str],
+    device: str,
+    dtype: str,
+    *,
+    shows_all: bool,
+) -> None:
+    assert main(["verify", "layout", config, *options]) == 0
+    (_, _, settings, _, _, on_device), _ = measured.call_args
+    assert (on_device, settings.dtype) == (device, dtype)
     said = capsys.readouterr().out
-    assert "actor: not measured: this layout takes " in said
-    assert "--most-ranks" in said
+    assert f" in {dtype}: from transformers 0.0e+00 (at most 2.0e-05); from one rank: " in said
+    assert ("which shows nothing of NCCL, of Transformer Engine" in said) is not shows_all
+    assert ("nor of bfloat16" in said) is (not shows_all and dtype == "float32")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "64 GPUs, one for each rank, and this machine has 8; a smaller pp shows the same, or --device=cpu,"),
+        (["actor.parallel.pp=1"], "16 GPUs, one for each rank, and this machine has 8; --device=cpu,"),
+        (["--device=cpu"], "64 processes, and --max-ranks=16; a smaller pp shows the same, or --max-ranks=64"),
+    ],
+)
+def test_a_layout_that_is_too_large_starts_nothing(
+    measured: mock.Mock, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    assert main(["verify", "layout", ON_64_GPUS, "--role=actor", *options]) == 2
+    assert f"actor: not measured: this layout takes {said}" in capsys.readouterr().out
+    measured.assert_not_called()
