@@ -88,6 +88,15 @@ class WorkersStarted(Event, kind="workers_started"):
 
 
 @dataclass(frozen=True)
+class ModelLoaded(Event, kind="model_loaded"):
+    """A role's workers have built their model and read its weights."""
+
+    role: str
+    num_parameters: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class WorkerFault(Event, kind="worker_fault"):
     """A worker that died, raised, or went silent (`fault`: died | raised | silent | stopped)."""
 

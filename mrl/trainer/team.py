@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolMan
 from mrl.data.chat import load_tokenizer
 from mrl.data.prompt_loader import PromptLoader, Skips
 from mrl.data.rlhf_dataset import open_dataset
-from mrl.events import EventLog, Warned
+from mrl.events import EventLog, ModelLoaded, Warned
 from mrl.hybrid.hybrid_engine import HybridEngine
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
@@ -86,7 +88,7 @@ def make_team(config: Config, directory: Path, events: EventLog, clock: Clock) -
             groups = stack.enter_context(_started(config, context))
             hybrid = HybridEngine(config, groups, context)  # the engines sleep before the models load
             stack.callback(hybrid.close)
-            roles = {name: ModelRole(group.result(), config.model_roles()[name]) for name, group in groups.items()}
+            roles = _with_models(config, groups, events)
             hybrid.connect()
         generator = Generator(config, hybrid, rewards, tokenizer, clock.progress)
         validator = Validator(config, validation, generator, Skips(config.data.max_bad_rows, events))
@@ -149,6 +151,27 @@ def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
     else:
         worker = RayClassWithInitArgs("mrl.workers.reward_model:RewardModelWorker", setup)
     return RayWorkerGroup(role, worker, role_mesh(config, role), context)
+
+
+def _with_models(
+    config: Config, groups: Mapping[str, Future[RayWorkerGroup]], events: EventLog
+) -> dict[str, ModelRole]:
+    """The roles, their models loaded: side by side, but on one GPU in turn, for loading takes room of its own."""
+
+    def load(names: Sequence[str]) -> dict[str, ModelRole]:
+        loaded = {}
+        for name in names:
+            group, began = groups[name].result(), time.monotonic()
+            loaded[name] = ModelRole(group, config.model_roles()[name])
+            events.write(ModelLoaded(name, loaded[name].num_parameters, time.monotonic() - began))
+        return loaded
+
+    queues: dict[str, list[str]] = defaultdict(list)
+    for name in groups:
+        queues[name if config.cluster.device == "cpu" else config.placement.roles[name]].append(name)
+    with ThreadPoolExecutor(len(queues), "load") as threads:
+        loaded = dict(item for roles in threads.map(load, queues.values()) for item in roles.items())
+    return {name: loaded[name] for name in groups}
 
 
 def _kl_controller(config: Config) -> KLController:

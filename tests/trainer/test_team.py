@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -17,10 +19,10 @@ from mrl.config.algorithm import KlConfig
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config, ParallelConfig, PlacementConfig, RewardConfig, RewardFunctionConfig, SourceConfig
 from mrl.errors import MrlError
-from mrl.events import EventLog, Warned, read_events
+from mrl.events import EventLog, ModelLoaded, Warned, read_events
 from mrl.observe.clock import Clock
 from mrl.trainer import team as made
-from mrl.trainer.team import Team, _kl_controller, make_team, model_setup
+from mrl.trainer.team import Team, _kl_controller, _with_models, make_team, model_setup
 from mrl.workers.messages import ModelSetup
 from tests.trainer.fakes import CRITIC, SCORER, Prompts, Tokenizer, make_config
 
@@ -185,7 +187,7 @@ class Stage:
 
     def _role(self, group: Any, settings: Any) -> Any:
         self.journal.append(("model", group.role))
-        return SimpleNamespace(name=group.role, settings=settings)
+        return SimpleNamespace(name=group.role, settings=settings, num_parameters=7)
 
 
 @pytest.fixture
@@ -228,18 +230,48 @@ def test_a_team_is_put_together(tmp_path: Path, stage: Stage) -> None:
 
 def test_what_is_cheap_comes_first_and_what_began_last_ends_first(tmp_path: Path, stage: Stage) -> None:
     with team_in(tmp_path, whole_config(tmp_path)) as (_, events, _):
-        assert stage.journal == [
+        assert sorted(stage.journal[-4:-1]) == [("model", role) for role in ("actor", "critic", "reward_model")]
+        assert [*stage.journal[:-4], stage.journal[-1]] == [
             ("tokenizer", "policy"),
             *[("check", "policy", "lm"), ("check", "policy", "score"), ("check", "scorer", "score")],
             "rewards begins",
             "ray begins",
             ("resources", tmp_path, events),
             "hybrid",
-            *[("model", "actor"), ("model", "critic"), ("model", "reward_model")],
             "connect",
         ]
         stage.journal.clear()
     assert stage.journal == ["close", *["shutdown"] * 3, "release", "ray ends", "rewards ends"]
+
+
+@pytest.mark.parametrize(("device", "pools", "together"), [("cpu", "aa", 2), ("gpu", "ab", 2), ("gpu", "aa", 1)])
+def test_models_load_side_by_side_but_for_those_of_one_gpu(
+    device: Literal["cpu", "gpu"], pools: str, together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = whole_config(tmp_path, reward_model=None)
+    roles = dict(zip(("actor", "critic"), pools, strict=True))
+    cluster = replace(config.cluster, device=device)
+    config = replace(config, cluster=cluster, placement=PlacementConfig(pools={"a": 1, "b": 1}, roles=roles))
+    present: list[str] = []
+    most: list[int] = []
+
+    def load(group: str, settings: Any) -> Any:
+        present.append(group)
+        time.sleep(0.2)
+        most.append(len(present))
+        present.remove(group)
+        return SimpleNamespace(num_parameters=7, settings=settings)
+
+    monkeypatch.setattr(made, "ModelRole", load)
+    groups: dict[str, Future[Any]] = {role: Future() for role in roles}
+    for role, group in groups.items():
+        group.set_result(role)
+    events = EventLog(tmp_path / "events.jsonl")
+    loaded = _with_models(config, groups, events)
+    assert {name: role.settings for name, role in loaded.items()} == config.model_roles()  # type: ignore[attr-defined]
+    assert max(most) == together
+    seen = [record.event for record in read_events(tmp_path / "events.jsonl")]
+    assert sorted(event.role for event in seen if isinstance(event, ModelLoaded)) == ["actor", "critic"]
 
 
 def test_workers_are_started_with_what_they_need(tmp_path: Path, stage: Stage) -> None:
