@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -191,6 +191,8 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.listeners: list[Callable[[Event], None]] = []
+        """Told of each event that this process writes, in the thread that writes it."""
         self._lock = threading.Lock()
         # O_APPEND makes each line one atomic write, so writers never interleave.
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -201,6 +203,8 @@ class EventLog:
         line = json.dumps({"time": time.time(), "pid": os.getpid(), "kind": event.kind, **fields}, ensure_ascii=False)
         with self._lock:
             os.write(self._file, line.encode() + b"\n")
+        for listener in self.listeners:
+            listener(event)
 
     def close(self) -> None:
         """Close the file; writing afterwards is an error."""

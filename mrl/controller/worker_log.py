@@ -87,18 +87,28 @@ def tail(path: Path, num_lines: int) -> str:
 
     Harmless warnings, which C code and processes of libraries write to it directly, are left out and counted.
     """
+    kept, num_left_out = _last_lines(path, num_lines)
+    aside = harmless_path(path)
+    num_aside = len(aside.read_bytes().splitlines()) if aside.is_file() else 0
+    note = f"({num_left_out + num_aside} lines of harmless warnings left out, {num_aside} of them are in {aside.name})"
+    return "\n".join([*([note] if num_left_out + num_aside else []), *kept])
+
+
+def last_words(path: Path) -> str:
+    """The last line of a log that says something; empty where there is none."""
+    return next(filter(str.strip, reversed(_last_lines(path, 10)[0])), "")
+
+
+def _last_lines(path: Path, num_lines: int) -> tuple[list[str], int]:
+    """The last lines without harmless warnings and secrets, and the number of lines that are left out among them."""
     if not path.is_file():
-        return ""
+        return [], 0
     with path.open("rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - num_lines * 800))
         lines = file.read().decode("utf-8", "replace").splitlines()
     kept = without_harmless(lines)
-    aside = harmless_path(path)
-    num_aside = len(aside.read_bytes().splitlines()) if aside.is_file() else 0
-    num_left_out = len(lines) - len(kept) + num_aside
-    note = [f"({num_left_out} lines of harmless warnings left out, {num_aside} of them are in {aside.name})"]
-    return redact_text("\n".join([*(note if num_left_out else []), *kept[-num_lines:]]))
+    return redact_text("\n".join(kept[-num_lines:])).splitlines(), len(lines) - len(kept)
 
 
 def _open(path: Path) -> int:

@@ -33,7 +33,7 @@ from mrl.rollout.fleet import RolloutFleet
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
 SOCKETS = "handover"
-REPLICA = "rollout-{}"
+REPLICA, PORTER = "rollout-{}", "porter"
 PARTS = ("parameters", "gradients", "optimizer")
 
 
@@ -226,7 +226,7 @@ def start_porters(config: Config, context: RunContext) -> RayWorkerGroup:
     """One process on each device of the engines' own pool."""
     mesh = Mesh(rollout_devices(config))
     return RayWorkerGroup(
-        "porter",
+        PORTER,
         RayClassWithInitArgs("mrl.workers.porter:WeightPorter"),
         mesh,
         context,

@@ -44,6 +44,11 @@ class Console:
         self._stream.write(text + "\n")
         self._stream.flush()
 
+    def note(self, text: str) -> None:
+        """A line of its own that nobody needs who wants quiet."""
+        if not self._quiet:
+            self.say(text)
+
     def phase(self, name: str) -> None:
         """The step has come to this phase; only a terminal shows it."""
         self._panel.phase, self._panel.done, self._panel.total = name, 0, 0

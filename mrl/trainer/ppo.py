@@ -7,7 +7,7 @@ make them to the workers that read them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from mrl.trainer.generation import Scored
 from mrl.trainer.model_role import ModelRole, mean_of
 from mrl.trainer.model_scores import add_model_scores
 from mrl.trainer.run import Run
+from mrl.trainer.starting import told_what_starts
 from mrl.trainer.team import Team, make_team
 from mrl.workers.messages import WholeBatch
 
@@ -55,7 +56,10 @@ class RayPPOTrainer:
     @contextmanager
     def init_workers(self) -> Iterator[Team]:
         """Start all roles for the length of the block, and go on from the run's checkpoint where there is one."""
-        with make_team(self.config, self.run.directory, self.run.events, self.clock) as self.team:
+        with ExitStack() as stack:
+            with told_what_starts(self.run):
+                team = make_team(self.config, self.run.directory, self.run.events, self.clock)
+                self.team = stack.enter_context(team)
             self.actor, self.critic, self.hybrid = self.team.actor, self.team.critic, self.team.hybrid
             self.reward_model = self.team.reward_model
             if reason := self.hybrid.full_tensors_because:
