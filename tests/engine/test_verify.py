@@ -49,16 +49,13 @@ def test_few_ranks_show_a_layout() -> None:
 
 
 @pytest.mark.slow
-def test_the_verdict_of_the_command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_are_right_in_both_formats(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     arguments = ["verify", "layout", "configs/laptop-ppo.yaml", "--role=critic", "--model=Qwen2.5-0.5B"]
     assert main(arguments) == 0
     assert "critic: right on 4 ranks, a small qwen2 in float32: from transformers " in capfd.readouterr().out
     assert main([*arguments, "--dtype=bfloat16"]) == 0
     assert "critic: right on 4 ranks, a small qwen2 in bfloat16: from transformers " in capfd.readouterr().out
-    with mock.patch.object(verify, "FLOAT32", replace(verify.FLOAT32, grad_norm=0.0)):
-        assert main(arguments) == 1
-    assert "critic: WRONG on 4 ranks" in capfd.readouterr().out
 
 
 @pytest.fixture
@@ -104,6 +101,14 @@ def test_ranks_are_what_the_configuration_says_unless_told_otherwise(
     assert f" in {dtype}: from transformers 0.0e+00 (at most 2.0e-05); from one rank: " in said
     assert ("which shows nothing of NCCL, of Transformer Engine" in said) is not shows_all
     assert ("nor of bfloat16" in said) is (not shows_all and dtype == "float32")
+
+
+def test_a_wrong_layout_has_an_exit_code(measured: mock.Mock, capsys: pytest.CaptureFixture[str]) -> None:
+    measured.return_value = replace(measured.return_value, grad_norm=0.5)
+    assert main(["verify", "layout", ON_8_GPUS]) == 1
+    said = capsys.readouterr().out
+    assert "actor: WRONG on 8 ranks, a small qwen2 in bfloat16: " in said
+    assert "gradient norm 5.0e-01 (1.0e-05), parameters" in said
 
 
 @pytest.mark.parametrize(
