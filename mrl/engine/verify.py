@@ -59,10 +59,10 @@ def tolerance(dtype: str, head: Head, spec: ModelSpec, oracle: Floats) -> Tolera
 
     In bfloat16 every layer rounds what it adds to the hidden state, anew and at random, so relative errors grow with
     the root of the layers, r = 2^-8 sqrt(layers). Each limit is about twice or more the largest of 112 runs on the CPU:
-    five families in tp, cp, pp, vpp, ep and dp on two and four ranks, policies and critics. Scores were off by 2.8 r of
-    their own spread. A policy's loss was by 0.017 r, as only its entropy depends on the model, and its gradient norm by
-    0.56 r, with experts 2.6 r. A critic's were by 4.6 r, but in the first step by 0.6 r: Adam then goes as far for the
-    smallest gradient, whose sign may be rounding's.
+    four families, dense and with experts, in tp, cp, pp, vpp, ep and dp on two and four ranks, policies and dense
+    critics. Scores were off by 2.8 r of their own spread. A policy's loss was by 0.017 r, as only its entropy depends
+    on the model, and its gradient norm by 0.56 r, with experts 2.6 r. A critic's were by 4.6 r, but in the first step
+    by 0.6 r: Adam then goes as far for the smallest gradient, whose sign may be rounding's.
     """
     if dtype == "float32":
         return FLOAT32
