@@ -55,6 +55,7 @@ bench: install ## every benchmark in turn, in about half an hour; results in ben
 
 docs: install ## write anew what of the documentation follows from the code
 	$(BIN)/python -m tests.docs.generate
+	$(BIN)/python -m tests.launch.examples
 
 clean: ## remove .venv and every cache
 	rm -rf .venv .venv-py312 .venv-extras .pytest_cache .ruff_cache .mypy_cache .hypothesis build ./*.egg-info

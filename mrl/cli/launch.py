@@ -16,7 +16,7 @@ from mrl.config.load import Resolved
 from mrl.config.schema import Config
 from mrl.errors import SetupError
 from mrl.launch.parcel import Parcel, pack
-from mrl.launch.ray_job import RayJob, make_job, stage, submit_command
+from mrl.launch.ray_job import RayJob, make_job, stage, submit_command, submit_script
 from mrl.launch.site import load_site
 from mrl.launch.slurm import CONFIG, SCRIPT, SlurmJob, job_files, render_script
 
@@ -87,7 +87,7 @@ def _ray(arguments: argparse.Namespace, resolved: Resolved[Config], parcel: Parc
     with tempfile.TemporaryDirectory() as directory:
         command = submit_command(arguments.address, Path(directory), arguments.verb, wait=not arguments.no_wait)
         if arguments.dry_run:
-            _show(resolved, [*lines, f"# {CONFIG}", parcel.text, shlex.join(command), ""])
+            _show(resolved, [*lines, f"# {CONFIG}", parcel.text, submit_script(job, command)])
             return 0
         print("\n".join(lines), flush=True)
         stage(job, Path(directory))

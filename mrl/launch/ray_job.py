@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -69,6 +70,42 @@ def submit_command(address: str, directory: Path, verb: str, *, wait: bool) -> l
     submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", f"--address={address}"]
     submit += [f"--runtime-env={directory / RUNTIME_ENVIRONMENT}", *([] if wait else ["--no-wait"])]
     return [*submit, "--", "mrl", verb, CONFIG, "cluster.ray_address=auto"]
+
+
+def submit_script(job: RayJob, command: Sequence[str]) -> str:
+    """The command as a shell script with its reasons; `mrl launch ray` runs the same command without a shell."""
+    shipped = ", ".join([CONFIG, *map(str, job.code)])
+    variables = ", ".join(job.environment) or "none"
+    missing = f"\n#   to be set where Ray runs, as their names say that they are secret: {', '.join(job.missing)}"
+    shown = " \\\n  ".join(_by_option(command))
+    return (
+        f"{_SUBMIT}#   files: {shipped}\n#   variables: {variables}{missing if job.missing else ''}\n{_ENTRY}{shown}\n"
+    )
+
+
+_SUBMIT = """\
+#!/bin/bash
+# Made by `mrl launch ray`, whose directory for the runtime environment is there as long as the call takes.
+set -euo pipefail
+
+# Whoever has the cluster's token may run code there. Ray takes it from the file that RAY_AUTH_TOKEN_PATH names, with
+# RAY_AUTH_MODE=token: both are set where this is called.
+
+# The runtime environment says what travels; nothing else of the directory in which this is called does.
+"""
+_ENTRY = """
+# The entry point runs on the cluster, where `ray_address=auto` is the cluster itself. Without `--no-wait` this stays,
+# shows the run's words, and leaves with its exit code.
+"""
+
+
+def _by_option(command: Sequence[str]) -> Iterator[str]:
+    """The command, a line for its beginning, for each option, and for what follows them."""
+    end = command.index("--")
+    begin = next(number for number, word in enumerate(command) if word.startswith("--"))
+    yield shlex.join(command[:begin])
+    yield from map(shlex.quote, command[begin:end])
+    yield shlex.join(command[end:])
 
 
 def _own_code(module: str) -> Path | None:

@@ -42,15 +42,17 @@ def render_script(job: SlurmJob) -> str:
         if not _ONE_WORD.fullmatch(str(path)):
             problem = Problem(what, "", f'"{path}" holds what no #SBATCH line can', "choose a path without blanks")
             raise ConfigError([problem])
-    lines = ["#!/bin/bash", *(f"#SBATCH --{option}" for option in _options(job)), *_BEGIN.splitlines()]
-    lines += _environment(job.site)
+    options = (line if line.startswith("#") else f"#SBATCH --{line}" for line in _options(job))
+    lines = ["#!/bin/bash", *_TITLE.splitlines(), *options, *_BEGIN.splitlines(), *_environment(job.site)]
     lines += ["", f"files={shlex.quote(str(job.files))}", *_ATTEMPT.splitlines()]
-    lines += [f"srun {_STEP_OPTIONS} \\", f"  {_command(job)} &", *_END.splitlines()]
+    lines += [*_STEP.splitlines(), f"  {_command(job)} &", *_END.splitlines()]
     return "\n".join(lines).replace("@STOPPED@", str(STOPPED)) + "\n"
 
 
 def _options(job: SlurmJob) -> Iterator[str]:
+    """Options of sbatch, with comments between them: what would follow an option on its line might become its value."""
     cluster, site = job.config.cluster, job.site
+    yield "# What the run needs: `cluster` of the configuration, `cpus_per_node` of the cluster file."
     yield f"job-name={job.config.run.name}"
     yield f"nodes={cluster.nodes}"
     yield "ntasks-per-node=1"
@@ -61,29 +63,38 @@ def _options(job: SlurmJob) -> Iterator[str]:
     if site.exclusive:
         yield "exclusive"
         yield "mem=0"
+    yield "# The queue, as the cluster file names it; the time is that of one attempt."
     yield f"time={site.time}"
     yield from (
         f"{name}={value}" for name, value in (("account", site.account), ("partition", site.partition)) if value
     )
+    yield from (f"{name}={value}" for name, value in site.sbatch.items())
+    yield "# Where it runs and writes; an attempt that goes on writes below the one before."
     yield f"chdir={job.submitted_in}"
     yield f"output={job.files}/job-%j.log"
     yield "open-mode=append"
+    yield "# May be queued again: by Slurm when a node died, by the last lines of this when the time was over."
     yield "requeue"
+    yield "# SIGUSR1 to this script alone, so many seconds before the end: a step and a checkpoint must fit."
     yield f"signal=B:USR1@{site.stop_before_s}"
+    yield "# Of the environment in which it is submitted only these variables; their values stand in no file."
     named = dict.fromkeys((*job.variables, *(name for name, wanted in site.pass_on.items() if wanted)))
-    yield f"export={','.join(named) or 'NONE'}"  # nothing else of the submitter's environment
-    yield from (f"{name}={value}" for name, value in site.sbatch.items())
+    yield f"export={','.join(named) or 'NONE'}"
 
 
+_TITLE = """\
+# Made by `mrl launch slurm` from a configuration and a cluster file; a new call writes it anew. What it does: a task on
+# every node starts Ray there, the first one runs mrl, and what becomes of the job depends on mrl's exit code.
+"""
 _BEGIN = """
-# Made by `mrl launch slurm`; a new call writes it anew.
 set -euo pipefail
-umask 077
+umask 077 # the files of an attempt are the submitter's alone
 export SLURM_EXPORT_ENV=ALL # the step gets the environment of this script
 """
 
 
 def _environment(site: SiteConfig) -> Iterator[str]:
+    yield "\n# For every process of the job: `modules`, `network_interface` and `environment` of the cluster file."
     if site.modules:
         yield f"module load {' '.join(map(shlex.quote, site.modules.split()))}"
     interface = site.network_interface
@@ -93,6 +104,7 @@ def _environment(site: SiteConfig) -> Iterator[str]:
 
 
 _ATTEMPT = """\
+# Each attempt has a directory of its own, in which its nodes meet; `latest` is the newest.
 attempt=$files/attempt-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 mkdir -p "$attempt"
 ln -sfn "${attempt##*/}" "$files/latest"
@@ -106,18 +118,18 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$attempt/token"
 # Slurm says so before the time is over; the first node sees the file, and has the run save and leave.
 trap 'touch "$attempt/stop"' USR1
 
-# A task per node: the first starts Ray and the run, the others join it. All of them end when the run does."""
-_STEP_OPTIONS = (
-    '--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --cpu-bind=none '
-    '--kill-on-bad-exit=0 --wait=0 --output="$attempt/%N.log"'
-)
+# A task per node: the first starts Ray and the run, the others join it. All of them end when the run does, each by
+# itself: a task that fails takes no other along, so that the run can still save and say why."""
+_STEP = """\
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --cpu-bind=none \\
+  --kill-on-bad-exit=0 --wait=0 --output="$attempt/%N.log" \\"""
 
 
 def _command(job: SlurmJob) -> str:
     site, container = job.site, job.site.container
     node = (
-        f'{shlex.quote(site.python)} -m mrl.launch.node "$attempt" --verb {job.verb} '
-        f'--config "$files/{CONFIG}" --cpus {site.cpus_per_node} --join-limit-s {site.join_limit_s:g}'
+        f'{shlex.quote(site.python)} -m mrl.launch.node "$attempt" --verb {job.verb} --config "$files/{CONFIG}" \\\n'
+        f"  --cpus {site.cpus_per_node} --join-limit-s {site.join_limit_s:g}"
     )
     node += f" --interface {shlex.quote(site.network_interface)}" if site.network_interface else ""
     if container is None:
@@ -134,6 +146,8 @@ def _command(job: SlurmJob) -> str:
 
 _END = """\
 step=$!
+
+# Bash takes signals between commands only, so it waits a second at a time.
 patience=60 # seconds for the other nodes to leave once the run has ended
 while kill -0 "$step" 2>/dev/null && [ "$patience" -gt 0 ]; do
   if [ -f "$attempt/exit_code" ]; then patience=$((patience - 1)); fi
@@ -141,6 +155,8 @@ while kill -0 "$step" 2>/dev/null && [ "$patience" -gt 0 ]; do
   wait "$!" || true # a signal ends the waiting as well
 done
 if [ "$patience" -eq 0 ]; then echo "a node does not leave; its task ends with the job" >&2; fi
+
+# @STOPPED@ says that the run has saved and is not done. Anything else but 0 is a failure, and not tried again.
 code=1 # the first node writes the run's own; without it the step did not get that far
 if [ -f "$attempt/exit_code" ]; then code=$(<"$attempt/exit_code"); fi
 if [ "$code" -eq @STOPPED@ ] && [ -f "$attempt/stop" ]; then

@@ -18,6 +18,7 @@ from mrl.launch.parcel import KNOWN_DATASETS, pack
 from mrl.launch.site import load_site
 from mrl.launch.slurm import SlurmJob, render_script
 from tests.launch.conftest import MAIN, ROOT, Place
+from tests.launch.examples import EXAMPLES, rendered
 
 EXAMPLE = str(ROOT / "launch" / "cluster-example.yaml")
 PRESET = str(ROOT / "configs" / "ppo-llama3.1-70b-8n8g.yaml")
@@ -225,3 +226,21 @@ def test_sbatch_that_refuses_is_quoted(place: Place) -> None:
     (place.directory / "bin" / "sbatch").write_text("#!/bin/sh\necho 'error: invalid partition' >&2; exit 1\n")
     said = place.mrl("launch", "slurm", "run.yaml", "--submit", code=1)
     assert "sbatch refuses: error: invalid partition" in said
+
+
+@pytest.mark.parametrize("name", rendered())
+def test_an_example_is_what_is_made_today(name: str) -> None:
+    made = "python -m tests.launch.examples makes it anew"
+    assert (EXAMPLES / name).read_text(encoding="utf-8") == rendered()[name], made
+
+
+def test_there_is_no_other_example() -> None:
+    assert {path.name for path in EXAMPLES.iterdir()} == set(rendered())
+
+
+@pytest.mark.parametrize("name", rendered())
+def test_an_example_is_a_script_that_says_why(name: str) -> None:
+    lines = (EXAMPLES / name).read_text(encoding="utf-8").splitlines()
+    subprocess.run(["bash", "-n", str(EXAMPLES / name)], check=True)
+    assert max(map(len, lines)) <= 130
+    assert sum(line.startswith("# ") for line in lines) >= 5
