@@ -34,7 +34,8 @@ from benchmarks.harness import Benchmark, parser
 REPOSITORY = Path(__file__).resolve().parent.parent
 FAULTS = REPOSITORY / "benchmarks" / "faults"
 FURTHER = "further"
-COPIED = ("mrl", "tests", "benchmarks", "configs", "launch", "docs", "README.md", "pyproject.toml")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
+COPIED = ("mrl", "tests", "benchmarks", "configs", "launch", "docs", *PAGES, "pyproject.toml")
 LIMITS_S = {"quick": 300.0, "slow": 600.0}
 """Of one call of pytest. What is then still running has not noticed anything."""
 CASES_PER_TEST = "25"

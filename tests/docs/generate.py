@@ -9,6 +9,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ from mrl.config.load import load_config
 from mrl.config.reward_rules import BUILT_IN
 from mrl.config.schema import Config
 from mrl.config.sft import SftConfig
+from mrl.config.sources import read_chain
 from mrl.data.toy import TOY_TASKS
 from mrl.launch.site import SiteConfig
 from mrl.plan.preflight_columns import declared_columns, stages
 from tests.docs.blocks import ROOT, pages
+from tests.docs.pictures import IMAGES, PICTURES, SOLVED, recorded
+from tests.house_rules import MOST_FILE_LINES, MOST_FUNCTION_LINES
 
 _MADE = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _EVERYTHING_ON = (
@@ -202,7 +206,7 @@ def first_line(file: Path) -> str:
     return text.partition("\n")[0].removeprefix("# ") if text.startswith("# ") else ""
 
 
-# --- README.md --------------------------------------------------------------------------------------------------
+# --- scale.md ---------------------------------------------------------------------------------------------------
 
 
 def presets() -> str:
@@ -229,9 +233,74 @@ def presets() -> str:
     return table(("preset", "model", "GPUs", "actor", "engines"), rows())
 
 
-def bench() -> str:
-    """Every goal of the benchmarks as `make bench` measured it last."""
-    return table(("command", "goal", "value", ""), (row for report in _of_bench() for row in _goals(report)))
+# --- README.md --------------------------------------------------------------------------------------------------
+
+MEASURED = (
+    ("largest difference of a log-prob from transformers', over all layouts and families", "parity", "transformers"),
+    ("tensors that arrived wrong in an engine, over all pairs of layouts that are tried", "reshard", "wrong_tensors"),
+    ("resumes after a kill at a random moment that missed the newest checkpoint", "killed_runs", "resumes"),
+    ("samples with the right outcome though rewards hang and crash", "rewards", "under fire: samples"),
+    ("of nine published runs, those whose step time `mrl plan` meets within 25 %", "plan", "rows predicted"),
+    ("samples per second over TRL's, 30 million parameters, two cores", "end_to_end", "long: samples"),
+    ("the same with 0.6 million parameters", "end_to_end", "tiny: samples"),
+)
+"""What is said -> the benchmark, and words of the goal whose figure it is."""
+
+
+def demo() -> str:
+    """What the recorded run of the demo came to."""
+    run = recorded()
+    before, after = (metrics for metrics in run["steps"] if SOLVED in metrics)
+    return (
+        f"`make demo` on {run['machine']}: {before[SOLVED]:.1%} -> {after[SOLVED]:.1%} of sampled answers to "
+        f"{before['val/prompts']:.0f} problems\nthat are in no training data, in {run['minutes']} minutes. "
+        f"Both pictures are of this run ({run['date']}, {run['commit']}).\n"
+    )
+
+
+def figures() -> str:
+    """The figures that stand on the first page."""
+
+    def rows() -> Iterator[Sequence[str]]:
+        found = list(_all_goals())
+        for said, benchmark, words in MEASURED:
+            ours = [goal for goal in found if goal.benchmark == benchmark and words in goal.name]
+            assert ours, f"no goal of {benchmark} is called {words}"
+            yield said, ours[0].limit, ours[0].own or ours[0].in_bench, f"`benchmarks/{benchmark}.py`"
+
+    return table(("figure", "goal", "measured", "again"), rows())
+
+
+PEERS = {
+    "verl": ("1dda039", "2026-08-22", "111,000", "2,548", "466", "947", "not found", "not found"),
+    "slime": ("624b824", "2026-08-21", "41,000", "3,184", "1,547", "203", "not found", "not found"),
+    "prime-rl": ("559b447", "2026-08-21", "47,000", "1,616", "669", "29", "not found", "not found"),
+    "TRL": ("f2cd577", "2026-07-24", "62,000", "3,374", "894", "-", "yes", "not found"),
+}
+"""Their libraries without tests and examples, counted as ours is; the README says which keys are counted."""
+COMPARED = (
+    *("commit", "date", "lines of Python", "lines of the longest file", "lines of the longest function"),
+    *("keys of a flagship run", "the whole loop on a laptop's CPU", "memory and seconds before the queue"),
+)
+
+
+def compare() -> str:
+    """mrl beside its peers."""
+    lines = sum(file.read_text(encoding="utf-8").count("\n") for file in (ROOT / "mrl").rglob("*.py"))
+    keys = len(list(_leaves(read_chain(str(ROOT / "configs/ppo-llama3.1-70b-8n8g.yaml")).values)))
+    longest = (f"<= {MOST_FILE_LINES}", f"<= {MOST_FUNCTION_LINES}")
+    ours = ("this", "-", f"{round(lines, -3):,}", *longest, str(keys), "yes", "`mrl plan`")
+    columns = {"mrl": ours} | PEERS
+    rows = ((said, *(column[number] for column in columns.values())) for number, said in enumerate(COMPARED))
+    return table(("", *columns), rows)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict) and value:
+        for inner in value.values():
+            yield from _leaves(inner)
+    else:
+        yield value
 
 
 # --- docs/benchmarks.md -----------------------------------------------------------------------------------------
@@ -239,9 +308,51 @@ def bench() -> str:
 MOST_ROWS = 40
 
 
-def long_runs() -> str:
-    """Every goal of what takes longer than `make bench` does."""
-    return table(("command", "goal", "value", ""), (row for report in _long_runs() for row in _goals(report)))
+@dataclass(frozen=True)
+class Goal:
+    """One goal, as its benchmark's own command measured it and as `make bench` did."""
+
+    benchmark: str
+    command: str
+    name: str
+    limit: str
+    own: str = ""
+    in_bench: str = ""
+
+
+def goals() -> str:
+    """Every goal of every benchmark, once."""
+
+    def rows() -> Iterator[Sequence[str]]:
+        last = ""
+        for goal in _all_goals():
+            called = goal.command if goal.command != last else ""
+            yield called, f"{goal.name} {goal.limit}", goal.own, goal.in_bench
+            last = goal.command
+
+    return table(("benchmark", "goal", "its own command", "in `make bench`"), rows())
+
+
+def _all_goals() -> Iterator[Goal]:
+    own, in_bench = _measured(_long_runs()), _measured(_of_bench())
+    for key in sorted(dict.fromkeys((*own, *in_bench)), key=lambda key: key[1]):  # of one benchmark, in its own order
+        yield Goal(*key, own.get(key, ""), in_bench.get(key, ""))
+
+
+def _measured(reports: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str, str], str]:
+    """(benchmark, what it is called, goal, limit) -> the figure, and whether it misses the goal."""
+    measured = {}
+    for report in reports:
+        benchmark = report["benchmark"]
+        called = f"`{benchmark}`" + (" (simulated)" if benchmark in SIMULATED else "")
+        if benchmark == "parity" and "versions" in report:
+            called += f", megatron-core {report['versions']['megatron-core']}"
+        if "not_run" in report:
+            measured[benchmark, called, "not run", ""] = report["not_run"]
+        for goal in report.get("goals", ()):
+            verdict = "" if goal["met"] else " **missed**"
+            measured[benchmark, called, goal["name"], goal["goal"]] = f"{shown(goal['value'])}{verdict}"
+    return measured
 
 
 def tables() -> str:
@@ -257,17 +368,6 @@ def _of_bench() -> Iterator[dict[str, Any]]:
 def _long_runs() -> Iterator[dict[str, Any]]:
     for file in sorted((ROOT / "benchmarks/results").glob("*.json")):
         yield json.loads(file.read_text(encoding="utf-8"))
-
-
-def _goals(report: dict[str, Any]) -> Iterator[Sequence[str]]:
-    said = _command(report)
-    if "not_run" in report:
-        yield said, "not run", report["not_run"], ""
-        return
-    for goal in report["goals"]:
-        verdict = "met" if goal["met"] else "**missed**"
-        yield said, f"{goal['name']} {goal['goal']}", shown(goal["value"]), verdict
-        said = ""
 
 
 def _rows(report: dict[str, Any]) -> Iterator[str]:
@@ -294,7 +394,21 @@ def _command(report: dict[str, Any]) -> str:
 
 MAKERS: dict[str, Callable[[], str]] = {
     maker.__name__: maker
-    for maker in (calls, columns, schema, sft_schema, site_schema, names, files, presets, bench, long_runs, tables)
+    for maker in (
+        calls,
+        columns,
+        schema,
+        sft_schema,
+        site_schema,
+        names,
+        files,
+        presets,
+        demo,
+        figures,
+        compare,
+        goals,
+        tables,
+    )
 }
 
 
@@ -313,3 +427,5 @@ if __name__ == "__main__":
         old = page.read_text(encoding="utf-8")
         if (new := renewed(old)) != old:
             page.write_text(new, encoding="utf-8")
+    for name, draw in PICTURES.items():
+        (IMAGES / name).write_text(draw(), encoding="utf-8")
