@@ -51,7 +51,7 @@ class Block:
 
 def pages() -> list[Path]:
     """All pages, the first of them included."""
-    return [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 
 
 def blocks_of(page: Path) -> Iterator[Block]:

@@ -28,7 +28,16 @@ from mrl.launch.site import SiteConfig
 from mrl.plan.preflight_columns import declared_columns, stages
 from tests.docs.blocks import ROOT, pages
 from tests.docs.pictures import IMAGES, PICTURES, SOLVED, recorded
-from tests.house_rules import MOST_FILE_LINES, MOST_FUNCTION_LINES
+from tests.house_rules import (
+    LAYERS,
+    MEDIAN_FILE_LINES,
+    MOST_FILE_LINES,
+    MOST_FUNCTION_LINES,
+    MOST_METHODS,
+    MOST_PARAMETERS,
+    SHORT_FUNCTION_LINES,
+    SHORT_FUNCTIONS,
+)
 
 _MADE = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _EVERYTHING_ON = (
@@ -204,6 +213,26 @@ def first_line(file: Path) -> str:
     if file.suffix == ".py":
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     return text.partition("\n")[0].removeprefix("# ") if text.startswith("# ") else ""
+
+
+# --- CONTRIBUTING.md --------------------------------------------------------------------------------------------
+
+
+def layers() -> str:
+    """What may import what."""
+    rows = ((f"{number}", ", ".join(f"`{unit}`" for unit in sorted(units))) for number, units in enumerate(LAYERS, 1))
+    return table(("from the bottom", ""), rows)
+
+
+def budgets() -> str:
+    """How large what may be."""
+    rows = (
+        ("file", f"{MOST_FILE_LINES} lines", f"median {MEDIAN_FILE_LINES}"),
+        ("function", f"{MOST_FUNCTION_LINES} lines", f"{SHORT_FUNCTIONS:.0%} under {SHORT_FUNCTION_LINES}"),
+        ("class", f"{MOST_METHODS} methods", ""),
+        ("parameters", f"{MOST_PARAMETERS}", ""),
+    )
+    return table(("", "at most", "usual"), iter(rows))
 
 
 # --- scale.md ---------------------------------------------------------------------------------------------------
@@ -402,6 +431,8 @@ MAKERS: dict[str, Callable[[], str]] = {
         site_schema,
         names,
         files,
+        layers,
+        budgets,
         presets,
         demo,
         figures,

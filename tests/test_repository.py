@@ -1,0 +1,38 @@
+"""What stands around the code says the same as the code: continuous integration, version, licence, templates."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+import mrl
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_workflow_runs_what_ci_runs() -> None:
+    wanted = re.search(r"for target in (.*); do", (ROOT / ".ci/run").read_text())
+    assert wanted, "the loop over the targets"
+    job = yaml.safe_load((ROOT / ".github/workflows/ci.yaml").read_text())["jobs"]["make"]
+    assert job["strategy"]["matrix"]["target"] == wanted[1].split()
+    assert "make ${{ matrix.target }} </dev/null" in [step.get("run") for step in job["steps"]]
+
+
+def test_version_and_licence_are_said_alike() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["license"], citation["version"]) == (project["license"], mrl.__version__)
+    assert citation["title"] in (ROOT / "README.md").read_text()
+    assert f"Version {mrl.__version__}" in (ROOT / "README.md").read_text()
+    assert mrl.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_a_bug_report_asks_for_what_helps() -> None:
+    for template in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yaml"):
+        form = yaml.safe_load(template.read_text())
+        assert {"name", "description", "body"} <= form.keys(), template.name
+    asked = (ROOT / ".github/ISSUE_TEMPLATE/bug.yaml").read_text()
+    assert [words for words in ("mrl env", "config.yaml", "events.jsonl") if words not in asked] == []
