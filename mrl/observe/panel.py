@@ -53,7 +53,8 @@ class Panel:
         return [line[: max(width - 1, 0)] for line in self._lines()]
 
     def _lines(self) -> Iterator[str]:
-        yield f"step {self.step + 1}/{self.num_steps}  {bar(self.step / self.num_steps)}{self._left()}"
+        step = min(self.step + 1, self.num_steps)  # a run that saves after its last step is at no further one
+        yield f"step {step}/{self.num_steps}  {bar(self.step / self.num_steps)}{self._left()}"
         progress = f"  {bar(self.done / self.total)} {self.done}/{self.total}" if self.total else ""
         yield f"  {self.phase:<14}{progress}"
         if self.seconds:

@@ -69,6 +69,12 @@ def test_no_line_is_wider_than_the_terminal() -> None:
     assert max(len(line) for line in panel.lines(40)) == 39
 
 
+def test_after_its_last_step_a_run_that_saves_is_at_no_further_one() -> None:
+    panel = Panel(2, phase="save")
+    panel.finish(2, {}, None)
+    assert panel.lines(80)[0].startswith("step 2/2 ")
+
+
 def test_quiet_prints_only_what_must_be_said() -> None:
     stream = io.StringIO()
     console = Console(3, stream, quiet=True)
