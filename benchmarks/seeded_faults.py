@@ -12,6 +12,7 @@ once, and those that stand there are not sought again: all faults take hours, wh
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -215,7 +216,10 @@ def _preload() -> None:
     import pytest  # noqa: F401
     import torch
     import torch.multiprocessing
-    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    import tests.conftest  # noqa: F401  # the variables that it sets are read when libraries are imported
+
+    importlib.import_module("transformers.models.auto.modeling_auto")
 
     torch.set_num_threads(1)
 

@@ -36,6 +36,16 @@ def trained(**settings: object) -> TrainedModelConfig:
     return TrainedModelConfig(max_tokens_per_device=1000, **settings)  # type: ignore[arg-type]
 
 
+def test_a_rank_has_at_least_one_key_head() -> None:
+    """Llama-3.1-8B has 8 of them: from 8 ranks on, more ranks share only what the 32 query heads keep."""
+    by_tp = {tp: layer_bytes(LLAMA_8B, trained(parallel=ParallelConfig(tp=tp)), has_experts=False) for tp in (8, 16)}
+    rope = 4 * LLAMA_8B.head_dim * 2
+    of_queries = (2 * 2 * LLAMA_8B.num_heads * LLAMA_8B.head_dim + 4 * LLAMA_8B.num_heads) / 16
+    of_one_key_head = 2 * 2 * LLAMA_8B.head_dim
+    assert by_tp[16].attention == pytest.approx(of_queries + of_one_key_head + rope)
+    assert by_tp[8].attention == pytest.approx(2 * of_queries + of_one_key_head + rope)
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_fits(preset: str) -> None:
     plan = plan_memory(subject_of(preset))
