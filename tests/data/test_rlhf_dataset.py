@@ -118,6 +118,17 @@ def test_other_columns(here: Path, dataset_of: OpenDataset) -> None:
         assert str(twice.error) == f'{second}: the id "4" occurs twice, first at {first}'
 
 
+def test_sources_have_ids_of_their_own(here: Path, dataset_of: OpenDataset) -> None:
+    for name in ("one.jsonl", "other.jsonl"):
+        Path(name).write_bytes(jsonl({"question": name, "answer": "a", "key": 4}))
+    columns = ColumnsConfig(
+        prompt="question", data_source=None, ability=None, ground_truth="answer", extra_info=None, id="key"
+    )
+    names = ("one", "other")
+    sources = {name: SourceConfig(dataset=f"{name}.jsonl", columns=columns) for name in names}
+    assert list(dataset_of(train=sources).check()) == []
+
+
 def test_check_finds_everything_at_once(here: Path, dataset_of: OpenDataset) -> None:
     Path("rows.jsonl").write_bytes(jsonl(good_row(), b"{", good_row(2, prompt="x" * 90), good_row(3), b"[]"))
     found = [(unusable.draw.row, unusable.num_tokens) for unusable in dataset_of(train="rows.jsonl").check()]
