@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl.engine.parity import OPTIMIZER
 from mrl.engine.verify import verify_layout
 from tests.presets.twins import presets, switches, training_twin, training_twins
 
@@ -13,6 +14,9 @@ TWINS = training_twins()
 QUICK = {"grpo-qwen3-30b-a3b-2n8g:actor"}
 SLOW = {"ppo-llama3.1-8b-1n8g:critic", "grpo-mixtral-8x22b-8n8g:actor"}
 """With the quick ones, each switch and each kind of parallelism."""
+MAX_PARAMETER_DIFFERENCE = 0.1 * 3 * OPTIMIZER["lr"]
+"""A tenth of what three steps of Adam move. Elements of key biases have gradients near zero, and Adam goes as far for
+one that is rounding alone: their difference is 1e-4, that of every other tensor 1e-5."""
 
 
 def marked(name: str) -> object:
@@ -42,4 +46,4 @@ def test_a_preset_trains_as_a_plain_run_does(name: str, tmp_path: Path) -> None:
     found = verify_layout(twin.values, twin.head, twin.settings, twin.num_ranks, tmp_path / "model")
     print(f"{name}: {found}")
     assert found.is_right, found
-    assert found.parameters < 1e-4
+    assert found.parameters < MAX_PARAMETER_DIFFERENCE
