@@ -185,7 +185,14 @@ def test_a_job_of_a_ray_cluster_brings_its_configuration_and_code_along(
 
 
 def left_over(directory: Path) -> list[str]:
-    """Processes that belong to this test and still run."""
+    """Processes that belong to this test and still run after a while: one that was told to end may take a moment."""
+    deadline = time.monotonic() + 20
+    while (found := _running(directory)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return found
+
+
+def _running(directory: Path) -> list[str]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
