@@ -196,9 +196,10 @@ def _running(directory: Path) -> list[str]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            words = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
+            command = (process / "cmdline").read_bytes()
+            words = (process / "environ").read_bytes() + command
         except OSError:
             continue
         if int(process.name) != os.getpid() and str(directory).encode() in words:
-            found.append((process / "cmdline").read_text().replace("\0", " "))
+            found.append(command.decode().replace("\0", " "))
     return found
