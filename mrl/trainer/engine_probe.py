@@ -22,7 +22,7 @@ from mrl.protocol.columns import from_rows
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer.model_role import ModelRole
 
-TEXT = "A ferry crosses the bay in 40 minutes and waits 15 on either side. When is it back where it began? Step by step:"
+TEXT = "A ferry crosses the bay in 40 minutes and waits 15 on each side. When is it back where it began? Step by step,"
 MAX_RESPONSE_TOKENS = 64
 SEED = 0
 
