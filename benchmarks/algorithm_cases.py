@@ -94,9 +94,9 @@ class Packed:
         log_p = self.column("logits").log_softmax(-1)
         return -(log_p.exp() * log_p).sum(-1)
 
-    def norm(self, mode: str) -> algos.Normaliser:
+    def norm(self, mode: str) -> algos.LossNormalizer:
         """The case as the whole batch."""
-        return algos.Normaliser(mode, algos.BatchTotals.of(self.rows, self.mask_T), self.case["horizon"])
+        return algos.LossNormalizer(mode, algos.BatchTotals.of(self.rows, self.mask_T), self.case["horizon"])
 
     def outcomes(self) -> algos.Outcomes:
         """The case's scores."""
@@ -215,14 +215,14 @@ def importance(settings: algos.CorrectionSettings) -> Function:
 def kl_in_reward(case: Packed) -> Outputs:
     """Rewards after the penalty."""
     kl_T = algos.token_kl("k1", case.column("old"), case.column("ref"), case.mask_T)
-    return {"rewards": algos.penalise(case.column("rewards"), kl_T, case.mask_T, 0.3)}
+    return {"rewards": algos.apply_kl_penalty(case.column("rewards"), kl_T, case.mask_T, 0.3)}
 
 
 def group_std(case: Packed) -> Outputs:
     """GRPO's deviation over one group of all rows, which its advantages imply."""
     scores_B = case.per_row("scores")
-    one_group = algos.Groups.of(["all"] * scores_B.numel())
-    return {"std": (one_group.centred(scores_B).square().sum() / (scores_B.numel() - 1)).sqrt()}
+    one_group = algos.PromptGroups.of(["all"] * scores_B.numel())
+    return {"std": (one_group.centered(scores_B).square().sum() / (scores_B.numel() - 1)).sqrt()}
 
 
 def kl_term(case: Packed) -> tuple[dict[str, Any], algos.ActorColumns]:

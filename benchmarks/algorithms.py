@@ -25,7 +25,7 @@ from benchmarks.harness import Benchmark, parser
 from benchmarks.peer_environments import RUN_TIMEOUT_S, TRL, VERL, PeerEnvironment
 
 TOLERANCE = 1e-6
-FEWEST_FUNCTIONS = 25
+MIN_FUNCTIONS = 25
 
 INTENDED_DIFFERENCES = (
     "group of one: advantage 0 here; verl hands out the raw score (its vectorised RLOO 0)",
@@ -101,7 +101,7 @@ def main() -> int:
     for row in compared:
         bench.row(**row)
     print("Intended differences, which the cases avoid:", *INTENDED_DIFFERENCES, sep="\n  - ")
-    bench.goal("functions and variants compared", len(compared), at_least=FEWEST_FUNCTIONS)
+    bench.goal("functions and variants compared", len(compared), at_least=MIN_FUNCTIONS)
     if compared:
         bench.goal("largest difference", max(row["max_difference"] for row in compared), at_most=TOLERANCE)
     return bench.finish(arguments)

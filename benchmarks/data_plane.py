@@ -40,7 +40,7 @@ from mrl.protocol.columns import jagged, object_array
 from mrl.protocol.wire import encode
 
 SIZES = (256, 512)
-LONGEST_RESPONSE = 8192
+MAX_RESPONSE_TOKENS = 8192
 PROMPT_TOKENS = 1024
 SAMPLES_PER_PROMPT = 8
 MEAN_RESPONSE = 2500
@@ -54,10 +54,10 @@ def response_lengths(count: int, mean: int, seed: int) -> list[int]:
     randomness = random.Random(seed)
     drawn = [randomness.lognormvariate(0.0, 0.6) for _ in range(count)]
     scale = mean * count / sum(drawn)
-    lengths = [min(LONGEST_RESPONSE, max(1, round(length * scale))) for length in drawn]
+    lengths = [min(MAX_RESPONSE_TOKENS, max(1, round(length * scale))) for length in drawn]
     while (missing := mean * count - sum(lengths)) != 0:
         row = randomness.randrange(count)
-        lengths[row] = min(LONGEST_RESPONSE, max(1, lengths[row] + missing))
+        lengths[row] = min(MAX_RESPONSE_TOKENS, max(1, lengths[row] + missing))
     return lengths
 
 

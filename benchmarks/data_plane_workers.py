@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mrl.controller import Dispatch, Place, Worker, register
+from mrl.controller import Dispatch, RankInfo, Worker, register
 from mrl.protocol import DataProto
 from mrl.protocol.columns import Jagged, jagged
 
@@ -12,7 +12,7 @@ from mrl.protocol.columns import Jagged, jagged
 class Producer(Worker):
     """Has made its samples beforehand: only handing them over is timed."""
 
-    def __init__(self, place: Place, lengths: dict[str, list[int]]) -> None:
+    def __init__(self, place: RankInfo, lengths: dict[str, list[int]]) -> None:
         super().__init__(place)
         self._samples = {name: _samples(rows) for name, rows in lengths.items()}
 

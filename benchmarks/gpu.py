@@ -29,14 +29,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, Timing, parser
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
-from mrl.engine.local_world import Device, run_on_ranks
-from mrl.engine.parity import ParityCase, measure, together, transformers_scores
+from mrl.engine.local_world import Device, run_distributed
+from mrl.engine.parity import ParityCase, measure, merge_ranks, transformers_scores
 from mrl.engine.verify import BUDGETS, make_random
 from mrl.models.families import read_spec
 from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
 from mrl.rollout.digest import digest
-from mrl.rollout.handover import HandoverReceiver, HandoverSender, Placed
+from mrl.rollout.handover import IpcReceiver, IpcSender, TensorView
 
 FAMILIES = ("Llama-3.1-8B", "Qwen3-8B", "Qwen3-30B-A3B")
 LIMIT_S = 300.0
@@ -80,9 +80,9 @@ def parity(bench: Benchmark, directory: Path) -> None:
     for name in FAMILIES:
         model = make_random(small_config(model_values(name), ParallelConfig()), "lm", directory / name)
         cases = [ParityCase(str(model), "lm", ParallelConfig(), budget, dtype="bfloat16") for budget in BUDGETS]
-        (found,) = run_on_ranks(1, measure, cases, timeout_s=LIMIT_S, device=RANKS_ON)
+        (found,) = run_distributed(1, measure, cases, timeout_s=LIMIT_S, device=RANKS_ON)
         oracle = transformers_scores(model, cases[0])
-        difference = max(float(np.abs(together([result]).scores - oracle).mean()) for result in found)
+        difference = max(float(np.abs(merge_ranks([result]).scores - oracle).mean()) for result in found)
         bench.row(part="parity", what=name, mean_difference=difference)
         worst = max(worst, difference)
     bench.goal("mean difference of log-probs in bfloat16 from float32", worst, at_most=0.05)
@@ -143,7 +143,7 @@ def training(bench: Benchmark, name: str, directory: Path) -> None:
     """Updates and offload of a model of its published size (on the CPU of a small one of its shape)."""
     values = model_values(name)
     model = make_random(values if ON_GPU else small_config(values, ParallelConfig()), "lm", directory / "trained")
-    (found,) = run_on_ranks(1, train_and_offload, str(model), SIZE, timeout_s=LIMIT_S, device=RANKS_ON)
+    (found,) = run_distributed(1, train_and_offload, str(model), SIZE, timeout_s=LIMIT_S, device=RANKS_ON)
     update, rate = Timing(found["seconds"]), matrix_rate()
     share = found["flops"] / update.median_s / rate
     bench.row(
@@ -165,7 +165,7 @@ def training(bench: Benchmark, name: str, directory: Path) -> None:
 
 def receive(path: Path) -> None:
     """The other process: it copies every bucket into memory of its own."""
-    receiver = HandoverReceiver(path, LIMIT_S)
+    receiver = IpcReceiver(path, LIMIT_S)
     held: dict[str, torch.Tensor] = {}
     for bucket in receiver.buckets():
         for name, tensor in bucket.tensors.items():
@@ -177,10 +177,10 @@ def handing_over(bench: Benchmark, directory: Path) -> None:
     """Buckets from here to there."""
     path = directory / "there.sock"
     with subprocess.Popen([sys.executable, __file__, "--receive", str(path)]) as process:
-        sender = HandoverSender(path, SIZE.slot_bytes, DEVICE, LIMIT_S)
+        sender = IpcSender(path, SIZE.slot_bytes, DEVICE, LIMIT_S)
         sender.begin(1)
         # One name a slot, so that the receiver copies each bucket into memory that it has by then.
-        filled = Placed("weight", torch.bfloat16, (SIZE.slot_bytes // 2,), 0)
+        filled = TensorView("weight", torch.bfloat16, (SIZE.slot_bytes // 2,), 0)
         source = torch.randn(SIZE.slot_bytes // 2, device=DEVICE, dtype=torch.bfloat16)
         for number in range(SIZE.buckets + 2):
             if number == 2:  # both slots are mapped by now

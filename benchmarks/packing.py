@@ -35,7 +35,7 @@ Integers = npt.NDArray[np.int64]
 Plan = list[list[Integers]]
 
 COST = RowCost(linear=24576, quadratic=1)
-LONGEST, SHORTEST = 8192, 16
+MAX_LENGTH, MIN_LENGTH = 8192, 16
 BUDGETS = (8192, 16384)
 NUM_ROWS, NUM_RANKS = (512, 2048, 8192), (8, 32, 64)
 NUM_STAGES = 4
@@ -49,7 +49,7 @@ def make_lengths(kind: str, count: int) -> Integers:
         "Zipf": 64.0 * chance.zipf(1.5, count),
         "constant": np.full(count, 2048.0),
     }
-    return np.clip(drawn[kind], SHORTEST, LONGEST).astype(np.int64)
+    return np.clip(drawn[kind], MIN_LENGTH, MAX_LENGTH).astype(np.int64)
 
 
 def plan_by_differences(lengths: Integers, num_ranks: int, budget: int) -> Plan:

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.harness import Benchmark, parser
 from benchmarks.parity_faults import FAULTS, measure_with_fault
 from mrl.config.schema import ParallelConfig as Layout
-from mrl.engine.local_world import run_on_ranks
-from mrl.engine.parity import Difference, ParityCase, ParityResult, measure, together, transformers_scores
+from mrl.engine.local_world import run_distributed
+from mrl.engine.parity import Difference, ParityCase, ParityResult, measure, merge_ranks, transformers_scores
 from mrl.models.table import Head
 from tests.models.tiny_models import MOE_FAMILIES, TINY_FAMILIES, make_tiny
 
@@ -83,8 +83,8 @@ def run_cells(cells: list[Cell]) -> dict[tuple[str, str, str], list[ParityResult
     for size in sorted({cell.num_ranks for cell in cells}):
         mine = [cell for cell in cells if cell.num_ranks == size]
         cases = [case for cell in mine for case in cell.cases]
-        by_rank = run_on_ranks(size, measure, cases, timeout_s=WORLD_LIMIT_S)
-        results = iter([together(list(ranks)) for ranks in zip(*by_rank, strict=True)])
+        by_rank = run_distributed(size, measure, cases, timeout_s=WORLD_LIMIT_S)
+        results = iter([merge_ranks(list(ranks)) for ranks in zip(*by_rank, strict=True)])
         for cell in mine:
             found[cell.family, cell.head, cell.layout] = [next(results) for _ in cell.cases]
     return found
@@ -126,11 +126,11 @@ def faults(bench: Benchmark, directory: Path) -> None:
     for name, fault in FAULTS.items():
         model = make_tiny(fault.family, directory / f"fault-{name.replace(' ', '-')}", 0, fault.head)
         whole = ParityCase(str(model), fault.head, Layout(), BUDGETS[0])
-        one = run_on_ranks(1, measure, [whole], timeout_s=WORLD_LIMIT_S)
+        one = run_distributed(1, measure, [whole], timeout_s=WORLD_LIMIT_S)
         case = ParityCase(str(model), fault.head, fault.layout, BUDGETS[0])
-        ranks = run_on_ranks(fault.num_ranks, measure_with_fault, name, case, timeout_s=WORLD_LIMIT_S)
-        result = together(ranks)
-        difference = Difference.between(together([one[0][0]]), result)
+        ranks = run_distributed(fault.num_ranks, measure_with_fault, name, case, timeout_s=WORLD_LIMIT_S)
+        result = merge_ranks(ranks)
+        difference = Difference.between(merge_ranks([one[0][0]]), result)
         oracle = float(np.abs(result.scores - transformers_scores(model, case)).max())
         caught = oracle > SCORES_GOAL or max(difference.loss, difference.grad_norm) > RELATIVE_GOAL
         missed += [] if caught else [name]

@@ -43,10 +43,10 @@ from mrl.config.schema import (
 from mrl.config.training import TrainingConfig
 from mrl.plan.advice import FULL_RECOMPUTATION
 from mrl.plan.known_models import model_spec
-from mrl.plan.subject import Subject
+from mrl.plan.subject import PlanInput
 from mrl.plan.timing import Lengths, plan_time
 
-TOLERANCE, FEWEST_WITHIN = 0.25, 6
+TOLERANCE, MIN_WITHIN = 0.25, 6
 PROMPT_TOKENS = 110
 
 
@@ -90,7 +90,7 @@ ROWS = [
 ]
 
 
-def subject_of(row: Row) -> Subject:
+def subject_of(row: Row) -> PlanInput:
     """The run as a configuration of mrl."""
     parts = {"train": row.gpus // 2, "rollout": row.gpus // 2} if row.split else {"train": row.gpus}
     roles = {"actor": "train"} | ({"rollout": "rollout"} if row.split else {})
@@ -117,7 +117,7 @@ def subject_of(row: Row) -> Subject:
         ),
         training=TrainingConfig(steps=1),
     )
-    return Subject(config, {"actor": model_spec(row.model)}, hardware(row.hardware))
+    return PlanInput(config, {"actor": model_spec(row.model)}, hardware(row.hardware))
 
 
 def predictions() -> Iterator[dict[str, Any]]:
@@ -143,7 +143,7 @@ def main() -> int:
     for line in predictions():
         bench.row(**line)
     within = sum(abs(line["error"]) <= TOLERANCE for line in bench.rows)
-    bench.goal(f"rows predicted within {TOLERANCE:.0%}, of {len(ROWS)}", within, at_least=FEWEST_WITHIN)
+    bench.goal(f"rows predicted within {TOLERANCE:.0%}, of {len(ROWS)}", within, at_least=MIN_WITHIN)
     return bench.finish(arguments)
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, parser
 from mrl.config.load import load_config
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import run_distributed
 from tests.reference.compare import NORM_TOLERANCE, TOLERANCE, hold
 from tests.reference.matrix import all_cases, record
 from tests.reference.models import make_models
@@ -51,7 +51,7 @@ def main() -> int:
         for part, (ranks, cases) in all_cases(folder / "models").items():
             if arguments.quick and not part.endswith("quick"):
                 continue
-            recordings = run_on_ranks(ranks, record, cases, temporary, timeout_s=LIMIT_S)[0]
+            recordings = run_distributed(ranks, record, cases, temporary, timeout_s=LIMIT_S)[0]
             for case, recording in zip(cases, recordings, strict=True):
                 config = dataclasses.asdict(load_config(str(folder / "rank-0" / f"{case.name}.yaml")).config)
                 differences = hold(config, json.loads(recording), FUNCTION)

@@ -32,7 +32,7 @@ from benchmarks.harness import Benchmark, parser
 from benchmarks.reshard_plans import plan_rows
 from benchmarks.reshard_ranks import RankOutcome, ReshardCase, measure
 from mrl.config.schema import ParallelConfig
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import run_distributed
 from mrl.models.rollout_table import EngineSizes
 from tests.models.tiny_models import CONFIGS, SIZES
 
@@ -155,7 +155,7 @@ def run(todo: list[Cell]) -> Iterator[tuple[Cell, list[RankOutcome]]]:
         for first in range(0, len(mine), CELLS_PER_WORLD):
             batch = mine[first : first + CELLS_PER_WORLD]
             print(f"{size} ranks, {first} of {len(mine)} rows done", file=sys.stderr, flush=True)
-            by_rank = run_on_ranks(size, measure, [cell.case for cell in batch], timeout_s=WORLD_LIMIT_S)
+            by_rank = run_distributed(size, measure, [cell.case for cell in batch], timeout_s=WORLD_LIMIT_S)
             yield from zip(batch, (list(ranks) for ranks in zip(*by_rank, strict=True)), strict=True)
 
 

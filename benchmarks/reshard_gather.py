@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.config.mesh import Mesh
-from mrl.hybrid.layout import Planner
+from mrl.hybrid.layout import ReshardPlanner
 from mrl.models.hf_reader import slices
 from mrl.models.layout import RankPlace
-from mrl.models.parameters import Box
+from mrl.models.parameters import Region
 from mrl.models.rollout_table import rollout_tensors
 from mrl.models.table import Shard, hf_tensors, shards_of
 from mrl.rollout.digest import Digests
-from mrl.rollout.handover import ALIGNMENT_BYTES, HandoverReceiver, HandoverSender, Placed
+from mrl.rollout.handover import ALIGNMENT_BYTES, IpcReceiver, IpcSender, TensorView
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Parameter:
 class GatherEverything:
     """The whole model on every rank, tensor by tensor."""
 
-    def __init__(self, planner: Planner, channel: Path, num_rounds: int, bucket_bytes: int) -> None:
+    def __init__(self, planner: ReshardPlanner, channel: Path, num_rounds: int, bucket_bytes: int) -> None:
         mesh, rank = planner.mesh, dist.get_rank()
         size = mesh.world_size // mesh.pp
         self._stage = rank // size
@@ -66,17 +66,17 @@ class GatherEverything:
         self.bytes_received = 0
         self._stand_in.proven = proven
         digests = Digests()
-        sender = HandoverSender(self._channel, self._slot_bytes, torch.device("cpu"))
+        sender = IpcSender(self._channel, self._slot_bytes, torch.device("cpu"))
         sender.begin(1)
         slot, end = sender.slot(), 0
-        placed: list[Placed] = []
+        placed: list[TensorView] = []
         for parameter in self._parameters:
             parts = self._gather(parameter, held)
             for name, tensor in self._whole(parameter, parts).items():
                 if end + tensor.nbytes > self._slot_bytes:
                     sender.send(slot, placed)
                     slot, placed, end = sender.slot(), [], 0
-                placed.append(Placed(name, tensor.dtype, tuple(tensor.shape), end))
+                placed.append(TensorView(name, tensor.dtype, tuple(tensor.shape), end))
                 placed[-1].view(slot.buffer).copy_(tensor)
                 if proven:
                     digests.add(name, tensor)
@@ -114,13 +114,13 @@ class GatherEverything:
 class LoadingStandIn(threading.Thread):
     """A worker that cuts its parameters out of whole tensors, as vLLM's loaders do."""
 
-    def __init__(self, path: Path, num_rounds: int, planner: Planner, tp_rank: int) -> None:
+    def __init__(self, path: Path, num_rounds: int, planner: ReshardPlanner, tp_rank: int) -> None:
         super().__init__(daemon=True)
-        self._receiver, self._num_rounds = HandoverReceiver(path), num_rounds
+        self._receiver, self._num_rounds = IpcReceiver(path), num_rounds
         self.proven = True
         fused = rollout_tensors(planner.spec, planner.rollout.sizes, tp_rank)
         self.held = {made.name: torch.zeros(made.shape) for made in fused}
-        self._cuts: dict[str, list[tuple[str, Box, Box]]] = {}
+        self._cuts: dict[str, list[tuple[str, Region, Region]]] = {}
         for made in fused:
             for piece in made.pieces:
                 self._cuts.setdefault(piece.hf, []).append((made.name, piece.source, piece.target))
@@ -142,7 +142,7 @@ class LoadingStandIn(threading.Thread):
         self._receiver.close()
 
 
-def _parameters(planner: Planner, mesh: Mesh) -> list[Parameter]:
+def _parameters(planner: ReshardPlanner, mesh: Mesh) -> list[Parameter]:
     """Every parameter of the model, in an order that is the same on all ranks."""
     found = []
     for stage in range(mesh.pp):

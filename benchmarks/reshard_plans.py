@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mrl.config.mesh import Mesh
-from mrl.hybrid.layout import BucketSizes, Planner, RankPlan, RolloutLayout
+from mrl.hybrid.layout import BucketSizes, RankPlan, ReshardPlanner, RolloutLayout
 from mrl.models.families import spec_of
 from mrl.models.hf_config import HfConfig
 from mrl.models.layout import Layout
@@ -102,7 +102,7 @@ def _row(scene: Scene) -> dict[str, Any]:
     num_ranks = scene.mesh.world_size
     nodes = tuple(rank // GPUS_PER_NODE for rank in range(num_ranks))
     rollout = RolloutLayout(scene.sizes, tuple(range(num_ranks)), nodes)
-    planner = Planner(spec_of(HfConfig(scene.config, "config.json")), scene.layout, scene.mesh, rollout)
+    planner = ReshardPlanner(spec_of(HfConfig(scene.config, "config.json")), scene.layout, scene.mesh, rollout)
     began = time.perf_counter()
     plans = [planner.plan(rank, SIZES) for rank in range(num_ranks)]
     plan_s = (time.perf_counter() - began) / num_ranks

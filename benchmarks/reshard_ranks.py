@@ -23,16 +23,16 @@ from benchmarks.reshard_gather import GatherEverything
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
 from mrl.errors import RolloutError
-from mrl.hybrid.layout import Planner, RolloutLayout
+from mrl.hybrid.layout import ReshardPlanner, RolloutLayout
 from mrl.hybrid.reshard import Resharder, ReshardReport, ReshardSettings
-from mrl.hybrid.wires import JoinedWires, Wires, WorldWires
+from mrl.hybrid.wires import JoinedTransport, P2PTransport, WorldTransport
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader, load_shard, slices
 from mrl.models.layout import Layout, RankPlace
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.table import shards_of
 from mrl.rollout.digest import Digests
-from mrl.rollout.handover import HandoverReceiver
+from mrl.rollout.handover import IpcReceiver
 
 LIMIT_S = 60.0
 
@@ -84,11 +84,11 @@ def measure_one(case: ReshardCase) -> RankOutcome:
     spec = read_spec(case.model)
     mesh = mesh_of(case.parallel, dist.get_world_size() - case.num_porters)
     rollout = rollout_of(case, mesh)
-    channels = {worker: Path(case.sockets, f"{worker}.sock") for worker in range(len(rollout.hosts))}
+    socket_paths = {worker: Path(case.sockets, f"{worker}.sock") for worker in range(len(rollout.hosts))}
     settings = ReshardSettings(case.dtype, case.train_dtype, case.bucket_bytes, LIMIT_S)
     with holding(case, mesh) as held:
-        planner = Planner(spec, Layout.of(case.parallel), mesh, rollout)
-        resharder = Resharder(planner, wires_of(case), held, channels, settings)
+        planner = ReshardPlanner(spec, Layout.of(case.parallel), mesh, rollout)
+        resharder = Resharder(planner, wires_of(case), held, socket_paths, settings)
         return carry_out(case, resharder, held)
 
 
@@ -150,13 +150,13 @@ def rollout_of(case: ReshardCase, mesh: Mesh) -> RolloutLayout:
     return RolloutLayout(case.sizes, hosts, tuple(rank // case.ranks_per_node for rank in range(num_ranks)))
 
 
-def wires_of(case: ReshardCase) -> Wires:
-    """The world of the trainer, or the one that it forms with the porters."""
+def wires_of(case: ReshardCase) -> P2PTransport:
+    """The world of the trainer, or the one that it forms with the receivers."""
     device, rank, size = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
     if not case.num_porters:
-        return WorldWires(device)
+        return WorldTransport(device)
     meeting = Path(case.sockets, f"meeting-{case.model.replace('/', '-')}-{case.parallel.tp}-{case.parallel.pp}")
-    return JoinedWires(FileStore(str(meeting), size), rank, size, device, LIMIT_S)
+    return JoinedTransport(FileStore(str(meeting), size), rank, size, device, LIMIT_S)
 
 
 @contextmanager
@@ -205,7 +205,7 @@ class StandIn(threading.Thread):
     def __init__(self, path: Path, num_versions: int, fault: str) -> None:
         super().__init__(daemon=True)
         self.held: dict[str, Tensor] = {}
-        self._receiver = HandoverReceiver(path, LIMIT_S)
+        self._receiver = IpcReceiver(path, LIMIT_S)
         self._num_versions, self._fault = num_versions, fault
         self.start()
 

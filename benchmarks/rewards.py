@@ -60,7 +60,7 @@ def make_sample(row: int, kind: str) -> Sample:
 
 
 class PeakMemory(threading.Thread):
-    """Watches the memory of keeper and workers together, which the marker in their environment tells apart."""
+    """Watches the memory of supervisor and workers together, which the marker in their environment tells apart."""
 
     def __init__(self, marker: str) -> None:
         super().__init__(daemon=True)
@@ -146,7 +146,7 @@ def measure(bench: Benchmark, name: str, kinds: list[str], num_workers: int, dir
     )
     bench.goal(f"{name}: samples with the right outcome", right.total(), at_least=len(samples))
     bench.goal(f"{name}: seconds", seconds, at_most=120)
-    bench.goal(f"{name}: MiB of keeper and workers", watch.peak_bytes / (1 << 20), at_most=500)
+    bench.goal(f"{name}: MiB of supervisor and workers", watch.peak_bytes / (1 << 20), at_most=500)
     bench.goal(f"{name}: processes left behind", len(left), at_most=0)
 
 

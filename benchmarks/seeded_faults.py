@@ -40,7 +40,7 @@ COPIED = ("mrl", "tests", "benchmarks", "configs", "launch", "docs", *PAGES, "py
 LIMITS_S = {"quick": 300.0, "slow": 600.0}
 """Of one call of pytest. What is then still running has not noticed anything."""
 CASES_PER_TEST = "25"
-LEAST_SHARES = {"all": 0.95, "package": 0.9, FURTHER: 0.9}
+MIN_SHARES = {"all": 0.95, "package": 0.9, FURTHER: 0.9}
 PASSED, FAILED, NO_TESTS = 0, 1, 5  # pytest's exit codes
 DEADLY = [-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGSEGV, -signal.SIGABRT]
 """By which a fault may end the tests themselves; SIGKILL may be the machine's, for lack of memory."""
@@ -276,9 +276,9 @@ def summarize(bench: Benchmark, found: Sequence[Verdict]) -> None:
         if verdict.caught in ("no", "invalid"):
             bench.row(group=verdict.fault.group, fault=verdict.fault.id, what=verdict.fault.what or verdict.fault.new)
     bench.goal("faults", len(found), at_least=200)
-    bench.goal("share caught, all", share(planted), at_least=LEAST_SHARES["all"])
+    bench.goal("share caught, all", share(planted), at_least=MIN_SHARES["all"])
     for group, of_group in sorted(groups.items()):
-        bench.goal(f"share caught, {group}", share(of_group), at_least=LEAST_SHARES["package"])
+        bench.goal(f"share caught, {group}", share(of_group), at_least=MIN_SHARES["package"])
 
 
 def share(found: Sequence[Verdict]) -> float:

@@ -37,7 +37,7 @@ from benchmarks.harness import Benchmark, Timing, parser
 from mrl.config.arithmetic import longest_sample_tokens, needs_old_log_probs, num_engines
 from mrl.config.load import load_config
 from mrl.config.schema import Config, TrainedModelConfig
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import run_distributed
 from mrl.models.families import read_spec
 from mrl.models.table import Head
 
@@ -90,7 +90,7 @@ def train(config: str) -> tuple[list[StepWork], list[dict[str, float]]]:
     with open_run(resolved, Console(resolved.config.training.steps, quiet=True)) as run:
         trainer = RayPPOTrainer(run)
         with trainer.init_workers():
-            trainer.clock.lap()
+            trainer.clock.pop_seconds()
             for _ in range(resolved.config.training.steps):
                 report = trainer.step()
                 run.record(report.step, report.batch, report.metrics)
@@ -245,7 +245,7 @@ def alone(config: Config, work: Sequence[StepWork]) -> dict[str, list[float]]:
         scored = role == "critic" or needs_old_log_probs(config)
         devices = config.placement.pools[config.placement.roles[role]]
         path = config.model_of(role)[1]
-        ranks = run_on_ranks(devices, model_alone, path, head, settings, scored, work, timeout_s=LIMIT_S)
+        ranks = run_distributed(devices, model_alone, path, head, settings, scored, work, timeout_s=LIMIT_S)
         for name, phase in (("score", scoring), ("update", f"update_{role}")):
             if name in ranks[0][0]:
                 found[phase] = [seconds[name] for seconds in ranks[0]]
@@ -267,7 +267,7 @@ def compare(bench: Benchmark, scene: str, steps: int, directory: Path) -> None:
     work, figures = train(str(made))
     pure = alone(config, work)
     cores = sum(config.placement.pools.values())
-    rate = sum(run_on_ranks(cores, matrix_rate, timeout_s=60))
+    rate = sum(run_distributed(cores, matrix_rate, timeout_s=60))
     whole = Timing(tuple(step["timing_s/step"] for step in figures))
     for phase, seconds in pure.items():
         mine, bare = Timing(tuple(step[f"timing_s/{phase}"] for step in figures)), Timing(tuple(seconds))

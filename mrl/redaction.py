@@ -24,7 +24,7 @@ _CREDENTIAL = re.compile(
 )
 _URL_PASSWORD = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.\-]*://)[^\s/@:]*:[^\s/@]+@", re.IGNORECASE)
 _AUTHORIZATION = re.compile(r"(?P<kind>\b(Bearer|Basic)\s+)[A-Za-z0-9+/=_.\-]{8,}")
-_SHORTEST_SECRET = 6  # shorter values would blank out ordinary words
+_MIN_SECRET_LENGTH = 6  # shorter values would blank out ordinary words
 REDACTED = "<redacted>"
 
 
@@ -39,7 +39,7 @@ def environment_secrets(environment: Mapping[str, str] | None = None) -> dict[st
     return {
         value: name
         for name, value in environment.items()
-        if len(value) >= _SHORTEST_SECRET and is_secret_key(name) and not os.path.exists(value)
+        if len(value) >= _MIN_SECRET_LENGTH and is_secret_key(name) and not os.path.exists(value)
     }
 
 

@@ -51,7 +51,7 @@ TORCH_ONLY = {"algos"}
 HEAVY = {"torch", "transformers", "wandb", *LIBRARY_HOMES} - {"omegaconf", "yaml"}
 """What may be imported where it is needed; an extra that not everybody installs is among them."""
 
-MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_METHODS, MOST_PARAMETERS = 400, 60, 16, 6
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_METHODS, MAX_PARAMETERS = 400, 60, 16, 6
 MEDIAN_FILE_LINES, SHORT_FUNCTION_LINES, SHORT_FUNCTIONS = 150, 35, 0.9
 
 # Where everything may be caught, because whatever happens there is reported as a worker's death, or is the failure of
@@ -266,22 +266,22 @@ def _own_imports(source: Source, sources: Iterable[Source]) -> Iterator[str]:
 def budgets(source: Source) -> Iterator[str]:
     """Files, functions, classes and parameter lists stay small."""
     lines = len(source.text.splitlines())
-    if lines > MOST_FILE_LINES:
-        yield source.at(1, f"{lines} lines; a file has at most {MOST_FILE_LINES}")
+    if lines > MAX_FILE_LINES:
+        yield source.at(1, f"{lines} lines; a file has at most {MAX_FILE_LINES}")
     for function in source.functions:
-        if _length(function) > MOST_FUNCTION_LINES:
+        if _length(function) > MAX_FUNCTION_LINES:
             yield source.at(
                 function.lineno,
-                f"{function.name} has {_length(function)} lines; a function has at most {MOST_FUNCTION_LINES}",
+                f"{function.name} has {_length(function)} lines; a function has at most {MAX_FUNCTION_LINES}",
             )
         count = len(_parameters(function))
-        if count > MOST_PARAMETERS:
-            yield source.at(function.lineno, f"{function.name} takes {count} parameters; at most {MOST_PARAMETERS}")
+        if count > MAX_PARAMETERS:
+            yield source.at(function.lineno, f"{function.name} takes {count} parameters; at most {MAX_PARAMETERS}")
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ClassDef):
             methods = sum(isinstance(member, Function) for member in node.body)
-            if methods > MOST_METHODS:
-                yield source.at(node.lineno, f"{node.name} has {methods} methods; a class has at most {MOST_METHODS}")
+            if methods > MAX_METHODS:
+                yield source.at(node.lineno, f"{node.name} has {methods} methods; a class has at most {MAX_METHODS}")
 
 
 def usual_sizes(sources: Sequence[Source]) -> Iterator[str]:

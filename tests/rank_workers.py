@@ -13,7 +13,7 @@ import ray
 import torch
 import torch.distributed
 
-from mrl.controller import Dispatch, Place, Worker, register
+from mrl.controller import Dispatch, RankInfo, Worker, register
 from mrl.errors import BatchError
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
@@ -22,7 +22,7 @@ from mrl.protocol.columns import jagged
 class RankWorker(Worker):
     """Answers for its place, computes on columns, and misbehaves on request."""
 
-    def __init__(self, place: Place, greeting: str = "hello", fail_on_rank: int = -1) -> None:
+    def __init__(self, place: RankInfo, greeting: str = "hello", fail_on_rank: int = -1) -> None:
         super().__init__(place)
         self.greeting = greeting
         if fail_on_rank == self.rank:

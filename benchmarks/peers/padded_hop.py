@@ -15,7 +15,7 @@ import ray
 import torch
 from tensordict import TensorDict
 
-LONGEST_RESPONSE = 8192
+MAX_RESPONSE_TOKENS = 8192
 
 
 class End:
@@ -23,8 +23,8 @@ class End:
 
     def make(self, lengths: list[int], prompt_tokens: int) -> int:
         """The columns of a padded trainer for the same samples, in its types; their bytes."""
-        count, width = len(lengths), prompt_tokens + LONGEST_RESPONSE
-        whole, response = (count, width), (count, LONGEST_RESPONSE)
+        count, width = len(lengths), prompt_tokens + MAX_RESPONSE_TOKENS
+        whole, response = (count, width), (count, MAX_RESPONSE_TOKENS)
         self.rows = TensorDict(
             {
                 "prompts": torch.zeros(count, prompt_tokens, dtype=torch.int64),

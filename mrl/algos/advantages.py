@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrl.algos.groups import Groups, Outcomes
-from mrl.algos.rows import Reduce, Rows, alone, at_least_float32, keep
+from mrl.algos.groups import Outcomes, PromptGroups
+from mrl.algos.rows import Reduce, Rows, apply_mask, at_least_float32, identity
 from mrl.algos.token_rewards import check_token_rewards
 from mrl.algos.whitening import whiten
 from mrl.errors import BatchError, RewardError
@@ -37,7 +37,7 @@ class AdvantageInputs:
     """All rows of all shards, scores after the KL penalty if there is one."""
     position_B: Tensor | None = None
     """Where this shard's rows stand in `batch`; None: this shard is the batch."""
-    sum_over_ranks: Reduce = alone
+    sum_over_ranks: Reduce = identity
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def remax(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     baseline_T = inputs.rows.expand(_required(inputs, "baseline_scores_B")).to(returns_T.dtype)
     if not bool(torch.isfinite(baseline_T).all()):
         raise RewardError("the greedy answer to some prompt has no finite score", where="baseline_scores_B")
-    return Advantages(keep(returns_T - baseline_T, inputs.mask_T), returns_T)
+    return Advantages(apply_mask(returns_T - baseline_T, inputs.mask_T), returns_T)
 
 
 def _returns_to_go(inputs: AdvantageInputs, gamma: float) -> Tensor:
@@ -131,7 +131,7 @@ def _unpack(written_T: Tensor, mask_T: Tensor) -> Tensor:
     return torch.zeros(mask_T.shape, dtype=written_T.dtype, device=written_T.device).masked_scatter(mask_T, written_T)
 
 
-RowAdvantage = Callable[[Tensor, Groups, Outcomes, AdvantageSettings], Tensor]
+RowAdvantage = Callable[[Tensor, PromptGroups, Outcomes, AdvantageSettings], Tensor]
 
 
 def by_group(name: str) -> Callable[[RowAdvantage], RowAdvantage]:
@@ -151,7 +151,7 @@ def _expand(name: str, row_advantage: RowAdvantage, inputs: AdvantageInputs, set
     batch = inputs.batch
     if batch is None:
         raise BatchError(f"{name} compares rows of the whole batch and needs its scores and uids (`batch`)")
-    groups = Groups.of(batch.uids, device=batch.scores_B.device)
+    groups = PromptGroups.of(batch.uids, device=batch.scores_B.device)
     if batch.uids and int(groups.sizes_G.max()) == 1:
         raise BatchError(
             f"{name} compares the answers to one prompt, but each of the {len(batch.uids)} rows has a uid of its own",
@@ -160,11 +160,11 @@ def _expand(name: str, row_advantage: RowAdvantage, inputs: AdvantageInputs, set
     advantage_B = row_advantage(batch.scores_B.to(torch.float64), groups, batch, settings)
     if inputs.position_B is not None:
         advantage_B = advantage_B[inputs.position_B]
-    return keep(inputs.rows.expand(advantage_B).to(torch.float32), inputs.mask_T)
+    return apply_mask(inputs.rows.expand(advantage_B).to(torch.float32), inputs.mask_T)
 
 
 @by_group("grpo")
-def grpo(scores_B: Tensor, groups: Groups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
+def grpo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
     """GRPO: A_i = (s_i - mean) / (std + floor) over i's group, with the unbiased std. 0 where all are equal."""
     centred_B = dr_grpo(scores_B, groups, batch, settings)
     variance_G = groups.sum(centred_B.square()) / (groups.sizes_G - 1).clamp(min=1)
@@ -172,31 +172,31 @@ def grpo(scores_B: Tensor, groups: Groups, batch: Outcomes, settings: AdvantageS
 
 
 @by_group("dr_grpo")
-def dr_grpo(scores_B: Tensor, groups: Groups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
+def dr_grpo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
     """Dr.GRPO: A_i = s_i - mean over i's group; its loss goes with seq-mean-token-sum-norm."""
-    return groups.centred(scores_B)
+    return groups.centered(scores_B)
 
 
 @by_group("rloo")
-def rloo(scores_B: Tensor, groups: Groups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
+def rloo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
     """RLOO: A_i = s_i - mean of the *other* rows of i's group = n / (n - 1) * (s_i - mean)."""
-    return groups.centred(scores_B) * groups.sizes_B / (groups.sizes_B - 1).clamp(min=1)
+    return groups.centered(scores_B) * groups.sizes_B / (groups.sizes_B - 1).clamp(min=1)
 
 
 @by_group("opo")
-def opo(scores_B: Tensor, groups: Groups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
+def opo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
     """OPO: A_i = s_i - sum_j n_j s_j / sum_j n_j over i's group, with n the rows' unmasked tokens."""
-    return groups.centred(scores_B, batch.num_tokens_B)
+    return groups.centered(scores_B, batch.num_tokens_B)
 
 
 @by_group("gpg")
-def gpg(scores_B: Tensor, groups: Groups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
+def gpg(scores_B: Tensor, groups: PromptGroups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
     """GPG: A_i = B / (B - M) * (s_i - mean) with B the rows and M those in groups whose scores are all equal.
 
     The factor makes up for the rows that give no gradient. (verl counts rows of score 0 as M.)
     """
-    num_varied = groups.vary(scores_B)[groups.group_B].sum().clamp(min=1)
-    return groups.centred(scores_B) * scores_B.numel() / num_varied
+    num_varied = groups.has_variance(scores_B)[groups.group_B].sum().clamp(min=1)
+    return groups.centered(scores_B) * scores_B.numel() / num_varied
 
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")

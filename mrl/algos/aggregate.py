@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrl.algos.rows import Reduce, Rows, alone, at_least_float32, keep
+from mrl.algos.rows import Reduce, Rows, apply_mask, at_least_float32, identity
 from mrl.errors import ConfigError, Problem
 from mrl.registry import Registry
 
@@ -26,7 +26,7 @@ class BatchTotals:
     num_rows: float
 
     @classmethod
-    def of(cls, rows: Rows, mask_T: Tensor, sum_over_ranks: Reduce = alone) -> BatchTotals:
+    def of(cls, rows: Rows, mask_T: Tensor, sum_over_ranks: Reduce = identity) -> BatchTotals:
         """Unmasked tokens, and rows that have at least one; a fully masked row is in no denominator."""
         count_B = rows.count(mask_T)
         local = torch.stack([count_B.sum(), (count_B > 0).sum()]).to(torch.float64)
@@ -35,7 +35,7 @@ class BatchTotals:
 
 
 @dataclass(frozen=True)
-class Normaliser:
+class LossNormalizer:
     """How a batch's token losses become one loss: the mode, its denominators, its constant."""
 
     mode: str
@@ -47,15 +47,15 @@ class Normaliser:
 
         The rows must be whole. A context-parallel rank takes its slice of the weights afterwards.
         """
-        return keep(AGGREGATIONS.resolve(self.mode)(self, rows, mask_T), mask_T)
+        return apply_mask(AGGREGATIONS.resolve(self.mode)(self, rows, mask_T), mask_T)
 
     def aggregate(self, loss_T: Tensor, rows: Rows, mask_T: Tensor) -> Tensor:
         """sum_t w_t * loss_t: this shard's part of the whole batch's loss. 0 where everything is masked."""
-        loss_T = at_least_float32(keep(loss_T, mask_T))
+        loss_T = at_least_float32(apply_mask(loss_T, mask_T))
         return (loss_T * self.weights(rows, mask_T).to(loss_T.dtype)).sum()
 
 
-Aggregation = Callable[[Normaliser, Rows, Tensor], Tensor]
+Aggregation = Callable[[LossNormalizer, Rows, Tensor], Tensor]
 AGGREGATIONS: Registry[Aggregation] = Registry("loss aggregation")
 
 
@@ -64,32 +64,32 @@ def _constant(value: float, mask_T: Tensor) -> Tensor:
 
 
 @AGGREGATIONS.register("token-mean")
-def token_mean(norm: Normaliser, rows: Rows, mask_T: Tensor) -> Tensor:
+def token_mean(norm: LossNormalizer, rows: Rows, mask_T: Tensor) -> Tensor:
     """w_t = 1 / N with N the unmasked tokens of the whole batch (DAPO's token-level loss)."""
     return _constant(1.0 / max(norm.totals.num_tokens, 1.0), mask_T)
 
 
 @AGGREGATIONS.register("token-sum")
-def token_sum(norm: Normaliser, rows: Rows, mask_T: Tensor) -> Tensor:
+def token_sum(norm: LossNormalizer, rows: Rows, mask_T: Tensor) -> Tensor:
     """w_t = 1."""
     return _constant(1.0, mask_T)
 
 
 @AGGREGATIONS.register("seq-mean-token-sum")
-def seq_mean_token_sum(norm: Normaliser, rows: Rows, mask_T: Tensor) -> Tensor:
+def seq_mean_token_sum(norm: LossNormalizer, rows: Rows, mask_T: Tensor) -> Tensor:
     """w_t = 1 / R with R the rows of the whole batch that have an unmasked token."""
     return _constant(1.0 / max(norm.totals.num_rows, 1.0), mask_T)
 
 
 @AGGREGATIONS.register("seq-mean-token-mean")
-def seq_mean_token_mean(norm: Normaliser, rows: Rows, mask_T: Tensor) -> Tensor:
+def seq_mean_token_mean(norm: LossNormalizer, rows: Rows, mask_T: Tensor) -> Tensor:
     """w_t = 1 / (R * n_row) with n_row the unmasked tokens of the token's row (GRPO's sample-level loss)."""
     per_row_B = rows.count(mask_T).clamp(min=1).to(torch.float64) * max(norm.totals.num_rows, 1.0)
     return rows.expand(1.0 / per_row_B)
 
 
 @AGGREGATIONS.register("seq-mean-token-sum-norm")
-def seq_mean_token_sum_norm(norm: Normaliser, rows: Rows, mask_T: Tensor) -> Tensor:
+def seq_mean_token_sum_norm(norm: LossNormalizer, rows: Rows, mask_T: Tensor) -> Tensor:
     """w_t = 1 / (R * H) with H = `horizon_tokens`, a constant of the run (Dr.GRPO).
 
     H is never taken from the batch: the longest answer changes from step to step, and the loss with it.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mrl.algos.advantages import ADVANTAGES, AdvantageInputs, Advantages, AdvantageSettings, estimate_advantages
-from mrl.algos.aggregate import AGGREGATIONS, BatchTotals, Normaliser
+from mrl.algos.aggregate import AGGREGATIONS, BatchTotals, LossNormalizer
 from mrl.algos.dynamic_sampling import GroupFilter, filter_groups
-from mrl.algos.groups import Groups, Outcomes, scores_of
+from mrl.algos.groups import Outcomes, PromptGroups, scores_of
 from mrl.algos.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, KLController, mean_row_kl, token_kl
 from mrl.algos.objectives import ActorColumns, ActorSettings, Objective, actor_objective, critic_objective
 from mrl.algos.policy_losses import POLICY_LOSSES, PolicySettings, PolicyTokens
@@ -17,8 +17,8 @@ from mrl.algos.rollout_correction import (
     correction_weights,
     mismatch_metrics,
 )
-from mrl.algos.rows import Reduce, Rows, alone
-from mrl.algos.token_rewards import overlong_penalty, penalise, penalised_scores, place_scores
+from mrl.algos.rows import Reduce, Rows, identity
+from mrl.algos.token_rewards import apply_kl_penalty, kl_penalized_scores, overlong_penalty, scores_to_token_rewards
 from mrl.algos.value_loss import ValueTokens, value_loss
 from mrl.algos.whitening import global_moments, whiten
 
@@ -38,32 +38,32 @@ __all__ = [
     "CorrectionSettings",
     "FixedKLController",
     "GroupFilter",
-    "Groups",
     "KLController",
-    "Normaliser",
+    "LossNormalizer",
     "Objective",
     "Outcomes",
     "PolicySettings",
     "PolicyTokens",
+    "PromptGroups",
     "Reduce",
     "RolloutPair",
     "Rows",
     "ValueTokens",
     "actor_objective",
-    "alone",
+    "apply_kl_penalty",
     "correction_metrics",
     "correction_weights",
     "critic_objective",
     "estimate_advantages",
     "filter_groups",
     "global_moments",
+    "identity",
+    "kl_penalized_scores",
     "mean_row_kl",
     "mismatch_metrics",
     "overlong_penalty",
-    "penalise",
-    "penalised_scores",
-    "place_scores",
     "scores_of",
+    "scores_to_token_rewards",
     "token_kl",
     "value_loss",
     "whiten",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mrl.algos.groups import Groups, Outcomes
+from mrl.algos.groups import Outcomes, PromptGroups
 from mrl.errors import BatchError
 
 
@@ -14,7 +14,7 @@ from mrl.errors import BatchError
 class GroupFilter:
     """The groups of a batch whose scores differ, and why the others were dropped."""
 
-    groups: Groups
+    groups: PromptGroups
     keep_G: Tensor
     num_uniform: int
     """Groups of several rows with one score: every group-wise advantage in them is 0."""
@@ -40,7 +40,7 @@ class GroupFilter:
 
 def filter_groups(outcomes: Outcomes) -> GroupFilter:
     """Keep a group if and only if its scores are not all equal, compared exactly."""
-    groups = Groups.of(outcomes.uids, device=outcomes.scores_B.device)
-    keep_G = groups.vary(outcomes.scores_B)
+    groups = PromptGroups.of(outcomes.uids, device=outcomes.scores_B.device)
+    keep_G = groups.has_variance(outcomes.scores_B)
     single_G = groups.sizes_G == 1
     return GroupFilter(groups, keep_G, int((~keep_G & ~single_G).sum()), int(single_G.sum()))

@@ -15,7 +15,7 @@ MAX_NAMED_ROWS = 5
 
 
 @dataclass(frozen=True)
-class Groups:
+class PromptGroups:
     """Which row belongs to which group; groups are numbered in order of first appearance."""
 
     uids: tuple[str, ...]
@@ -24,7 +24,7 @@ class Groups:
     members: Rows
 
     @classmethod
-    def of(cls, uids: Sequence[str], device: torch.device | str | None = None) -> Groups:
+    def of(cls, uids: Sequence[str], device: torch.device | str | None = None) -> PromptGroups:
         """Groups of equal uids. Uids are compared as they are: "42" and "0042" are two groups."""
         number: dict[str, int] = {}
         group_B = torch.tensor([number.setdefault(uid, len(number)) for uid in uids], dtype=torch.int64, device=device)
@@ -50,7 +50,7 @@ class Groups:
         first_G = x_B[self.order_B][self.members.starts_B]
         return x_B - first_G[self.group_B]
 
-    def centred(self, x_B: Tensor, weights_B: Tensor | None = None) -> Tensor:
+    def centered(self, x_B: Tensor, weights_B: Tensor | None = None) -> Tensor:
         """x_i - sum_j w_j x_j / sum_j w_j over i's group (w = 1 by default).
 
         Exactly 0 in a group of one and in a group of equal values; a large common offset costs no precision,
@@ -62,7 +62,7 @@ class Groups:
         mean_G = self.sum(weights_B * shifted_B) / torch.where(total_G > 0, total_G, 1.0)
         return shifted_B - mean_G[self.group_B]
 
-    def vary(self, x_B: Tensor) -> Tensor:
+    def has_variance(self, x_B: Tensor) -> Tensor:
         """Per group: whether its values differ at all."""
         return self.sum((self.from_first(x_B) != 0).to(torch.float64)) > 0
 

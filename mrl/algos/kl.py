@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mrl.algos.rows import Reduce, Rows, alone, keep
+from mrl.algos.rows import Reduce, Rows, apply_mask, identity
 from mrl.errors import ConfigError, MrlError, Problem
 from mrl.registry import Registry
 
@@ -29,7 +29,7 @@ K3_VALUE_BOUND = 10.0
 
 def token_kl(name: str, log_probs_T: Tensor, ref_log_probs_T: Tensor, mask_T: Tensor) -> Tensor:
     """The KL of each token by the estimator of that name; 0 on masked tokens."""
-    difference_T = keep(log_probs_T, mask_T) - keep(ref_log_probs_T, mask_T)
+    difference_T = apply_mask(log_probs_T, mask_T) - apply_mask(ref_log_probs_T, mask_T)
     return KL_ESTIMATORS.resolve(name)(difference_T)
 
 
@@ -75,7 +75,7 @@ for _name, _estimator in (("k1", k1), ("abs", absolute), ("k3", k3)):
     KL_ESTIMATORS.register(f"{_name}+")(with_gradient_of_k2(_estimator))
 
 
-def mean_row_kl(kl_T: Tensor, rows: Rows, mask_T: Tensor, sum_over_ranks: Reduce = alone) -> float:
+def mean_row_kl(kl_T: Tensor, rows: Rows, mask_T: Tensor, sum_over_ranks: Reduce = identity) -> float:
     """The mean over all ranks' rows of the mean over a row's unmasked tokens: what the controller is steered by."""
     count_B = rows.count(mask_T)
     local = torch.stack([rows.mean(kl_T.detach().to(torch.float64), mask_T).sum(), (count_B > 0).sum().double()])

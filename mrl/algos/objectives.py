@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mrl.algos.aggregate import Normaliser
+from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.kl import token_kl
 from mrl.algos.policy_losses import POLICY_LOSSES, PolicySettings, PolicyTokens
-from mrl.algos.rows import Rows, keep
+from mrl.algos.rows import Rows, apply_mask
 from mrl.algos.value_loss import ValueTokens, value_loss
 from mrl.errors import BatchError
 
@@ -47,14 +47,14 @@ class Objective:
 
 
 def actor_objective(
-    tokens: PolicyTokens, settings: ActorSettings, norm: Normaliser, extra: ActorColumns = ActorColumns()
+    tokens: PolicyTokens, settings: ActorSettings, norm: LossNormalizer, extra: ActorColumns = ActorColumns()
 ) -> Objective:
     """L = agg(w * pg) + kl_coef * agg(kl) - entropy_coef * agg(H), with w the rollout correction, 1 without."""
     rows, mask_T = tokens.rows, tokens.mask_T
     policy = POLICY_LOSSES.resolve(settings.policy_loss)(tokens, settings.policy)
     loss_T = policy.loss_T
     if extra.rollout_weights_T is not None:
-        loss_T = loss_T * keep(extra.rollout_weights_T, mask_T).detach()
+        loss_T = loss_T * apply_mask(extra.rollout_weights_T, mask_T).detach()
     terms = {"pg_loss": norm.aggregate(loss_T, rows, mask_T)}
     loss = terms["pg_loss"]
     if settings.kl_coef:
@@ -70,16 +70,16 @@ def actor_objective(
     return Objective(loss, reports | _reports(policy.reports_T, norm, mask_T))
 
 
-def critic_objective(tokens: ValueTokens, rows: Rows, norm: Normaliser, clip: float | None = 0.5) -> Objective:
+def critic_objective(tokens: ValueTokens, rows: Rows, norm: LossNormalizer, clip: float | None = 0.5) -> Objective:
     """L = agg(value loss)."""
     value = value_loss(tokens, clip)
     loss = norm.aggregate(value.loss_T, rows, tokens.mask_T)
     return Objective(loss, {"vf_loss": loss.detach()} | _reports(value.reports_T, norm, tokens.mask_T))
 
 
-def _reports(reports_T: dict[str, Tensor], norm: Normaliser, mask_T: Tensor) -> dict[str, Tensor]:
+def _reports(reports_T: dict[str, Tensor], norm: LossNormalizer, mask_T: Tensor) -> dict[str, Tensor]:
     num_tokens = max(norm.totals.num_tokens, 1.0)
-    return {name: keep(value_T, mask_T).sum() / num_tokens for name, value_T in reports_T.items()}
+    return {name: apply_mask(value_T, mask_T).sum() / num_tokens for name, value_T in reports_T.items()}
 
 
 def _column(found: Tensor | None, column: str, because: str) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrl.algos.rows import Rows, keep
+from mrl.algos.rows import Rows, apply_mask
 from mrl.errors import ConfigError, Problem
 from mrl.registry import Registry
 
@@ -33,12 +33,12 @@ class PolicyTokens:
     @property
     def log_ratio_T(self) -> Tensor:
         """log pi - log pi_old, 0 on masked tokens."""
-        return keep(self.log_probs_T, self.mask_T) - keep(self.old_log_probs_T, self.mask_T).detach()
+        return apply_mask(self.log_probs_T, self.mask_T) - apply_mask(self.old_log_probs_T, self.mask_T).detach()
 
     @property
     def advantage_T(self) -> Tensor:
         """The advantages as constants, 0 on masked tokens."""
-        return keep(self.advantages_T, self.mask_T).detach()
+        return apply_mask(self.advantages_T, self.mask_T).detach()
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def cispo(tokens: PolicyTokens, settings: PolicySettings) -> TokenLosses:
     log_ratio_T = tokens.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio_T = log_ratio_T.detach().exp()
     weight_T = settings.clip(ratio_T)
-    loss_T = -weight_T * tokens.advantage_T * keep(tokens.log_probs_T, tokens.mask_T)
+    loss_T = -weight_T * tokens.advantage_T * apply_mask(tokens.log_probs_T, tokens.mask_T)
     return _losses(loss_T, log_ratio_T, weight_T != ratio_T)
 
 
@@ -148,5 +148,5 @@ def gmpo(tokens: PolicyTokens, settings: PolicySettings) -> TokenLosses:
 @POLICY_LOSSES.register("gpg")
 def gpg(tokens: PolicyTokens, settings: PolicySettings) -> TokenLosses:
     """Plain policy gradient (GPG, REINFORCE): l_t = -A log pi_t, no ratio and nothing clipped."""
-    loss_T = -tokens.advantage_T * keep(tokens.log_probs_T, tokens.mask_T)
+    loss_T = -tokens.advantage_T * apply_mask(tokens.log_probs_T, tokens.mask_T)
     return _losses(loss_T, tokens.log_ratio_T, torch.zeros_like(tokens.mask_T))

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mrl.algos.rows import Reduce, Rows, alone, at_least_float32, keep
+from mrl.algos.rows import Reduce, Rows, apply_mask, at_least_float32, identity
 from mrl.errors import BatchError, ConfigError, Problem
 from mrl.registry import Registry
 
@@ -32,7 +32,7 @@ class RolloutPair:
     rollout_log_probs_T: Tensor
 
     def __post_init__(self) -> None:
-        lacking = int((~torch.isfinite(keep(self.rollout_log_probs_T, self.mask_T))).sum())
+        lacking = int((~torch.isfinite(apply_mask(self.rollout_log_probs_T, self.mask_T))).sum())
         if lacking:
             raise BatchError(
                 f"{lacking} of {int(self.mask_T.sum())} tokens have no finite rollout log-prob",
@@ -42,8 +42,8 @@ class RolloutPair:
     @property
     def log_ratio_T(self) -> Tensor:
         """x_t, 0 on masked tokens whatever filler stands there."""
-        trained_T = at_least_float32(keep(self.log_probs_T.detach(), self.mask_T))
-        return trained_T - at_least_float32(keep(self.rollout_log_probs_T.detach(), self.mask_T))
+        trained_T = at_least_float32(apply_mask(self.log_probs_T.detach(), self.mask_T))
+        return trained_T - at_least_float32(apply_mask(self.rollout_log_probs_T.detach(), self.mask_T))
 
 
 RatioLevel = Callable[[RolloutPair], Tensor]
@@ -92,7 +92,7 @@ def correction_weights(pair: RolloutPair, settings: CorrectionSettings) -> Tenso
     held_T = ratio_T.clamp(settings.lower, settings.upper)
     if settings.beyond == "mask":
         held_T = torch.where(ratio_T == held_T, held_T, 0.0)
-    return keep(held_T, pair.mask_T)
+    return apply_mask(held_T, pair.mask_T)
 
 
 def _ratio(pair: RolloutPair, settings: CorrectionSettings) -> Tensor:
@@ -101,14 +101,17 @@ def _ratio(pair: RolloutPair, settings: CorrectionSettings) -> Tensor:
 
 
 def correction_metrics(
-    pair: RolloutPair, settings: CorrectionSettings, sum_over_ranks: Reduce = alone
+    pair: RolloutPair, settings: CorrectionSettings, sum_over_ranks: Reduce = identity
 ) -> dict[str, float]:
     """What the correction did, over the unmasked tokens of all ranks.
 
     Effective sample size = (sum w)^2 / (N sum w^2): 1 when all weights are equal, towards 0 when few carry all.
     """
     ratio_T, weights_T = _ratio(pair, settings), correction_weights(pair, settings)
-    above_T, below_T = keep(ratio_T > settings.upper, pair.mask_T), keep(ratio_T < settings.lower, pair.mask_T)
+    above_T, below_T = (
+        apply_mask(ratio_T > settings.upper, pair.mask_T),
+        apply_mask(ratio_T < settings.lower, pair.mask_T),
+    )
     columns = (pair.mask_T, weights_T, weights_T.double().square(), above_T, below_T)
     sums = sum_over_ranks(torch.stack([column.double().sum() for column in columns]))
     count, total, squares, above, below = sums.tolist()
@@ -122,7 +125,7 @@ def correction_metrics(
 
 
 def mismatch_metrics(
-    pair: RolloutPair, sum_over_ranks: Reduce = alone, max_over_ranks: Reduce = alone
+    pair: RolloutPair, sum_over_ranks: Reduce = identity, max_over_ranks: Reduce = identity
 ) -> dict[str, float]:
     """How far the engine is from the trainer, over the unmasked tokens (or the rows that have any) of all ranks.
 
@@ -148,8 +151,8 @@ def mismatch_metrics(
         "chi2_seq": (2 * rows.sum(x_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp() - 1,
     }
     written_B = rows.count(mask_T) > 0
-    sums = [keep(column, mask_T).sum() for column in tokens.values()]
-    sums += [keep(column, written_B).sum() for column in per_row.values()]
+    sums = [apply_mask(column, mask_T).sum() for column in tokens.values()]
+    sums += [apply_mask(column, written_B).sum() for column in per_row.values()]
     counts = [mask_T.sum().double(), written_B.sum().double()]
     *totals, num_tokens, num_rows = sum_over_ranks(torch.stack([*sums, *counts])).tolist()
     denominators = [max(num_tokens, 1.0)] * len(tokens) + [max(num_rows, 1.0)] * len(per_row)

@@ -14,12 +14,12 @@ Reduce = Callable[[Tensor], Tensor]
 """A tensor of this rank to the same tensor reduced over all data-parallel ranks (a sum or a maximum)."""
 
 
-def alone(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     """The reduction over one rank."""
     return x
 
 
-def keep(x_T: Tensor, mask_T: Tensor) -> Tensor:
+def apply_mask(x_T: Tensor, mask_T: Tensor) -> Tensor:
     """`x_T` with zeros on masked tokens. A choice, not a product: a NaN under the mask must not survive."""
     if x_T.shape != mask_T.shape:
         raise BatchError(f"a column of {x_T.numel()} tokens meets a mask of {mask_T.numel()}")
@@ -75,7 +75,7 @@ class Rows:
 
     def mean(self, x_T: Tensor, mask_T: Tensor) -> Tensor:
         """Each row's mean over its unmasked tokens; 0 for a row without any."""
-        return self.sum(keep(x_T, mask_T)) / self.count(mask_T).clamp(min=1)
+        return self.sum(apply_mask(x_T, mask_T)) / self.count(mask_T).clamp(min=1)
 
     def last_token(self, mask_T: Tensor) -> Tensor:
         """The position of each row's last unmasked token; -1 for a row without any."""
@@ -92,7 +92,7 @@ class Rows:
         later_T[: max(0, self.num_tokens - step)] = x_T[step:]
         position_T = torch.arange(self.num_tokens, device=x_T.device)
         ends_T = self.expand(self.starts_B + self.lengths_B)
-        return keep(later_T, position_T + step < ends_T)
+        return apply_mask(later_T, position_T + step < ends_T)
 
     def discounted_sum(self, x_T: Tensor, decay: float) -> Tensor:
         """y_t = x_t + decay * y_(t+1) within each row, in log2(longest row) rounds instead of one per token.

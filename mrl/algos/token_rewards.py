@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mrl.algos.rows import Rows, at_least_float32, keep
+from mrl.algos.rows import Rows, apply_mask, at_least_float32
 from mrl.errors import BatchError, ConfigError, Problem, RewardError
 
 
-def place_scores(scores_B: Tensor, rows: Rows, mask_T: Tensor) -> Tensor:
+def scores_to_token_rewards(scores_B: Tensor, rows: Rows, mask_T: Tensor) -> Tensor:
     """Each row's score on its last unmasked token, 0 elsewhere.
 
     A row ends where its tokens end: no padding, end-of-sequence or stop token is looked for. A fully masked row
@@ -37,20 +37,20 @@ def check_token_rewards(rewards_T: Tensor, rows: Rows, mask_T: Tensor) -> None:
             )
 
 
-def penalise(scores_T: Tensor, kl_T: Tensor, mask_T: Tensor, coef: float) -> Tensor:
+def apply_kl_penalty(scores_T: Tensor, kl_T: Tensor, mask_T: Tensor, coef: float) -> Tensor:
     """KL in the reward: r_t = s_t - coef * kl_t on unmasked tokens, s_t on the others.
 
     Advantages and the critic's targets are both computed from r, or the critic would learn another problem
     than the actor solves.
     """
     scores_T = at_least_float32(scores_T)
-    return scores_T - coef * keep(kl_T.detach(), mask_T).to(scores_T.dtype)
+    return scores_T - coef * apply_mask(kl_T.detach(), mask_T).to(scores_T.dtype)
 
 
-def penalised_scores(scores_B: Tensor, kl_T: Tensor, rows: Rows, mask_T: Tensor, coef: float) -> Tensor:
+def kl_penalized_scores(scores_B: Tensor, kl_T: Tensor, rows: Rows, mask_T: Tensor, coef: float) -> Tensor:
     """KL in the reward of a whole row: S_i - coef * sum_t kl_t over its unmasked tokens."""
     scores_B = at_least_float32(scores_B)
-    return scores_B - coef * rows.sum(keep(kl_T.detach(), mask_T)).to(scores_B.dtype)
+    return scores_B - coef * rows.sum(apply_mask(kl_T.detach(), mask_T)).to(scores_B.dtype)
 
 
 def overlong_penalty(lengths_B: Tensor, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> Tensor:

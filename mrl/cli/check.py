@@ -10,7 +10,7 @@ from mrl.cli.show import split_arguments
 from mrl.config.hardware import DEFAULT, HARDWARE
 from mrl.config.load import Resolved, load_config
 from mrl.config.schema import Config
-from mrl.plan.preflight import Finding, check_batch, check_columns, check_configuration, guarded
+from mrl.plan.preflight import CheckResult, check_batch, check_columns, check_configuration, guarded
 from mrl.plan.preflight_memory import check_memory
 
 EXAMPLE = "mrl check configs/laptop-ppo.yaml --offline"
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_FAILED if counts["fail"] else 0
 
 
-def findings(resolved: Resolved[Config], arguments: argparse.Namespace) -> Iterator[Finding]:
+def findings(resolved: Resolved[Config], arguments: argparse.Namespace) -> Iterator[CheckResult]:
     """Every check, from the cheap to the dear."""
     config = resolved.config
     yield from check_configuration(resolved)
@@ -47,7 +47,7 @@ def findings(resolved: Resolved[Config], arguments: argparse.Namespace) -> Itera
     yield from check_columns(config)
     yield from guarded("memory", check_memory(resolved, arguments.hardware))
     if arguments.offline:
-        yield Finding("skip", "data, machines", "--offline looks at the configuration alone")
+        yield CheckResult("skip", "data, machines", "--offline looks at the configuration alone")
         return
     # These load torch, Ray and what else a run needs.
     from mrl.plan.preflight_cluster import check_machines, check_slurm
@@ -62,7 +62,7 @@ def findings(resolved: Resolved[Config], arguments: argparse.Namespace) -> Itera
     yield from check_slurm(config)
 
 
-def lines_of(finding: Finding) -> Iterator[str]:
+def lines_of(finding: CheckResult) -> Iterator[str]:
     """A finding as a reader wants it."""
     yield f"{finding.verdict:<4}  {finding.about}: {finding.what}"
     if finding.fix:

@@ -29,7 +29,7 @@ _PROBES = {
         "if not torch.cuda.is_available(): raise SystemExit('no CUDA device')"
     ),
 }
-_LONGEST_REASON = 200
+_MAX_REASON_LENGTH = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def probe(code: str, timeout_s: float) -> dict[str, Any]:
     if tried.returncode == 0:
         return {"usable": True, "why": ""}
     lines = [line.strip() for line in tried.stderr.splitlines() if line.strip()]
-    return {"usable": False, "why": lines[-1][:_LONGEST_REASON] if lines else f"exit status {tried.returncode}"}
+    return {"usable": False, "why": lines[-1][:_MAX_REASON_LENGTH] if lines else f"exit status {tried.returncode}"}
 
 
 def describe(report: dict[str, Any]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import Config
 
 EXAMPLE = "mrl explain configs/laptop-ppo.yaml actor.parallel.tp=1"
-_LONGEST_TABLE = 16  # with more ranks, those of a node share a line
+_MAX_TABLE_RANKS = 16  # with more ranks, those of a node share a line
 
 Row = Sequence[str]
 
@@ -187,7 +187,7 @@ def _rollout(config: Config, *, all_ranks: bool) -> Iterator[str]:
 def _table(columns: Sequence[str], ranks: list[dict[str, int]], *, all_ranks: bool) -> Iterator[str]:
     """One line per rank, or per node where that would be long; nodes are counted within the pool."""
     groups = [[rank] for rank in ranks]
-    if len(ranks) > _LONGEST_TABLE and not all_ranks:
+    if len(ranks) > _MAX_TABLE_RANKS and not all_ranks:
         nodes = sorted({rank["node"] for rank in ranks})
         groups = [[rank for rank in ranks if rank["node"] == node] for node in nodes]
     rows = [[_span(rank[column] for rank in group) for column in columns] for group in groups]

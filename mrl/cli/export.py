@@ -33,9 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     # These load torch.
     from mrl.engine.checkpoint_export import export_checkpoint
     from mrl.rollout.handover import DTYPES
-    from mrl.trainer.snapshot import find_snapshot
+    from mrl.trainer.snapshot import find_checkpoint
 
-    found = find_snapshot(directory / "checkpoints", arguments.checkpoint)
+    found = find_checkpoint(directory / "checkpoints", arguments.checkpoint)
     is_actor = arguments.role == "actor"
     name = config.model_of(arguments.role)[1]
     source = local_files(name) or model_directory(name, download=True)  # of a snapshot, its weights are not needed

@@ -15,8 +15,8 @@ from mrl.cli.show import load, split_arguments
 from mrl.config.load import Resolved
 from mrl.config.schema import Config
 from mrl.errors import SetupError
-from mrl.launch.parcel import Parcel, pack
-from mrl.launch.ray_job import RayJob, make_job, stage, submit_command, submit_script
+from mrl.launch.parcel import JobBundle, pack
+from mrl.launch.ray_job import RayJob, make_job, submit_command, submit_script, write_job_directory
 from mrl.launch.site import load_site
 from mrl.launch.slurm import CONFIG, SCRIPT, SlurmJob, job_files, render_script
 
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     return (_slurm if arguments.where == "slurm" else _ray)(arguments, resolved, parcel)
 
 
-def _slurm(arguments: argparse.Namespace, resolved: Resolved[Config], parcel: Parcel) -> int:
+def _slurm(arguments: argparse.Namespace, resolved: Resolved[Config], parcel: JobBundle) -> int:
     config, site = resolved.config, load_site(arguments.cluster)
     job = SlurmJob(config, site, job_files(config), Path.cwd(), arguments.verb, parcel.variables)
     script = render_script(job)
@@ -81,7 +81,7 @@ def _sbatch(command: list[str]) -> str:
     return answer.stdout.strip().partition(";")[0]
 
 
-def _ray(arguments: argparse.Namespace, resolved: Resolved[Config], parcel: Parcel) -> int:
+def _ray(arguments: argparse.Namespace, resolved: Resolved[Config], parcel: JobBundle) -> int:
     job = make_job(resolved.config, parcel, arguments.ship)
     lines = list(_travels(job))
     with tempfile.TemporaryDirectory() as directory:
@@ -90,7 +90,7 @@ def _ray(arguments: argparse.Namespace, resolved: Resolved[Config], parcel: Parc
             _show(resolved, [*lines, f"# {CONFIG}", parcel.text, submit_script(job, command)])
             return 0
         print("\n".join(lines), flush=True)
-        stage(job, Path(directory))
+        write_job_directory(job, Path(directory))
         return subprocess.run(command).returncode
 
 

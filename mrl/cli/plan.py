@@ -15,11 +15,11 @@ from mrl.errors import ConfigError, Problem
 from mrl.plan.advice import Changes, advise
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.fewer_nodes import found_lines
-from mrl.plan.machine_memory import advise_machine, machine_subject, plan_machine
+from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
 from mrl.plan.memory import MemoryPlan, gib, plan_memory
 from mrl.plan.preflight_facts import usable_memory_bytes
 from mrl.plan.search import search
-from mrl.plan.subject import Subject, make_subject
+from mrl.plan.subject import PlanInput, make_plan_input
 from mrl.plan.timing import Lengths, assumed_lengths, plan_time
 
 EXAMPLE = "mrl plan configs/ppo-llama3.1-70b-8n8g.yaml actor.parallel.pp=2"
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     resolved = load_config(path, overrides)
     if resolved.config.cluster.device == "cpu" and not arguments.search:
         return _machine(path, resolved.config, arguments.model)
-    subject = make_subject(resolved, arguments.hardware, arguments.model)
+    subject = make_plan_input(resolved, arguments.hardware, arguments.model)
     means = assumed_lengths(resolved.config)
     lengths = Lengths(arguments.mean_prompt or means.prompt, arguments.mean_response or means.response)
     device, plan = subject.hardware, plan_memory(subject)
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _machine(path: str, config: Config, model: str | None) -> int:
     """The memory of a machine whose devices are CPU slots; nothing is known of its time."""
     usable = usable_memory_bytes()
-    subject = machine_subject(config, usable, model)
+    subject = machine_plan_input(config, usable, model)
     plan = plan_machine(subject)
     print(f"{path} on CPU slots of this machine, {gib(usable)} before Ray's memory monitor ends processes\n")
     rows = [("process", "number", "each", "in its phase, at most")]
@@ -85,7 +85,7 @@ def _machine(path: str, config: Config, model: str | None) -> int:
     return _DOES_NOT_FIT if plan.least_bytes > usable else 0
 
 
-def _memory(subject: Subject, plan: MemoryPlan, *, verbose: bool) -> Iterator[str]:
+def _memory(subject: PlanInput, plan: MemoryPlan, *, verbose: bool) -> Iterator[str]:
     yield "Memory of the fullest device of each pool, GiB:"
     names = list(dict.fromkeys(item.role for phase in plan.phases for item in phase.items))
     rows: list[Sequence[str]] = [("pool", "phase", *names, "together", "left")]
@@ -106,7 +106,7 @@ def _memory(subject: Subject, plan: MemoryPlan, *, verbose: bool) -> Iterator[st
     yield f"Host: {gib(plan.host_bytes_per_node)} of pinned memory on each machine."
 
 
-def _time(subject: Subject, lengths: Lengths, *, verbose: bool) -> Iterator[str]:
+def _time(subject: PlanInput, lengths: Lengths, *, verbose: bool) -> Iterator[str]:
     plan = plan_time(subject, lengths)
     yield f"Seconds of a step, simulated for {_means(lengths)}:"
     rows: list[Sequence[str]] = []
@@ -120,7 +120,7 @@ def _time(subject: Subject, lengths: Lengths, *, verbose: bool) -> Iterator[str]
         yield f"Assumed (mrl/plan/assumptions.py): {', '.join(assumed)}"
 
 
-def _verdict(subject: Subject, plan: MemoryPlan) -> Iterator[str]:
+def _verdict(subject: PlanInput, plan: MemoryPlan) -> Iterator[str]:
     if not plan.shortages:
         fullest = max(plan.phases, key=lambda phase: phase.num_bytes)
         yield f"It fits: at the fullest, in `{fullest.name}`, {gib(fullest.num_bytes)} of a device are taken."
@@ -136,13 +136,13 @@ def _verdict(subject: Subject, plan: MemoryPlan) -> Iterator[str]:
         yield f"    then {gib(most)} at the fullest, and {advice.plan.engine.full_samples} full samples in a cache"
 
 
-def _search(subject: Subject, lengths: Lengths, nodes: int | None, devices_per_node: int | None) -> Iterator[str]:
+def _search(subject: PlanInput, lengths: Lengths, nodes: int | None, devices_per_node: int | None) -> Iterator[str]:
     cluster = subject.config.cluster
     wanted: Changes = {"cluster.nodes": nodes or cluster.nodes}
     wanted["cluster.devices_per_node"] = devices_per_node or cluster.devices_per_node
     if wanted["cluster.nodes"] > 1:
         wanted["cluster.ray_address"] = cluster.ray_address or "auto"
-    result = search(subject.unchecked(wanted), lengths)
+    result = search(subject.with_changes_unchecked(wanted), lengths)
     yield f"The fastest of each placement, simulated for {_means(lengths)}."
     yield f"Phases follow each other in every placement. {result.num_tried:,} combinations were looked at."
     if not result.is_complete:

@@ -24,10 +24,10 @@ def run(arguments: argparse.Namespace) -> int:
     resolved = settle_models(load_sft_config(arguments.config, arguments.overrides))
     # These load torch and Ray, which a wrong configuration need not wait for.
     from mrl.trainer.sft import train_sft
-    from mrl.trainer.stopping import Stopping
+    from mrl.trainer.stopping import ShutdownSignal
 
     training = resolved.config.training
-    stopping = Stopping(training.time_limit_s)
+    stopping = ShutdownSignal(training.time_limit_s)
 
     def on_step(step: int, figures: dict[str, float]) -> None:
         shown = "  ".join(f"{name} {figures[name]:.4g}" for name in ("loss", "grad_norm", "lr"))

@@ -72,5 +72,5 @@ def _train(resolved: Resolved[Config], *, quiet: bool) -> int:
             gc.freeze()
             gc.enable()
             trainer.fit()
-        console.say(f"{trainer.num_steps_done} steps done; everything is in {opened.directory}")
+        console.print(f"{trainer.num_steps_done} steps done; everything is in {opened.directory}")
     return 0 if trainer.num_steps_done == config.training.steps else EXIT_STOPPED

@@ -9,11 +9,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from mrl.config.keys import KeyPath, dotted
-from mrl.config.layers import UNUSABLE, Layer
+from mrl.config.layers import UNUSABLE, ConfigLayer
 from mrl.config.secrets import Secrets, find_secrets, is_confidential
 from mrl.errors import Problem
 
-_MOST_LEVELS = 20
+_MAX_LEVELS = 20
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Interpolated:
     secrets: Secrets = field(default_factory=Secrets)
 
 
-def interpolate(layer: Layer, otherwise: str) -> Interpolated:
+def interpolate(layer: ConfigLayer, otherwise: str) -> Interpolated:
     """The values of a merged layer; a key that cannot be resolved is a problem, and its value UNUSABLE."""
     walk = _Walk(layer, otherwise)
     values = walk.section(OmegaConf.create(layer.values), ())
@@ -35,7 +35,7 @@ def interpolate(layer: Layer, otherwise: str) -> Interpolated:
 class _Walk:
     """One pass over a merged configuration."""
 
-    def __init__(self, layer: Layer, otherwise: str) -> None:
+    def __init__(self, layer: ConfigLayer, otherwise: str) -> None:
         self.problems: list[Problem] = []
         self.leaves: list[tuple[KeyPath, Any, Any]] = []
         self._layer = layer
@@ -56,7 +56,7 @@ class _Walk:
         return values
 
     def _value(self, value: Any, written: Any, path: KeyPath) -> Any:
-        if len(path) > _MOST_LEVELS:
+        if len(path) > _MAX_LEVELS:
             raise RecursionError("the section holds itself")
         if isinstance(value, DictConfig):
             return self.section(value, path)

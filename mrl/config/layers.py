@@ -13,7 +13,7 @@ UNUSABLE = object()  # a value that is wrong in itself and already reported
 
 
 @dataclass(frozen=True)
-class Layer:
+class ConfigLayer:
     """The keys that one source sets (a file, an override, or several merged): their values and where each stands."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -30,12 +30,12 @@ class Layer:
         return otherwise
 
 
-def merge(below: Layer, above: Layer) -> Layer:
+def merge(below: ConfigLayer, above: ConfigLayer) -> ConfigLayer:
     """`above` laid over `below`: sections merge, everything else (lists, null) replaces."""
     values = _merge_values(below.values, above.values)
     # An origin must not outlive its value: a section that was replaced takes the origins of its keys along.
     origins = {path: origin for path, origin in (below.origins | above.origins).items() if holds(values, path)}
-    return Layer(values, origins)
+    return ConfigLayer(values, origins)
 
 
 def _merge_values(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

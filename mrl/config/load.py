@@ -11,7 +11,7 @@ from mrl.config.convert import convert
 from mrl.config.data_rules import check_data_rules, unchecked_data
 from mrl.config.interpolation import interpolate
 from mrl.config.keys import KeyPath
-from mrl.config.layers import Layer, holds, merge
+from mrl.config.layers import ConfigLayer, holds, merge
 from mrl.config.model_rules import check_model_rules, unchecked
 from mrl.config.model_shape import read_model_shape
 from mrl.config.passthrough import check_passthrough
@@ -38,7 +38,7 @@ class Resolved(Generic[AnyTyped]):
     warnings: tuple[str, ...]
     """What could not be checked on this machine, and why."""
     secrets: Secrets
-    _layer: Layer
+    _layer: ConfigLayer
     models: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
     """Key -> `name`, `revision` and `directory` of each model, once they have been found."""
 
@@ -91,7 +91,7 @@ def _load(
     if config is None or problems:
         raise _config_error(problems, interpolated.secrets)
     hidden = tuple(interpolated.secrets.hide(warning) for warning in warnings)
-    return Resolved(path, config, hidden, interpolated.secrets, Layer(interpolated.values, layer.origins))
+    return Resolved(path, config, hidden, interpolated.secrets, ConfigLayer(interpolated.values, layer.origins))
 
 
 def _check(config: Config) -> Checked:

@@ -70,7 +70,7 @@ class Mesh:
             edp=rank // (self.etp * self.ep) % self.edp,
         )
 
-    def holds_answer(self, rank: int) -> bool:
+    def is_output_rank(self, rank: int) -> bool:
         """Whether `rank` speaks for its data-parallel shard: the first of tp and cp on the last pipeline stage."""
         at = self.coordinates(rank)
         return at.tp == 0 and at.cp == 0 and at.pp == self.pp - 1

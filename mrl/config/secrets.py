@@ -12,7 +12,7 @@ from mrl.config.keys import KeyPath
 from mrl.redaction import REDACTED, is_secret_key, redact_text
 
 _ENVIRONMENT = re.compile(r"oc\.env:\s*['\"]?([A-Za-z_][A-Za-z0-9_]*)")
-_SHORTEST_SECRET = 6  # a shorter value is hidden where it stands, but not looked for in other texts
+_MIN_SECRET_LENGTH = 6  # a shorter value is hidden where it stands, but not looked for in other texts
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def find_secrets(leaves: list[tuple[KeyPath, Any, Any]]) -> Secrets:
     values = {text for path, _, value in leaves for text in _secret_texts(value, secret=path in paths)}
     for _, written, _ in leaves:
         values |= {os.environ[name] for name in _secret_variables(written) if name in os.environ}
-    return Secrets(paths, frozenset(value for value in values if len(value) >= _SHORTEST_SECRET))
+    return Secrets(paths, frozenset(value for value in values if len(value) >= _MIN_SECRET_LENGTH))
 
 
 def is_confidential(path: KeyPath, written: Any) -> bool:

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.keys import KeyPath
-from mrl.config.layers import COMMAND_LINE, Layer, merge
+from mrl.config.layers import COMMAND_LINE, ConfigLayer, merge
 from mrl.config.yaml_source import SourceError, read_yaml
 from mrl.errors import Problem
 
 _EXTENDS = "extends"
-_LARGEST_FILE_BYTES = 1 << 20
-_MOST_LEVELS = 20
+_MAX_FILE_BYTES = 1 << 20
+_MAX_LEVELS = 20
 _OVERRIDE_KEY = re.compile(r"[^\s.=+~]+(\.[^\s.=+~]+)*")
 
 
-def read_chain(path: str, children: tuple[str, ...] = ()) -> Layer:
+def read_chain(path: str, children: tuple[str, ...] = ()) -> ConfigLayer:
     """The file laid over the file that it extends, over the one that that extends, and so on."""
     layer = _read_file(path, children)
     parent = layer.values.pop(_EXTENDS, None)
@@ -37,13 +37,13 @@ def read_chain(path: str, children: tuple[str, ...] = ()) -> Layer:
     return merge(read_chain(parent_path, chain), layer)
 
 
-def read_overrides(overrides: Iterable[str]) -> tuple[Layer, list[Problem]]:
+def read_overrides(overrides: Iterable[str]) -> tuple[ConfigLayer, list[Problem]]:
     """`key.path=value` arguments as a layer; those that cannot be read are problems, the others still count."""
-    layer, problems = Layer(), []
+    layer, problems = ConfigLayer(), []
     for override in overrides:
         key, equals, text = override.partition("=")
         path = tuple(key.split("."))
-        if not equals or not _OVERRIDE_KEY.fullmatch(key) or len(path) > _MOST_LEVELS:
+        if not equals or not _OVERRIDE_KEY.fullmatch(key) or len(path) > _MAX_LEVELS:
             problems.append(_malformed_override(key, has_value=bool(equals)))
             continue
         if path[0] == _EXTENDS:
@@ -65,23 +65,21 @@ def _malformed_override(key: str, *, has_value: bool) -> Problem:
     return Problem(COMMAND_LINE, "", f'"{key}" is not an override', "write key.path=value")
 
 
-def _nested(path: KeyPath, value: Any, origins: dict[KeyPath, str]) -> Layer:
+def _nested(path: KeyPath, value: Any, origins: dict[KeyPath, str]) -> ConfigLayer:
     for name in reversed(path):
         value = {name: value}
-    return Layer(value, origins | {path: COMMAND_LINE})
+    return ConfigLayer(value, origins | {path: COMMAND_LINE})
 
 
-def _read_file(path: str, children: tuple[str, ...]) -> Layer:
+def _read_file(path: str, children: tuple[str, ...]) -> ConfigLayer:
     if not children:
         _require_file(path, where=path, key="")
     try:
         content = Path(path).read_bytes()
     except OSError as error:
         raise SourceError([Problem(path, "", f"cannot be read: {error.strerror}")]) from error
-    if len(content) > _LARGEST_FILE_BYTES:
-        raise SourceError(
-            [Problem(path, "", f"{len(content)} bytes are no configuration; at most {_LARGEST_FILE_BYTES}")]
-        )
+    if len(content) > _MAX_FILE_BYTES:
+        raise SourceError([Problem(path, "", f"{len(content)} bytes are no configuration; at most {_MAX_FILE_BYTES}")])
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -92,7 +90,7 @@ def _read_file(path: str, children: tuple[str, ...]) -> Layer:
         raise SourceError([Problem(path, "", "the file is empty")])
     if not isinstance(values, dict):
         raise SourceError([Problem(f"{path}:1", "", "the file must hold keys and values", "write `key: value` lines")])
-    return Layer(values, origins)
+    return ConfigLayer(values, origins)
 
 
 def _require_file(path: str, *, where: str, key: str) -> None:

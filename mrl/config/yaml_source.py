@@ -19,9 +19,9 @@ from mrl.redaction import is_secret_key
 
 _STANDARD = "tag:yaml.org,2002:"
 _KNOWN_TAGS = {_STANDARD + name for name in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")}
-_MOST_LEVELS = 20
-_MOST_VALUES = 10_000  # a configuration has some dozens; aliases of aliases reach any number
-_TOO_DEEP = f"more than {_MOST_LEVELS} levels deep"
+_MAX_LEVELS = 20
+_MAX_VALUES = 10_000  # a configuration has some dozens; aliases of aliases reach any number
+_TOO_DEEP = f"more than {_MAX_LEVELS} levels deep"
 
 
 class SourceError(Exception):
@@ -83,12 +83,12 @@ class _Structure:
     def walk(self, node: yaml.Node, path: KeyPath, above: tuple[yaml.Node, ...] = ()) -> None:
         """Look at a node and what it holds; `above` are the nodes that hold it."""
         self._num_values += 1
-        if self._num_values > _MOST_VALUES:
-            if self._num_values == _MOST_VALUES + 1:
-                self._report(node, path, f"aliases make more than {_MOST_VALUES} values of it")
+        if self._num_values > _MAX_VALUES:
+            if self._num_values == _MAX_VALUES + 1:
+                self._report(node, path, f"aliases make more than {_MAX_VALUES} values of it")
         elif node in above:
             self._report(node, path, "an alias that holds itself")
-        elif len(above) > _MOST_LEVELS:
+        elif len(above) > _MAX_LEVELS:
             self._report(node, path[:2], _TOO_DEEP)
         elif node.tag not in _KNOWN_TAGS:
             tag = node.tag.replace(_STANDARD, "!!")

@@ -18,30 +18,30 @@ if "ray" not in sys.modules:
 if TYPE_CHECKING:
     from mrl.controller.cluster import ray_cluster
     from mrl.controller.dispatch import Dispatch, register
-    from mrl.controller.resource_pool import RayResourcePool, ResourcePoolManager, Seats
-    from mrl.controller.worker import Place, Rendezvous, Worker
+    from mrl.controller.resource_pool import DeviceSlots, RayResourcePool, ResourcePoolManager
+    from mrl.controller.worker import RankInfo, Rendezvous, Worker
     from mrl.controller.worker_group import DataProtoFuture, RayClassWithInitArgs, RayWorkerGroup, RunContext
 
 _MODULES = {
     "cluster": ("ray_cluster",),
     "dispatch": ("Dispatch", "register"),
-    "resource_pool": ("RayResourcePool", "ResourcePoolManager", "Seats"),
-    "worker": ("Place", "Rendezvous", "Worker"),
+    "resource_pool": ("RayResourcePool", "ResourcePoolManager", "DeviceSlots"),
+    "worker": ("RankInfo", "Rendezvous", "Worker"),
     "worker_group": ("DataProtoFuture", "RayClassWithInitArgs", "RayWorkerGroup", "RunContext"),
 }
 """Each is loaded when something of it is first asked for: a node's agent, which all else waits for, needs no torch."""
 
 __all__ = [
     "DataProtoFuture",
+    "DeviceSlots",
     "Dispatch",
-    "Place",
+    "RankInfo",
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",
     "Rendezvous",
     "ResourcePoolManager",
     "RunContext",
-    "Seats",
     "Worker",
     "ray_cluster",
     "register",

@@ -11,7 +11,7 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from mrl.controller.crew import Crew
+from mrl.controller.crew import RankProcesses
 from mrl.controller.death import said_by_ray
 from mrl.controller.worker_host import RankFailed
 from mrl.errors import WorkerDied, WorkerError, WorkerRaised, WorkerSilent
@@ -23,7 +23,7 @@ _LOG_LINES = 20
 
 
 @dataclass(frozen=True)
-class Fault:
+class RankFailure:
     """What went wrong on one rank."""
 
     rank: int
@@ -37,10 +37,12 @@ class Fault:
 
 
 class Call:
-    """One method on some ranks of a crew."""
+    """One method on some ranks of a worker group."""
 
-    def __init__(self, crew: Crew, phase: str, references: dict[int, ObjectRef], deadline_s: float) -> None:
-        self._crew = crew
+    def __init__(
+        self, processes: RankProcesses, phase: str, references: dict[int, ObjectRef], deadline_s: float
+    ) -> None:
+        self._processes = processes
         self._phase = phase
         self._references = references
         self._deadline_s = deadline_s
@@ -54,19 +56,19 @@ class Call:
             left_s = self._deadline_s - (time.monotonic() - self._began)
             try:
                 answers: list[Any] = ray.get(
-                    references, timeout=max(0.0, min(left_s, self._crew.deadlines.heartbeat_s))
+                    references, timeout=max(0.0, min(left_s, self._processes.deadlines.heartbeat_s))
                 )
                 return answers
             except GetTimeoutError:
                 stopped = self._look(looks_stopped)
-                if stopped or left_s <= self._crew.deadlines.heartbeat_s:
+                if stopped or left_s <= self._processes.deadlines.heartbeat_s:
                     raise self._explain(stopped) from None
             except RayError:
                 raise self._explain([]) from None
 
     def _look(self, looks_stopped: dict[int, int]) -> list[int]:
         """The unanswered ranks whose processes have been stopped for several looks."""
-        for rank, view in self._crew.look(self._unanswered()).items():
+        for rank, view in self._processes.poll_states(self._unanswered()).items():
             looks_stopped[rank] = looks_stopped.get(rank, 0) + 1 if view.is_stopped else 0
         return [rank for rank, looks in looks_stopped.items() if looks >= _STOPPED_LOOKS]
 
@@ -81,18 +83,18 @@ class Call:
         seconds = time.monotonic() - self._began
         references = list(self._references.values())
         if seconds < self._deadline_s and not stopped:
-            ray.wait(references, num_returns=len(references), timeout=self._crew.deadlines.release_s)
+            ray.wait(references, num_returns=len(references), timeout=self._processes.deadlines.release_s)
         faults = self._faults()
-        culprits = [self._with_cause(fault) for fault in blame(faults)]
+        culprits = [self._with_cause(fault) for fault in root_causes(faults)]
         report = self._describe(culprits[0], seconds)
         for fault in culprits[1:]:
-            report += f"\n  so did {self._crew.name(fault.rank)} {fault.detail}"
+            report += f"\n  so did {self._processes.name(fault.rank)} {fault.detail}"
         for fault in culprits:
-            self._crew.events.write(
+            self._processes.events.write(
                 WorkerFault(
-                    self._crew.role,
+                    self._processes.role,
                     fault.rank,
-                    self._crew.node(fault.rank),
+                    self._processes.node(fault.rank),
                     self._phase,
                     fault.kind,
                     fault.detail,
@@ -102,17 +104,17 @@ class Call:
         everyone_raised = len(faults) == len(references) and all(fault.kind == "raised" for fault in faults)
         if not everyone_raised:
             reason = f"rank {culprits[0].rank} {culprits[0].kind} in {self._phase}"
-            released = self._crew.end(reason)
-            self._crew.events.write(RanksReleased(self._crew.role, released, reason))
+            released = self._processes.kill_all(reason)
+            self._processes.events.write(RanksReleased(self._processes.role, released, reason))
             others = [rank for rank in released if rank not in {fault.rank for fault in culprits}]
             if others:
                 report += f"\n  the other ranks were released: {', '.join(map(str, others))}"
         error_type = {"died": WorkerDied, "raised": WorkerRaised}.get(culprits[0].kind, WorkerSilent)
-        return error_type(report, role=self._crew.role, ranks=[fault.rank for fault in culprits])
+        return error_type(report, role=self._processes.role, ranks=[fault.rank for fault in culprits])
 
-    def _faults(self) -> list[Fault]:
+    def _faults(self) -> list[RankFailure]:
         """What is known of every rank that has no answer."""
-        views = self._crew.look(list(self._references))
+        views = self._processes.poll_states(list(self._references))
         unanswered = set(self._unanswered())
         faults = []
         for rank, reference in self._references.items():
@@ -121,41 +123,40 @@ class Call:
                 continue
             if views[rank].is_gone and (fault is None or fault.kind == "raised"):
                 # With a lost node one process can see its neighbour end before it ends itself.
-                fault = Fault(rank, "died", "its process is gone")
+                fault = RankFailure(rank, "died", "its process is gone")
             faults.append(fault or self._unheard(rank, views[rank].is_stopped))
         return faults
 
-    def _with_cause(self, fault: Fault) -> Fault:
+    def _with_cause(self, fault: RankFailure) -> RankFailure:
         if fault.kind != "died":
             return fault
-        detail, hints = self._crew.cause_of_death(fault.rank, fault.detail)
+        detail, hints = self._processes.cause_of_death(fault.rank, fault.detail)
         return replace(fault, detail=detail, hints=hints)
 
-    def _unheard(self, rank: int, is_stopped: bool) -> Fault:
+    def _unheard(self, rank: int, is_stopped: bool) -> RankFailure:
         """The fault of a process that is there and does not answer."""
         kind, detail = ("stopped", "a signal or a debugger holds it") if is_stopped else ("silent", "no answer in time")
-        return Fault(rank, kind, detail, trace=self._crew.stack(rank))
+        return RankFailure(rank, kind, detail, trace=self._processes.stack(rank))
 
-    def _describe(self, fault: Fault, seconds: float) -> str:
+    def _describe(self, fault: RankFailure, seconds: float) -> str:
         what = {"died": "died", "raised": "raised", "stopped": "is stopped", "silent": "did not answer"}
-        lines = [
-            f"{self._crew.name(fault.rank)} {what[fault.kind]} in {self._phase} after {seconds:.1f} s: {fault.detail}"
-        ]
+        when = f"in {self._phase} after {seconds:.1f} s"
+        lines = [f"{self._processes.name(fault.rank)} {what[fault.kind]} {when}: {fault.detail}"]
         lines += [f"  {hint}" for hint in fault.hints]
         if fault.trace:
             lines += ["  Python stack:" if fault.kind != "raised" else "  traceback:", *_indented(fault.trace)]
         if fault.kind == "silent":
-            native, kernel = self._crew.threads(fault.rank)
+            native, kernel = self._processes.threads(fault.rank)
             lines += ["  native frames:", *_indented(native), "  its threads in the kernel:", *_indented(kernel)]
         if fault.kind != "raised":
-            log, text = self._crew.log_tail(fault.rank, _LOG_LINES)
+            log, text = self._processes.log_tail(fault.rank, _LOG_LINES)
             lines += [f"  last lines of {log}:" if text else f"  nothing in {log}", *_indented(text)]
         else:
-            lines.append(f"  its log: {self._crew.log_tail(fault.rank, 0)[0]}")
+            lines.append(f"  its log: {self._processes.log_tail(fault.rank, 0)[0]}")
         return "\n".join(lines)
 
 
-def blame(faults: Sequence[Fault]) -> list[Fault]:
+def root_causes(faults: Sequence[RankFailure]) -> list[RankFailure]:
     """The faults that explain the others.
 
     A death explains the broken connections that its neighbours report, and so does whoever raised first. A stopped
@@ -174,19 +175,19 @@ def _is_in_collective(stack: str) -> bool:
     return any("torch/distributed/" in line for line in stack.splitlines())
 
 
-def _fault_of(rank: int, reference: ObjectRef) -> Fault | None:
+def _fault_of(rank: int, reference: ObjectRef) -> RankFailure | None:
     """What a finished reference says of its rank; None where it is an answer."""
     try:
         ray.get(reference, timeout=0)
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, RankFailed):
-            return Fault(rank, "raised", cause.message, cause.at, cause.trace)
-        return Fault(rank, "raised", str(cause if cause is not None else error), time.time())
+            return RankFailure(rank, "raised", cause.message, cause.at, cause.trace)
+        return RankFailure(rank, "raised", str(cause if cause is not None else error), time.time())
     except (RayActorError, OutOfMemoryError) as error:
-        return Fault(rank, "died", said_by_ray(str(error)))
+        return RankFailure(rank, "died", said_by_ray(str(error)))
     except RayError as error:
-        return Fault(rank, "raised", f"{type(error).__name__}: {error}", time.time())
+        return RankFailure(rank, "raised", f"{type(error).__name__}: {error}", time.time())
     return None
 
 

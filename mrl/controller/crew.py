@@ -39,7 +39,7 @@ class NodeView:
 
 
 @dataclass(frozen=True)
-class Member:
+class RankProcess:
     """One rank's process."""
 
     actor: Any
@@ -47,7 +47,7 @@ class Member:
     node: NodeView
 
 
-class Crew:
+class RankProcesses:
     """The processes of one role, by rank."""
 
     def __init__(
@@ -60,9 +60,9 @@ class Crew:
         self.ended = ""
         """Why the processes were ended; empty while they run."""
         self.log_directory = make_log_directory(run_directory, role)
-        self._members: list[Member] = []
+        self._members: list[RankProcess] = []
 
-    def join(self, members: list[Member]) -> None:
+    def add(self, members: list[RankProcess]) -> None:
         """Take in the processes, in the order of their ranks."""
         self._members = members
 
@@ -79,12 +79,12 @@ class Crew:
         place = f" ({layout})" if layout else ""
         return f"{self.role} rank {rank}{place} on node {member.node.name}, pid {member.process.pid},"
 
-    def look(self, ranks: Sequence[int]) -> dict[int, ProcessView]:
+    def poll_states(self, ranks: Sequence[int]) -> dict[int, ProcessView]:
         """The state of these ranks' processes. Where a node does not answer, its processes count as gone."""
         views: dict[int, ProcessView] = {}
         for node_ranks in self._by_node(ranks):
             processes = [self._members[rank].process for rank in node_ranks]
-            seen = self._ask(node_ranks[0], lambda agent, processes=processes: agent.look.remote(processes))
+            seen = self._ask(node_ranks[0], lambda agent, processes=processes: agent.poll_states.remote(processes))
             views.update(zip(node_ranks, seen or [ProcessView(None)] * len(node_ranks), strict=True))
         return views
 
@@ -109,18 +109,18 @@ class Crew:
         """Why a rank's process ended, where no more is said than this, and what speaks for it."""
         return cause_on(self._members[rank].node, said, self.log_tail(rank, CRASH_LINES)[1])
 
-    def end(self, reason: str) -> list[int]:
+    def kill_all(self, reason: str) -> list[int]:
         """End every process that still runs; the ranks that did. A group never outlives one of its ranks."""
         if self.ended:
             return []
         self.ended = reason
         ranks = list(range(len(self._members)))
-        running = [rank for rank, view in self.look(ranks).items() if not view.is_gone]
+        running = [rank for rank, view in self.poll_states(ranks).items() if not view.is_gone]
         for member in self._members:
             ray.kill(member.actor, no_restart=True)
         for node_ranks in self._by_node(ranks):
             processes = [self._members[rank].process for rank in node_ranks]
-            self._ask(node_ranks[0], lambda agent, processes=processes: agent.end.remote(processes))
+            self._ask(node_ranks[0], lambda agent, processes=processes: agent.kill_all.remote(processes))
         return running
 
     def _log(self, rank: int) -> Path:

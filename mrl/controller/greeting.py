@@ -12,25 +12,25 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from mrl.controller.crew import CRASH_LINES, NodeView, ask, cause_on
 from mrl.controller.death import pid_in, said_by_ray
-from mrl.controller.worker_host import Hello
+from mrl.controller.worker_host import ProcessInfo
 from mrl.errors import WorkerDied, WorkerError, WorkerSilent
 from mrl.events import EventLog, WorkerFault
 
 _LOG_LINES = 20
 
 
-def greet(
+def collect_handshakes(
     role: str, actors: Sequence[Any], nodes: Sequence[NodeView], deadline_s: float, events: EventLog
-) -> list[Hello]:
+) -> list[ProcessInfo]:
     """Wait until every process is up; rank 0 opens the address on which its group will meet. All end where one fails.
 
     `nodes` are those of the ranks.
     """
     began = time.monotonic()
     address = nodes[0].network.address
-    greetings = [actor.hello.remote(None if rank else address) for rank, actor in enumerate(actors)]
+    greetings = [actor.handshake.remote(None if rank else address) for rank, actor in enumerate(actors)]
     try:
-        hellos: list[Hello] = ray.get(greetings, timeout=deadline_s)
+        hellos: list[ProcessInfo] = ray.get(greetings, timeout=deadline_s)
         return hellos
     except GetTimeoutError:
         error = _never_came(role, greetings, nodes, deadline_s)
@@ -69,7 +69,7 @@ def _ended(
         kind, detail = "died", said_by_ray(text)
         log = ask(node, lambda agent: agent.first_words.remote(pid, CRASH_LINES)) or "" if pid else ""
         detail, hints = cause_on(node, detail, log)
-    events.write(WorkerFault(role, rank, node.name, "hello", kind, detail, seconds))
+    events.write(WorkerFault(role, rank, node.name, "handshake", kind, detail, seconds))
     lines = [f"{role} rank {rank} on node {node.name} {kind} before it was up, after {seconds:.1f} s: {detail}", *hints]
     lines += [f"| {line}" for line in log.splitlines()[-_LOG_LINES:]]
     has_fix = any(hint.startswith("fix:") for hint in hints)

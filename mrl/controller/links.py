@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mrl.controller.node_agent import NodeAgent
-from mrl.controller.survey import NodeOffer, node_answers
+from mrl.controller.survey import NodeInfo, node_answers
 from mrl.errors import PlacementError
 
 LINK_FIX = (
@@ -38,7 +38,7 @@ def start_agent(node_id: str) -> Any:
 
 
 @contextmanager
-def linked_nodes(offers: Sequence[NodeOffer]) -> Iterator[list[LinkedNode]]:
+def linked_nodes(offers: Sequence[NodeInfo]) -> Iterator[list[LinkedNode]]:
     """An agent on each of these nodes for the length of the block."""
     nodes = [LinkedNode(offer.name, offer.address, start_agent(offer.node_id)) for offer in offers]
     try:

@@ -106,7 +106,7 @@ class NodeAgent:
             listener.close()
         self._listeners = []
 
-    def look(self, processes: list[ProcessId]) -> list[ProcessView]:
+    def poll_states(self, processes: list[ProcessId]) -> list[ProcessView]:
         """The state of each process. Where the node's raylet has died they are all gone: Ray ends them one by one."""
         if os.getppid() != self._raylet:
             return [ProcessView(None)] * len(processes)
@@ -152,7 +152,7 @@ class NodeAgent:
         ours = Path(os.readlink("/proc/self/fd/2"))
         return "\n".join(tail(log, num_lines) for log in sorted(ours.parent.glob(f"worker-*-{pid}.err")))
 
-    def end(self, processes: list[ProcessId]) -> None:
+    def kill_all(self, processes: list[ProcessId]) -> None:
         """See that processes end which Ray was told to kill: after a moment, by SIGKILL.
 
         Ray asks a process to end itself, which one that is stopped or stuck in a collective never does.

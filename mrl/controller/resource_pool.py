@@ -20,7 +20,7 @@ from mrl.controller.network import LOOPBACK
 from mrl.errors import PlacementError, TooFewDevices, did_you_mean
 from mrl.events import EventLog, NetworkChosen, PoolReady, Warned
 
-_LONGEST_POLL_S = 0.2
+_MAX_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Seats:
+class DeviceSlots:
     """Where a group's processes run: the device of each rank, and the part of it that each process claims of Ray."""
 
     devices: Sequence[Device]
-    share: float
-    of: str
+    fraction: float
+    description: str
     """The pool in words, for messages."""
-    gpus_by_name: str = ""
+    visible_gpus: str = ""
     """The GPUs that a process sees, where it is to see others than the one it claims."""
 
 
@@ -119,7 +119,7 @@ class ResourcePoolManager:
                 search = f"`mrl plan CONFIG --search --nodes {num_alive}` has all that fit on those that are there"
                 fix = f"add or free the nodes named here, or make the pools smaller: {search}"
                 raise TooFewDevices(message, num_alive, fix=fix)
-            next(iter(waiting.values()))[0].wait(_LONGEST_POLL_S)
+            next(iter(waiting.values()))[0].wait(_MAX_POLL_S)
         for pool in self.pools.values():
             pool.order()
         self._start_agents(run_directory, events)
@@ -134,16 +134,16 @@ class ResourcePoolManager:
             raise PlacementError(f'no pool is given for role "{role}"', fix=did_you_mean(role, roles))
         return self.pools[roles[role]]
 
-    def seats(self, role: str) -> Seats:
+    def device_slots(self, role: str) -> DeviceSlots:
         """Every device of a role's pool, shared by its roles.
 
-        The engines need a second share, beside the actor or, on a pool of their own, beside the weights' porters.
+        The engines need a second share, beside the actor or, on a pool of their own, beside the weights' receivers.
         """
         pool = self.get_resource_pool(role)
         at_home = {other for other, name in self._placement.roles.items() if name == pool.name}
         num_sharing = len(at_home - {"rollout"}) + 1 if "actor" in at_home else len(at_home) + ("rollout" in at_home)
         share = int(1000 / num_sharing) / 1000  # rounded down: three thirds must not come out above one device
-        return Seats(pool.devices, share, pool.describe())
+        return DeviceSlots(pool.devices, share, pool.describe())
 
     def node(self, node_id: str) -> NodeView:
         """The view of a node that has devices of some pool."""

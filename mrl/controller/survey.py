@@ -19,7 +19,7 @@ _POLL_S = 0.5
 
 
 @dataclass(frozen=True)
-class NodeOffer:
+class NodeInfo:
     """A node that is up, the number of its devices, and the address by which Ray knows it."""
 
     node_id: str
@@ -28,11 +28,11 @@ class NodeOffer:
     address: str
 
 
-def offered_nodes(device: str) -> list[NodeOffer]:
+def offered_nodes(device: str) -> list[NodeInfo]:
     """The nodes that are up, by name."""
     resource = "CPU" if device == "cpu" else "GPU"
     offers = [
-        NodeOffer(node["NodeID"], node["NodeName"], int(node["Resources"].get(resource, 0)), node["NodeManagerAddress"])
+        NodeInfo(node["NodeID"], node["NodeName"], int(node["Resources"].get(resource, 0)), node["NodeManagerAddress"])
         for node in ray.nodes()
         if node["Alive"]
     ]
@@ -61,7 +61,7 @@ def wait_for_nodes(names: Sequence[str], device: str, devices_per_node: int, dea
         time.sleep(_POLL_S)
 
 
-def ask_every_node(node_ids: Sequence[str], probe: str, arguments: Sequence[Any], deadline_s: float) -> list[Any]:
+def run_on_nodes(node_ids: Sequence[str], probe: str, arguments: Sequence[Any], deadline_s: float) -> list[Any]:
     """What the function `package.module:name` returns on each of these nodes."""
     task = ray.remote(num_cpus=0, max_retries=0)(_call)
     on = [NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in node_ids]

@@ -25,7 +25,7 @@ _INLINE_BYTES = 64 * 1024
 
 
 # Lists, bytes, strings and numbers are what Ray sends without pickling them.
-Bundle: TypeAlias = dict[str, list[Any]]
+ColumnStore: TypeAlias = dict[str, list[Any]]
 """The columns of one stored object, by name: `[head, body]`."""
 
 ColumnPlan: TypeAlias = list[Any]
@@ -36,7 +36,7 @@ positions among the call's object arguments."""
 ShardPlan: TypeAlias = list[Any]
 """The rows of one data-parallel shard, as a worker is told of them: `[row_ids as bytes, meta_info, {column: plan}]`."""
 
-Answer: TypeAlias = list[Any]
+ShardResult: TypeAlias = list[Any]
 """What comes back to the driver with a shard's stored columns, which are an object of their own beside it:
 `[meta_info, {stored column: its row lengths as bytes, or None}, {column with a number per row: [head, body]}]`."""
 
@@ -46,7 +46,7 @@ def plan_shard(shard: DataProto, reads: Sequence[str]) -> tuple[ShardPlan, list[
     columns = shard.columns()
     references: dict[ObjectRef, int] = {}
     plans: dict[str, ColumnPlan] = {}
-    to_store: Bundle = {}
+    to_store: ColumnStore = {}
     for name in reads:
         column = columns[name]
         if isinstance(column, RemoteColumn):
@@ -62,14 +62,14 @@ def plan_shard(shard: DataProto, reads: Sequence[str]) -> tuple[ShardPlan, list[
     return [shard.row_ids.tobytes(), shard.meta_info, plans], list(references)
 
 
-def assemble_shard(plan: ShardPlan, objects: Sequence[Bundle]) -> DataProto:
+def assemble_shard(plan: ShardPlan, objects: Sequence[ColumnStore]) -> DataProto:
     """The shard's batch, in the worker. A column that is one whole part is read where it lies."""
     row_ids, meta_info, plans = plan
     columns = {name: _assemble_column(name, column, objects) for name, column in plans.items()}
     return DataProto(columns, np.frombuffer(row_ids, dtype=np.int64), meta_info)
 
 
-def _assemble_column(name: str, plan: ColumnPlan, objects: Sequence[Bundle]) -> Column:
+def _assemble_column(name: str, plan: ColumnPlan, objects: Sequence[ColumnStore]) -> Column:
     match plan:
         case [bytes(head), body]:
             return decode(Wire(head, body))
@@ -81,7 +81,9 @@ def _assemble_column(name: str, plan: ColumnPlan, objects: Sequence[Bundle]) -> 
     raise WireError(f"not the plan of a column: {plan!r}")
 
 
-def pack_answer(result: DataProto, row_ids: Index, writes: Sequence[str], method: str) -> tuple[Answer, Bundle]:
+def pack_result(
+    result: DataProto, row_ids: Index, writes: Sequence[str], method: str
+) -> tuple[ShardResult, ColumnStore]:
     """What a worker sends back for a batch that a method returned, after checking that it is what was promised."""
     columns = result.columns()
     if set(columns) != set(writes):
@@ -96,7 +98,7 @@ def pack_answer(result: DataProto, row_ids: Index, writes: Sequence[str], method
         raise BatchError(
             f"{method} returned other rows than it was given", fix="return one row for each, with its row_ids"
         )
-    bundle: Bundle = {}
+    bundle: ColumnStore = {}
     lengths: dict[str, bytes | None] = {}
     numbers: dict[str, list[Any]] = {}
     for name in writes:
@@ -110,7 +112,7 @@ def pack_answer(result: DataProto, row_ids: Index, writes: Sequence[str], method
     return [result.meta_info, lengths, numbers], bundle
 
 
-def unpack_answer(answer: Answer, bundle: ObjectRef, row_ids: Index) -> DataProto:
+def unpack_result(answer: ShardResult, bundle: ObjectRef, row_ids: Index) -> DataProto:
     """A shard's answer as a batch on the driver: numbers per row are here, everything else stays stored."""
     meta_info, lengths, numbers = answer
     columns: dict[str, AnyColumn] = {name: decode(Wire(*wire)) for name, wire in numbers.items()}

@@ -41,7 +41,7 @@ class Rendezvous:
 
 
 @dataclass
-class Place:
+class RankInfo:
     """Who a worker is and where it stands."""
 
     role: str
@@ -59,7 +59,7 @@ class Place:
 class Worker:
     """Base of all workers. Methods marked with `register` can be called through the group."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankInfo) -> None:
         self.place = place
 
     @property

@@ -17,12 +17,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mrl.config.mesh import Mesh
 from mrl.config.schema import DeadlinesConfig
 from mrl.controller.call import Call
-from mrl.controller.crew import Crew, Member, NodeView
+from mrl.controller.crew import NodeView, RankProcess, RankProcesses
 from mrl.controller.dispatch import Dispatch, MethodSpec
-from mrl.controller.greeting import greet
-from mrl.controller.resource_pool import Device, ResourcePoolManager, Seats
-from mrl.controller.transport import plan_shard, unpack_answer
-from mrl.controller.worker_host import Hello, StartOrder, WorkerHost
+from mrl.controller.greeting import collect_handshakes
+from mrl.controller.resource_pool import Device, DeviceSlots, ResourcePoolManager
+from mrl.controller.transport import plan_shard, unpack_result
+from mrl.controller.worker_host import ProcessInfo, WorkerHost, WorkerSpec
 from mrl.errors import BatchError, PlacementError, WorkerError, did_you_mean
 from mrl.events import EventLog, WorkersStarted
 from mrl.protocol import DataProto
@@ -77,31 +77,36 @@ class GroupMethod:
 
 
 class RayWorkerGroup:
-    """One role's workers, a process per rank on the devices of its pool, or on the seats that it is given.
+    """One role's workers, a process per rank on the devices of its pool, or on the device slots that it is given.
 
     Methods that the worker class registered are methods of the group. Several groups may share a pool; each
     process then claims a share of its device.
     """
 
     def __init__(
-        self, role: str, worker: RayClassWithInitArgs, mesh: Mesh, context: RunContext, seats: Seats | None = None
+        self, role: str, worker: RayClassWithInitArgs, mesh: Mesh, context: RunContext, slots: DeviceSlots | None = None
     ) -> None:
         began = time.monotonic()
-        self._seats = seats or context.resources.seats(role)
-        if len(self._seats.devices) != mesh.world_size:
-            raise PlacementError(f"{role}'s layout has {mesh.world_size} ranks, but {self._seats.of}")
+        self._slots = slots or context.resources.device_slots(role)
+        if len(self._slots.devices) != mesh.world_size:
+            raise PlacementError(f"{role}'s layout has {mesh.world_size} ranks, but {self._slots.description}")
         self.role = role
         self.mesh = mesh
         self._context = context
         self._shard_of_rank = [mesh.coordinates(rank).dp for rank in range(mesh.world_size)]
-        self._speakers = sorted(filter(mesh.holds_answer, range(mesh.world_size)), key=self._shard_of_rank.__getitem__)
+        self._speakers = sorted(
+            filter(mesh.is_output_rank, range(mesh.world_size)), key=self._shard_of_rank.__getitem__
+        )
         """The ranks that answer for shard 0, 1, ..., in that order."""
-        self._crew = Crew(role, mesh, context.run_directory, context.events, context.deadlines)
-        self._actors = [self._make_actor(device) for device in self._seats.devices]
+        self._processes = RankProcesses(role, mesh, context.run_directory, context.events, context.deadlines)
+        self._actors = [self._make_actor(device) for device in self._slots.devices]
         nodes = [self._node(rank) for rank in range(mesh.world_size)]
-        hellos = greet(role, self._actors, nodes, context.deadlines.start_s, context.events)
-        self._crew.join(
-            [Member(actor, hello.process, node) for actor, hello, node in zip(self._actors, hellos, nodes, strict=True)]
+        hellos = collect_handshakes(role, self._actors, nodes, context.deadlines.start_s, context.events)
+        self._processes.add(
+            [
+                RankProcess(actor, hello.process, node)
+                for actor, hello, node in zip(self._actors, hellos, nodes, strict=True)
+            ]
         )
         self._methods = self._start(worker, hellos)
         pids = [hello.process.pid for hello in hellos]
@@ -123,9 +128,9 @@ class RayWorkerGroup:
 
     def submit(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProtoFuture[Any]:
         """Start a call of one method on the ranks that its dispatch names."""
-        if self._crew.ended:
+        if self._processes.ended:
             raise WorkerError(
-                f"{self.role}'s workers have ended: {self._crew.ended}", fix="make a new group", role=self.role
+                f"{self.role}'s workers have ended: {self._processes.ended}", fix="make a new group", role=self.role
             )
         if spec.dispatch is Dispatch.DATA_PARALLEL:
             return self._submit_shards(spec, args, kwargs)
@@ -147,7 +152,7 @@ class RayWorkerGroup:
 
     def shutdown(self) -> None:
         """End all workers."""
-        self._crew.end("shut down")
+        self._processes.kill_all("shut down")
 
     def _submit_shards(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProtoFuture[Any]:
         shards = self._shards(spec, args)
@@ -167,7 +172,7 @@ class RayWorkerGroup:
             if not spec.writes:
                 return [answers[rank] for rank in self._speakers]
             parts = zip(self._speakers, shards, strict=True)
-            return _join_shards([unpack_answer(answers[rank], bundles[rank], shard.row_ids) for rank, shard in parts])
+            return _join_shards([unpack_result(answers[rank], bundles[rank], shard.row_ids) for rank, shard in parts])
 
         return self._future(spec, answers, collect)
 
@@ -207,20 +212,20 @@ class RayWorkerGroup:
     def _future(
         self, spec: MethodSpec, references: dict[int, ObjectRef], collect: Callable[[list[Any]], Any]
     ) -> DataProtoFuture[Any]:
-        return DataProtoFuture(Call(self._crew, spec.name, references, self._context.deadlines.call_s), collect)
+        return DataProtoFuture(Call(self._processes, spec.name, references, self._context.deadlines.call_s), collect)
 
     def _make_actor(self, device: Device) -> Any:
-        claims = {"num_cpus": self._seats.share}
+        claims = {"num_cpus": self._slots.fraction}
         # A process that sees GPUs by name claims none: Ray would hide the others from it.
-        if device.group.bundle_specs[0].get("GPU") is not None and not self._seats.gpus_by_name:
-            claims["num_gpus"] = self._seats.share
+        if device.group.bundle_specs[0].get("GPU") is not None and not self._slots.visible_gpus:
+            claims["num_gpus"] = self._slots.fraction
         strategy = PlacementGroupSchedulingStrategy(device.group, placement_group_bundle_index=device.bundle)
         return ray.remote(WorkerHost).options(**claims, scheduling_strategy=strategy, max_restarts=0).remote()
 
     def _node(self, rank: int) -> NodeView:
-        return self._context.resources.node(self._seats.devices[rank].node_id)
+        return self._context.resources.node(self._slots.devices[rank].node_id)
 
-    def _start(self, worker: RayClassWithInitArgs, hellos: list[Hello]) -> dict[str, MethodSpec]:
+    def _start(self, worker: RayClassWithInitArgs, hellos: list[ProcessInfo]) -> dict[str, MethodSpec]:
         """Make the workers, all at once."""
         seen: Counter[str] = Counter()
         address = self._node(0).network.address
@@ -235,9 +240,9 @@ class RayWorkerGroup:
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(hellos[0].port),
             } | self._node(rank).network.environment()
-            if self._seats.gpus_by_name:
-                environment["CUDA_VISIBLE_DEVICES"] = self._seats.gpus_by_name
-            order = StartOrder(
+            if self._slots.visible_gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = self._slots.visible_gpus
+            order = WorkerSpec(
                 worker.worker_class,
                 worker.args,
                 worker.kwargs,
@@ -245,7 +250,7 @@ class RayWorkerGroup:
                 rank,
                 local_rank,
                 self.mesh,
-                self._crew.log_directory,
+                self._processes.log_directory,
                 address,
                 hellos[0].port,
                 environment,
@@ -253,7 +258,7 @@ class RayWorkerGroup:
             )
             references[rank] = actor.start.remote(order)
         methods: list[dict[str, MethodSpec]] = Call(
-            self._crew, "start", references, self._context.deadlines.start_s
+            self._processes, "start", references, self._context.deadlines.start_s
         ).wait()
         return methods[0]
 

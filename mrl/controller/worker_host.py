@@ -18,8 +18,8 @@ from mrl.config.mesh import Mesh
 from mrl.controller.dispatch import MethodSpec, registered_methods
 from mrl.controller.network import listen
 from mrl.controller.node_agent import ProcessId, own_process
-from mrl.controller.transport import Bundle, assemble_shard, pack_answer
-from mrl.controller.worker import Place, Rendezvous, Worker
+from mrl.controller.transport import ColumnStore, assemble_shard, pack_result
+from mrl.controller.worker import RankInfo, Rendezvous, Worker
 from mrl.controller.worker_log import log_path, redirect_output
 from mrl.errors import MrlError
 from mrl.protocol import DataProto
@@ -32,7 +32,7 @@ prepares every argument of a call by itself."""
 
 
 @dataclass(frozen=True)
-class Hello:
+class ProcessInfo:
     """What a fresh process says of itself."""
 
     process: ProcessId
@@ -41,7 +41,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class StartOrder:
+class WorkerSpec:
     """Everything a process needs to become a worker of a group."""
 
     worker_class: str
@@ -78,15 +78,15 @@ class WorkerHost:
         self._methods: dict[str, MethodSpec] = {}
         self._listener: socket.socket | None = None
 
-    def hello(self, address: str | None) -> Hello:
+    def handshake(self, address: str | None) -> ProcessInfo:
         """Who and where this process is; rank 0 is given the address on which its group will meet, and opens it."""
         port = 0
         if address is not None:
             self._listener = listen(address)
             port = self._listener.getsockname()[1]
-        return Hello(own_process(), ray.get_runtime_context().get_node_id(), port)
+        return ProcessInfo(own_process(), ray.get_runtime_context().get_node_id(), port)
 
-    def start(self, order: StartOrder) -> dict[str, MethodSpec]:
+    def start(self, order: WorkerSpec) -> dict[str, MethodSpec]:
         """Become the worker that the order describes; its callable methods come back."""
         try:
             redirect_output(log_path(order.log_directory, order.rank))
@@ -96,7 +96,7 @@ class WorkerHost:
             worker_class = load_attribute(order.worker_class)
             self._methods = registered_methods(worker_class)
             rendezvous = Rendezvous(order.address, order.port, order.mesh.world_size, self._listener)
-            place = Place(order.role, order.rank, order.local_rank, order.mesh, rendezvous)
+            place = RankInfo(order.role, order.rank, order.local_rank, order.mesh, rendezvous)
             self._worker = worker_class(place, *order.args, **order.kwargs)
             gc.freeze()  # what start-up made stays; looking through it again would only delay calls
             gc.enable()
@@ -111,7 +111,7 @@ class WorkerHost:
         except BaseException as error:
             raise _as_failure(error) from None
 
-    def call_on_shard(self, message: ShardMessage, *objects: Bundle) -> Any:
+    def call_on_shard(self, message: ShardMessage, *objects: ColumnStore) -> Any:
         """Run one method on a shard. Columns that it wrote are a second returned object, which stays here.
 
         A rank that does not answer for its shard computes all the same, and returns nothing.
@@ -124,7 +124,7 @@ class WorkerHost:
                 return None
             writes = self._methods[method].writes
             if isinstance(result, DataProto):
-                return pack_answer(result, shard.row_ids, writes, method)
+                return pack_result(result, shard.row_ids, writes, method)
             if writes:
                 raise TypeError(f"{method} promises to write {list(writes)} but returned {type(result).__name__}")
             return result

@@ -30,7 +30,7 @@ class RowCost:
         return tokens * (self.linear + self.quadratic * tokens)
 
 
-class Row(NamedTuple):
+class RowLoad(NamedTuple):
     """What placing a row takes into account."""
 
     position: int
@@ -63,14 +63,14 @@ def checked_lengths(lengths: npt.ArrayLike) -> Integers:
     return checked
 
 
-def longest_first(tokens: Integers, costs: npt.NDArray[Any], weights: npt.NDArray[Any]) -> list[Row]:
+def longest_first(tokens: Integers, costs: npt.NDArray[Any], weights: npt.NDArray[Any]) -> list[RowLoad]:
     """Rows by falling length, the first of equals first."""
     order = np.argsort(-tokens, kind="stable")
     columns = (order, tokens[order], costs[order], weights[order])
-    return list(map(Row._make, zip(*(column.tolist() for column in columns), strict=True)))
+    return list(map(RowLoad._make, zip(*(column.tolist() for column in columns), strict=True)))
 
 
-def place(rows: Sequence[Row], shape: tuple[int, int], capacity: float) -> list[list[list[int]]] | None:
+def place(rows: Sequence[RowLoad], shape: tuple[int, int], capacity: float) -> list[list[list[int]]] | None:
     """Rows in (ranks, bins of each) so that no bin is empty or over its capacity; None where that did not succeed.
 
     In the order given, a row goes to the rank of the least cost that has room for it, and there into the lightest bin.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mrl.errors import BadRow, DataError
 
 CHUNK_BYTES = 4 << 20
-MOST_ROW_BYTES = 64 << 20
+MAX_ROW_BYTES = 64 << 20
 UTF8_MARK = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
@@ -44,8 +44,8 @@ class JsonlFile:
     def row(self, index: int) -> Any:
         """What stands in a line."""
         begin, end = int(self._starts[index]), int(self._starts[index + 1])
-        if end - begin > MOST_ROW_BYTES:
-            raise BadRow(f"the line has {end - begin} bytes; at most {MOST_ROW_BYTES}", where=self.where(index))
+        if end - begin > MAX_ROW_BYTES:
+            raise BadRow(f"the line has {end - begin} bytes; at most {MAX_ROW_BYTES}", where=self.where(index))
         line = self._read(begin, end - begin).rstrip(b"\r\n")
         if not line.strip():
             raise BadRow("the line is empty", where=self.where(index), fix="remove it")

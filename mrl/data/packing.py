@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mrl.data.balance import Floats, Integers, Row, RowCost, checked_lengths, longest_first, place
+from mrl.data.balance import Floats, Integers, RowCost, RowLoad, checked_lengths, longest_first, place
 from mrl.errors import BatchError
 
 Bins = list[list[int]]
@@ -125,7 +125,7 @@ def _dealt(bins: Bins, costs: Sequence[float], shape: tuple[int, int]) -> list[B
     bins = _halved(bins, costs, shape[0] * shape[1])
     work = [sum(costs[row] for row in rows) for rows in bins]
     dearest_first = sorted(range(len(bins)), key=lambda number: -work[number])
-    ranks = place([Row(number, 1, work[number], 0) for number in dearest_first], (shape[0], 1), shape[1])
+    ranks = place([RowLoad(number, 1, work[number], 0) for number in dearest_first], (shape[0], 1), shape[1])
     assert ranks is not None, f"{len(bins)} bins were not {shape[0]} x {shape[1]}"
     return [[bins[number] for number in numbers] for (numbers,) in ranks]
 

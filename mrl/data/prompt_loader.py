@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mrl.config.schema import BatchConfig, DataConfig
-from mrl.data.rlhf_dataset import Prompt, RLHFDataset, Unusable, to_batch
+from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, to_batch
 from mrl.data.sampler import Draw, PromptSampler
 from mrl.errors import BadRow, DataError
 from mrl.events import EventLog, SampleSkipped
 from mrl.protocol import DataProto
 
-LONGEST_DROUGHT = 10_000
-MOST_NAMED = 5
+MAX_CONSECUTIVE_SKIPS = 10_000
+MAX_NAMED = 5
 
 
-class Skips:
+class SkipLog:
     """Rows that gave no prompt: overlong ones are counted, bad ones are allowed up to a limit."""
 
     def __init__(self, max_bad_rows: int, events: EventLog) -> None:
@@ -28,7 +28,7 @@ class Skips:
         self._max_bad_rows = max_bad_rows
         self._events = events
 
-    def add(self, unusable: Unusable) -> None:
+    def add(self, unusable: SkippedRow) -> None:
         """Write it down. A prompt that must not be too long, or one bad row more than allowed, is an error."""
         draw, error = unusable.draw, unusable.error
         if error is not None and not isinstance(error, BadRow):
@@ -46,7 +46,7 @@ class Skips:
     def _too_many(self, error: DataError) -> DataError:
         if self._max_bad_rows == 0:
             return error
-        named = "".join(f"\n  - {row}" for row in list(self.bad_rows.values())[-MOST_NAMED:])
+        named = "".join(f"\n  - {row}" for row in list(self.bad_rows.values())[-MAX_NAMED:])
         return DataError(
             f"{len(self.bad_rows)} bad rows, and data.max_bad_rows is {self._max_bad_rows}; the last of them:{named}",
             fix="mend the rows, or raise data.max_bad_rows",
@@ -73,11 +73,11 @@ class PromptLoader:
                 fix=f"add prompts, or batch.prompts_per_step={num_rows}",
             )
         weights = {name: source.weight for name, source in data.train.items()}
-        self.skips = Skips(data.max_bad_rows, events)
+        self.skips = SkipLog(data.max_bad_rows, events)
         self._dataset = dataset
         self._sampler = PromptSampler(dataset.sizes, weights, seed=data.seed, shuffle=data.shuffle)
         self._prompts_per_step = wanted
-        self._drought: Counter[str] = Counter()
+        self._num_skipped: Counter[str] = Counter()
 
     def next_batch(self) -> DataProto:
         """The prompts of one step."""
@@ -85,11 +85,11 @@ class PromptLoader:
         while missing := self._prompts_per_step - len(prompts):
             # Exactly as many draws as could be used: nothing is drawn ahead, so the counts are the whole state.
             for found in self._dataset.read([self._sampler.draw() for _ in range(missing)]):
-                if isinstance(found, Unusable):
+                if isinstance(found, SkippedRow):
                     self.skips.add(found)
-                    self._count_drought(found.draw)
+                    self._count_consecutive_skips(found.draw)
                 else:
-                    self._drought[found.draw.source] = 0
+                    self._num_skipped[found.draw.source] = 0
                     prompts.append(found)
         return to_batch(prompts)
 
@@ -102,25 +102,25 @@ class PromptLoader:
         self._sampler.load_state_dict(state["sampler"])
         self.skips.load_state_dict(state["skips"])
 
-    def _count_drought(self, draw: Draw) -> None:
+    def _count_consecutive_skips(self, draw: Draw) -> None:
         """A source of which nothing is ever usable would be drawn from for ever."""
-        self._drought[draw.source] += 1
+        self._num_skipped[draw.source] += 1
         size = self._dataset.sizes[draw.source]
         # Within twice its rows at least one whole epoch was seen.
-        if self._drought[draw.source] >= min(2 * size, LONGEST_DROUGHT):
+        if self._num_skipped[draw.source] >= min(2 * size, MAX_CONSECUTIVE_SKIPS):
             raise DataError(
-                f'source "{draw.source}": none of the last {self._drought[draw.source]} rows drawn is usable '
+                f'source "{draw.source}": none of the last {self._num_skipped[draw.source]} rows drawn is usable '
                 f"({self.skips.overlong[draw.source]} prompts were too long)",
                 fix="raise rollout.max_prompt_tokens, or remove the source",
             )
 
 
-def one_pass(dataset: RLHFDataset, batch_size: int, skips: Skips) -> Iterator[DataProto]:
+def one_pass(dataset: RLHFDataset, batch_size: int, skips: SkipLog) -> Iterator[DataProto]:
     """Every prompt once and in order, for validation; the last batch may be smaller."""
     usable: list[Prompt] = []
     for begin in range(0, len(dataset), batch_size):
         for found in dataset.read(dataset.draws(begin, begin + batch_size)):
-            if isinstance(found, Unusable):
+            if isinstance(found, SkippedRow):
                 skips.add(found)
             else:
                 usable.append(found)

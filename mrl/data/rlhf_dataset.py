@@ -33,7 +33,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Unusable:
+class SkippedRow:
     """A row that gives no prompt: a bad row, or one that is too long."""
 
     draw: Draw
@@ -70,46 +70,46 @@ class RLHFDataset:
         """The prompts of these rows, counted over all sources; a row that gives none is an error."""
         prompts = []
         for found in self.read([self._draw_of(index) for index in indices]):
-            if isinstance(found, Unusable):
+            if isinstance(found, SkippedRow):
                 raise found.error or self._too_long(found)
             prompts.append(found)
         return to_batch(prompts)
 
-    def read(self, draws: Sequence[Draw]) -> list[Prompt | Unusable]:
+    def read(self, draws: Sequence[Draw]) -> list[Prompt | SkippedRow]:
         """What each draw gives, in order."""
-        parsed: list[tuple[Draw, PromptRow, str] | Unusable] = []
+        parsed: list[tuple[Draw, PromptRow, str] | SkippedRow] = []
         for draw in draws:
             try:
                 row = self._row(draw)
                 parsed.append((draw, row, self._encoder.render(row)))
             except BadRow as error:
-                parsed.append(Unusable(draw, error))
-        ids = iter(self._encoder.encode([entry[2] for entry in parsed if not isinstance(entry, Unusable)]))
-        return [entry if isinstance(entry, Unusable) else self._prompt(*entry, next(ids)) for entry in parsed]
+                parsed.append(SkippedRow(draw, error))
+        ids = iter(self._encoder.encode([entry[2] for entry in parsed if not isinstance(entry, SkippedRow)]))
+        return [entry if isinstance(entry, SkippedRow) else self._prompt(*entry, next(ids)) for entry in parsed]
 
-    def check(self) -> Iterator[Unusable]:
+    def check(self) -> Iterator[SkippedRow]:
         """Go through every row once: what would be skipped, dropped or refused, ids that occur twice included."""
         seen: dict[str, dict[str | int, str]] = {name: {} for name in self._sources}
         for begin in range(0, len(self), CHECKED_AT_ONCE):
             for found in self.read(self.draws(begin, begin + CHECKED_AT_ONCE)):
-                if isinstance(found, Unusable):
+                if isinstance(found, SkippedRow):
                     yield found
                 elif (row_id := found.row.id) is not None:
                     first = seen[found.draw.source].setdefault(row_id, found.row.where)
                     if first != found.row.where:
                         what = f'the id "{row_id}" occurs twice, first at {first}'
-                        yield Unusable(found.draw, BadRow(what, where=found.row.where))
+                        yield SkippedRow(found.draw, BadRow(what, where=found.row.where))
 
     def _row(self, draw: Draw) -> PromptRow:
         rows, parser = self._sources[draw.source]
         return parser.parse(rows.row(draw.row), rows.where(draw.row))
 
-    def _prompt(self, draw: Draw, row: PromptRow, text: str, ids: list[int]) -> Prompt | Unusable:
+    def _prompt(self, draw: Draw, row: PromptRow, text: str, ids: list[int]) -> Prompt | SkippedRow:
         try:
             kept = shorten(ids, self._max_prompt_tokens, self._overlong, row.where)
         except DataError as error:
-            return Unusable(draw, error, len(ids))
-        return Unusable(draw, None, len(ids)) if kept is None else Prompt(draw, row, text, kept)
+            return SkippedRow(draw, error, len(ids))
+        return SkippedRow(draw, None, len(ids)) if kept is None else Prompt(draw, row, text, kept)
 
     def draws(self, begin: int, end: int) -> list[Draw]:
         """The rows from `begin` to before `end`, or to the last, each as if drawn in its first epoch."""
@@ -121,7 +121,7 @@ class RLHFDataset:
         number = next(number for number, start in enumerate(self._starts[1:]) if index < start)
         return Draw(index, list(self._sources)[number], 0, index - self._starts[number])
 
-    def _too_long(self, found: Unusable) -> DataError:
+    def _too_long(self, found: SkippedRow) -> DataError:
         where = self._sources[found.draw.source][0].where(found.draw.row)
         return DataError(
             f"the prompt has {found.num_tokens} tokens; at most {self._max_prompt_tokens}, and longer ones are dropped",

@@ -16,7 +16,7 @@ from mrl.errors import BadRow, did_you_mean
 
 ROLES = ("system", "user", "assistant", "tool")
 ANSWERED_ROLES = ("user", "tool")
-MOST_CHARACTERS = 1 << 20
+MAX_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ class _Cells:
         return {"role": role, "content": content}
 
     def _check_text(self, text: str, column: str) -> None:
-        if len(text) > MOST_CHARACTERS:
-            raise self._bad(column, f"has {len(text)} characters; at most {MOST_CHARACTERS}")
+        if len(text) > MAX_CHARACTERS:
+            raise self._bad(column, f"has {len(text)} characters; at most {MAX_CHARACTERS}")
         if (at := text.find("\0")) >= 0:
             raise self._bad(column, f"holds the character NUL at position {at}", "remove it")
         try:

@@ -15,7 +15,7 @@ TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '" + ROLE_TOKENS["assistant"] + "' }}{%- endif %}"
 )
-LONGEST = 1 << 20
+MAX_LENGTH = 1 << 20
 
 
 def save_toy_tokenizer(directory: Path) -> int:
@@ -32,7 +32,7 @@ def save_toy_tokenizer(directory: Path) -> int:
         eos_token=END,
         pad_token=PAD,
         additional_special_tokens=list(ROLE_TOKENS.values()),
-        model_max_length=LONGEST,
+        model_max_length=MAX_LENGTH,
         clean_up_tokenization_spaces=False,
     )
     made.chat_template = TEMPLATE

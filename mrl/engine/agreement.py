@@ -11,7 +11,7 @@ from mrl.errors import EngineError, MrlError
 
 
 @contextmanager
-def all_or_none(what: str) -> Iterator[None]:
+def raise_on_all_ranks(what: str) -> Iterator[None]:
     """The block succeeds on all ranks, or raises on all of them. The ranks do not talk to each other inside it."""
     error: MrlError | OSError | None = None
     try:

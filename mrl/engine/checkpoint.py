@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.engine.agreement import all_or_none
+from mrl.engine.agreement import raise_on_all_ranks
 from mrl.engine.checkpoint_files import (
     FORMAT,
     MANIFEST,
@@ -35,13 +35,13 @@ from mrl.engine.checkpoint_files import (
     sync_directory,
     write_safetensors,
 )
-from mrl.engine.element_runs import boxes_of, is_exact_cover
+from mrl.engine.element_runs import flat_shard_regions, is_exact_cover
 from mrl.engine.optimizer import Optimizer
-from mrl.engine.parallel import Groups
+from mrl.engine.parallel import ParallelGroups
 from mrl.engine.random_states import random_states, set_random_states
 from mrl.engine.weights import held_tensors
 from mrl.errors import EngineError, MrlError
-from mrl.models.parameters import Box
+from mrl.models.parameters import Region
 from mrl.models.table import EMBEDDING, Shard, hf_tensors
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class _Written:
     file: str
     num_bytes: int
     sha256: str
-    boxes: list[tuple[str, Box]]
+    boxes: list[tuple[str, Region]]
 
 
 def save(engine: MegatronEngine, directory: str | Path, extra: Mapping[str, Any]) -> None:
@@ -68,14 +68,14 @@ def save(engine: MegatronEngine, directory: str | Path, extra: Mapping[str, Any]
     staged = target.with_name(f".{target.name}.saving")
     is_first = engine.groups.at.rank == 0
     try:
-        with all_or_none("saving"):
+        with raise_on_all_ranks("saving"):
             if is_first:
                 _prepare(target, staged)
-        with all_or_none("saving"):
+        with raise_on_all_ranks("saving"):
             written = _write_rank(engine, staged)
         everyone: list[Any] | None = [None] * dist.get_world_size() if is_first else None
         dist.gather_object(written, everyone)
-        with all_or_none("saving"):
+        with raise_on_all_ranks("saving"):
             if everyone is not None:
                 _publish(target, staged, _manifest(engine, everyone, extra))
     except (MrlError, OSError):
@@ -90,16 +90,16 @@ def load(engine: MegatronEngine, directory: str | Path, verify_hashes: bool = Tr
     Sizes of files are always compared with the manifest; hashes, each file's on one rank, where that is wanted.
     """
     optimizer = _optimizer(engine)
-    with all_or_none("loading"):
+    with raise_on_all_ranks("loading"):
         saved = SavedFiles(Path(directory))
         saved.check_model(hf_tensors(engine.request.spec, engine.request.head))
         saved.check_files(dist.get_rank(), dist.get_world_size(), verify_hashes)
-    with all_or_none("loading"):
+    with raise_on_all_ranks("loading"):
         optimizer.begin_at(saved.manifest["num_steps"])
         for shard, parameter in _held(engine):
             if (owned := optimizer.owned(parameter)) is not None:
                 state = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in owned.state.items()}
-                for name, box, views in boxes_of(shard, owned.start, state):
+                for name, box, views in flat_shard_regions(shard, owned.start, state):
                     saved.read(name, box, views)
                 optimizer.set_owned(parameter, state)
         if saved.manifest["layout"] == _layout(engine.groups):
@@ -123,7 +123,7 @@ def _held(engine: MegatronEngine) -> Iterator[tuple[Shard, Tensor]]:
     return held_tensors(engine.models, engine.request.spec, engine.request.head, engine.groups)
 
 
-def _is_written_here(shard: Shard, groups: Groups) -> bool:
+def _is_written_here(shard: Shard, groups: ParallelGroups) -> bool:
     """Of ranks that hold copies one writes: the first of the tensor ranks, and the first stage of tied embeddings."""
     tied_copy = shard.name == "output_layer.weight" and shard.pieces[0].hf == EMBEDDING
     tensor_rank = groups.at.etp if shard.expert else groups.at.tp
@@ -146,7 +146,7 @@ def _write_rank(engine: MegatronEngine, staged: Path) -> _Written:
     for shard, parameter in _held(engine):
         owned = optimizer.owned(parameter)
         if owned is not None and _is_written_here(shard, engine.groups):
-            for name, box, views in boxes_of(shard, owned.start, owned.state):
+            for name, box, views in flat_shard_regions(shard, owned.start, owned.state):
                 boxes.append((name, box))
                 tensors |= {entry(kind, name, box): view for kind, view in views.items()}
     path = staged / file_name(engine.groups.at.rank)
@@ -155,7 +155,7 @@ def _write_rank(engine: MegatronEngine, staged: Path) -> _Written:
 
 
 def _manifest(engine: MegatronEngine, everyone: Sequence[_Written], extra: Mapping[str, Any]) -> dict[str, Any]:
-    boxes: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+    boxes: dict[str, list[tuple[int, Region]]] = defaultdict(list)
     for rank, written in enumerate(everyone):
         for name, box in written.boxes:
             boxes[name].append((rank, box))
@@ -175,7 +175,7 @@ def _manifest(engine: MegatronEngine, everyone: Sequence[_Written], extra: Mappi
     }
 
 
-def _layout(groups: Groups) -> dict[str, Any]:
+def _layout(groups: ParallelGroups) -> dict[str, Any]:
     return {"world_size": groups.mesh.world_size, **asdict(groups.parallel)}
 
 

@@ -11,7 +11,7 @@ from mrl.models.families import read_spec
 from mrl.models.hf_writer import HfWriter
 from mrl.models.table import Head, hf_tensors
 
-_MOST_BYTES_OF_A_FILE = 5 * 10**9
+_MAX_FILE_BYTES = 5 * 10**9
 
 
 def export_checkpoint(saved: Path, source: Path, head: Head, dtype: torch.dtype, target: Path) -> int:
@@ -24,7 +24,7 @@ def export_checkpoint(saved: Path, source: Path, head: Head, dtype: torch.dtype,
     shapes = hf_tensors(spec, head)
     files.check_model(shapes)
     files.check_files(0, 1, hashes=True)
-    with HfWriter(target, spec, source, head, dtype, _MOST_BYTES_OF_A_FILE) as writer:
+    with HfWriter(target, spec, source, head, dtype, _MAX_FILE_BYTES) as writer:
         for name, shape in shapes.items():
             whole = torch.empty(shape, dtype=torch.float32)  # what the optimizer keeps
             files.read(name, tuple((0, size) for size in shape), {"param": whole})

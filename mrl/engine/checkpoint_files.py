@@ -16,7 +16,7 @@ from torch import Tensor
 from mrl.engine.element_runs import State, overlap, relative, volume
 from mrl.errors import EngineError
 from mrl.models.hf_reader import slices
-from mrl.models.parameters import Box, Shape
+from mrl.models.parameters import Region, Shape
 
 MANIFEST, FORMAT = "manifest.json", "mrl-checkpoint-1"
 RANDOM = "random/"
@@ -29,7 +29,7 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05}.safetensors"
 
 
-def entry(kind: str, name: str, box: Box) -> str:
+def entry(kind: str, name: str, box: Region) -> str:
     """What a box of a tensor is called in a file."""
     return f"{kind}/{name}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
 
@@ -101,7 +101,7 @@ class SavedFiles:
             if hashes and _sha256(path) != expected["sha256"]:
                 raise EngineError("is damaged: it is not what was written (sha256)", where=str(path))
 
-    def read(self, name: str, box: Box, views: State) -> None:
+    def read(self, name: str, box: Region, views: State) -> None:
         """Fill the views of a box, from however many boxes it was saved as."""
         missing = volume(box)
         for rank, raw in self.manifest["tensors"][name]["boxes"]:

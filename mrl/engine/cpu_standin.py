@@ -48,25 +48,25 @@ def import_megatron() -> None:
         torch.compile = compiler
 
 
-class _Nothing:
+class _NullStream:
     """A stream or event: there is one order of work on a CPU, and it is the program's."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Callable[..., _Nothing]:
+    def __getattr__(self, name: str) -> Callable[..., _NullStream]:
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *_, **__: self  # an event of a stream is as little as the stream
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Nothing)
+        return isinstance(other, _NullStream)
 
     def __hash__(self) -> int:
         return 0
 
 
-class _Forwarding(ModuleType):
+class _PatchedModule(ModuleType):
     """A module with some names replaced and all others its original's."""
 
     def __init__(self, original: ModuleType, replaced: dict[str, Any]) -> None:
@@ -104,19 +104,21 @@ def _set_random_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
 
 
 def _cuda() -> ModuleType:
-    random = _Forwarding(torch.cuda.random, {"get_rng_state": _random_state, "set_rng_state": _set_random_state})
-    nvtx = _Forwarding(torch.cuda.nvtx, {"range_push": lambda *_: None, "range_pop": lambda: None, "range": _nothing})
-    return _Forwarding(
+    random = _PatchedModule(torch.cuda.random, {"get_rng_state": _random_state, "set_rng_state": _set_random_state})
+    nvtx = _PatchedModule(
+        torch.cuda.nvtx, {"range_push": lambda *_: None, "range_pop": lambda: None, "range": _nothing}
+    )
+    return _PatchedModule(
         torch.cuda,
         {
             "current_device": lambda: _CPU,
             "set_device": lambda *_: None,
             "device": _nothing,
             "device_count": lambda: 1,
-            "Stream": _Nothing,
-            "Event": _Nothing,
-            "current_stream": lambda *_: _Nothing(),
-            "default_stream": lambda *_: _Nothing(),
+            "Stream": _NullStream,
+            "Event": _NullStream,
+            "current_stream": lambda *_: _NullStream(),
+            "default_stream": lambda *_: _NullStream(),
             "stream": _nothing,
             "set_stream": lambda *_: None,
             "synchronize": lambda *_: None,
@@ -133,7 +135,7 @@ def _cuda() -> ModuleType:
 def _torch() -> ModuleType:
     factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES if name != "Generator"}
     # A class stays a class: Megatron uses it in isinstance.
-    return _Forwarding(torch, {"cuda": _cuda(), **factories})
+    return _PatchedModule(torch, {"cuda": _cuda(), **factories})
 
 
 def _called_by_megatron() -> bool:

@@ -22,7 +22,7 @@ from mrl.engine.model import ModelRequest, build_chunks, transformer_config
 from mrl.engine.offload import DeviceMemory
 from mrl.engine.optimizer import Optimizer, StepOutcome
 from mrl.engine.packed_rows import MicroBatch, TokenRows, concat, pack
-from mrl.engine.parallel import Groups
+from mrl.engine.parallel import ParallelGroups
 from mrl.engine.scores import ScoreRequest, score
 from mrl.engine.stage_messages import pipeline_arguments
 from mrl.models.hf_reader import HfReader
@@ -49,7 +49,7 @@ class MegatronEngine:
     memory: DeviceMemory
     """What is on the device; there is nothing before `load`."""
 
-    def __init__(self, request: EngineRequest, groups: Groups) -> None:
+    def __init__(self, request: EngineRequest, groups: ParallelGroups) -> None:
         self.request, self.groups = request, groups
         settings = request.settings
         model = ModelRequest(request.spec, request.head, settings.dtype, settings.megatron)
@@ -60,7 +60,7 @@ class MegatronEngine:
     @property
     def packing(self) -> PackingRules:
         """What micro-batches of this model in this layout keep to."""
-        spec, parallel, cut = self.request.spec, self.groups.parallel, self.groups.cut
+        spec, parallel, cut = self.request.spec, self.groups.parallel, self.groups.sequence_sharding
         pair = spec.attention_flops_per_token_pair
         return PackingRules(
             # A causal row of n tokens has n (n + 1) / 2 pairs.
@@ -123,7 +123,7 @@ class MegatronEngine:
         return reports, outcome
 
     def _pack(self, rows: TokenRows, micro_batches: Sequence[Rows]) -> list[MicroBatch]:
-        return [pack(rows.take(index), self.groups.cut, self.groups.device) for index in micro_batches]
+        return [pack(rows.take(index), self.groups.sequence_sharding, self.groups.device) for index in micro_batches]
 
     def _run(self, batches: Sequence[MicroBatch], last_step: Any, forward_only: bool) -> list[Any]:
         """Megatron's pipeline schedule over the micro-batches; what the last stage collected."""
@@ -159,7 +159,7 @@ def _loss(
     rows = batch.rows
     columns = {name: column.to(hidden.device) for name, column in rows.columns.items()}
     output = loss(LossInput(score(model, batch, hidden, request), rows.response_lengths, columns))
-    # The second is a number of tokens, which Megatron would divide by: `_add_up_gradients` keeps it from doing so.
+    # The second is a number of tokens, which Megatron would divide by: `_finalize_gradients` keeps it from doing so.
     return output.loss, torch.ones((), dtype=torch.int, device=hidden.device), dict(output.reports)
 
 

@@ -16,26 +16,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.engine.agreement import all_or_none
+from mrl.engine.agreement import raise_on_all_ranks
 from mrl.engine.model import DTYPES
-from mrl.engine.parallel import Groups
+from mrl.engine.parallel import ParallelGroups
 from mrl.engine.weights import held_tensors
 from mrl.models.complete import check_complete
 from mrl.models.hf_reader import slices
 from mrl.models.hf_writer import HfWriter
 from mrl.models.layout import Layout, RankPlace
-from mrl.models.parameters import Box
+from mrl.models.parameters import Region
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, Shard, dense_shards, expert_shards
 
 if TYPE_CHECKING:
     from mrl.engine.engine import MegatronEngine
 
-_MOST_BYTES_OF_A_FILE = 5 * 10**9
+_MAX_FILE_BYTES = 5 * 10**9
 
 
 def export(
-    engine: MegatronEngine, directory: str | Path, source: str | Path, max_file_bytes: int = _MOST_BYTES_OF_A_FILE
+    engine: MegatronEngine, directory: str | Path, source: str | Path, max_file_bytes: int = _MAX_FILE_BYTES
 ) -> None:
     """Write the model, in the engine's dtype, with the tokenizer and settings of the model directory `source`.
 
@@ -44,23 +44,23 @@ def export(
     engine.memory.need("parameters")
     spec, head, groups = engine.request.spec, engine.request.head, engine.groups
     writer: HfWriter | None = None
-    with all_or_none("the export"):
+    with raise_on_all_ranks("the export"):
         check_complete(spec, Layout.of(groups.parallel), head)
         mine = {(shard.chunk, shard.name): held for shard, held in held_tensors(engine.models, spec, head, groups)}
         if groups.at.rank == 0:
             writer = HfWriter(directory, spec, source, head, DTYPES[engine.request.settings.dtype], max_file_bytes)
-    with all_or_none("the export"), writer or nullcontext():
+    with raise_on_all_ranks("the export"), writer or nullcontext():
         for name, box, tensor in _on_rank_0(mine, engine):
             assert writer is not None, "only rank 0 is given tensors"
             writer.write(name, tensor, box)
 
 
 @torch.no_grad()
-def _on_rank_0(mine: dict[tuple[int, str], Tensor], engine: MegatronEngine) -> Iterator[tuple[str, Box, Tensor]]:
+def _on_rank_0(mine: dict[tuple[int, str], Tensor], engine: MegatronEngine) -> Iterator[tuple[str, Region, Tensor]]:
     """Every box of every tensor once, on rank 0; other ranks get nothing and only send."""
     groups = engine.groups
     dtype = DTYPES[engine.request.settings.dtype]
-    come: set[tuple[str, Box]] = set()
+    come: set[tuple[str, Region]] = set()
     for holder, shard in _first_holders(engine.request.spec, engine.request.head, groups):
         new = [piece for piece in shard.pieces if (piece.hf, piece.source) not in come]
         come.update((piece.hf, piece.source) for piece in new)
@@ -79,7 +79,7 @@ def _on_rank_0(mine: dict[tuple[int, str], Tensor], engine: MegatronEngine) -> I
             yield piece.hf, piece.source, tensor[slices(piece.target)]
 
 
-def _first_holders(spec: ModelSpec, head: Head, groups: Groups) -> Iterator[tuple[int, Shard]]:
+def _first_holders(spec: ModelSpec, head: Head, groups: ParallelGroups) -> Iterator[tuple[int, Shard]]:
     """Every shard of the layout beside the first rank that holds it; known to all ranks from the table alone."""
     layout, seen = Layout.of(groups.parallel), set()
     for rank in range(groups.mesh.world_size):

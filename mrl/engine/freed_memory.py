@@ -9,7 +9,7 @@ import torch
 _C = ctypes.CDLL(None)
 
 
-def give_back(device: torch.device) -> None:
+def free_unused_memory(device: torch.device) -> None:
     """Have torch's allocator, or on a CPU glibc's, keep nothing; what is wanted again is taken anew.
 
     Both keep what was freed for the process itself, and an engine is another process. On a GPU, work under way on any

@@ -32,7 +32,7 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def run_on_ranks(
+def run_distributed(
     num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float, device: Device = "cpu"
 ) -> list[Any]:
     """What `function(*arguments)` returns on each rank of a new world, which is gone afterwards.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mrl.engine.layer_spec import block_spec
 from mrl.engine.packed_rows import MicroBatch
-from mrl.engine.parallel import Groups
+from mrl.engine.parallel import ParallelGroups
 from mrl.models.parameters import padded_vocab
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
@@ -37,7 +37,7 @@ class ModelRequest:
     megatron: dict[str, Any]
 
 
-def transformer_config(request: ModelRequest, groups: Groups) -> TransformerConfig:
+def transformer_config(request: ModelRequest, groups: ParallelGroups) -> TransformerConfig:
     """Megatron's configuration of the model on this layout; the user's settings, which `config` has looked at, win."""
     parallel, dtype = groups.parallel, DTYPES[request.dtype]
     settings = request.spec.transformer_config() | {
@@ -72,7 +72,7 @@ def transformer_config(request: ModelRequest, groups: Groups) -> TransformerConf
 class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no type information here
     """A chunk of the model whose last stage returns hidden states [1, tokens, hidden] in place of logits."""
 
-    def __init__(self, request: ModelRequest, config: TransformerConfig, groups: Groups, chunk: int) -> None:
+    def __init__(self, request: ModelRequest, config: TransformerConfig, groups: ParallelGroups, chunk: int) -> None:
         vpp, spec = groups.parallel.vpp, request.spec
         first, last = groups.is_first_stage and chunk == 0, groups.is_last_stage and chunk == vpp - 1
         arguments = spec.gpt_model_arguments()
@@ -136,6 +136,6 @@ class _PassThrough(torch.nn.Module):
         return hidden, None
 
 
-def build_chunks(request: ModelRequest, config: TransformerConfig, groups: Groups) -> list[TokenModel]:
+def build_chunks(request: ModelRequest, config: TransformerConfig, groups: ParallelGroups) -> list[TokenModel]:
     """This rank's chunks, with weights yet to be loaded."""
     return [TokenModel(request, config, groups, chunk) for chunk in range(groups.parallel.vpp)]

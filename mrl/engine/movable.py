@@ -14,20 +14,20 @@ _ALIGNMENT_BYTES = 64
 
 
 @dataclass
-class Traffic:
+class CopyStats:
     """Bytes copied since the model was made."""
 
     to_host_bytes: int = 0
     to_device_bytes: int = 0
 
 
-class Movable:
+class HostMirroredStorage:
     """Tensors with a storage each, and one flat host buffer (pinned where there is a GPU) for their contents.
 
     Copies run on a stream beside the computation. What the device does after `wait` comes after them.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], traffic: Traffic, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], traffic: CopyStats, stream: torch.cuda.Stream | None) -> None:
         self.traffic = traffic
         self.on_device = True
         self.host: Tensor | None = None
@@ -51,7 +51,7 @@ class Movable:
         """Of a host buffer for all contents, each beginning at an aligned address."""
         return sum(map(_padded, self._sizes))
 
-    def keep(self) -> None:
+    def save_to_host(self) -> None:
         """Have the present contents on the host; nothing to do where they are."""
         if not self.host_is_current:
             if self.host is None or self.host.numel() != self.host_buffer_bytes:
@@ -69,7 +69,7 @@ class Movable:
         self._copy(self._slots(host), self._contents())
         self.wait()
 
-    def fill(self, host: Tensor) -> None:
+    def load_from_host(self, host: Tensor) -> None:
         """Copy a host buffer to the storages."""
         self.traffic.to_device_bytes += sum(self._sizes)
         self._copy(self._contents(), self._slots(host))
@@ -79,7 +79,7 @@ class Movable:
         for contents in self._contents():
             contents.zero_()
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Give the device memory back to torch's allocator."""
         if not all(storage.resizable() for storage in self._storages):
             raise EngineError("memory that numpy has seen cannot leave the device", fix="give numpy a copy of a tensor")

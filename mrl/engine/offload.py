@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mrl.engine.freed_memory import give_back
+from mrl.engine.freed_memory import free_unused_memory
 from mrl.engine.model import TokenModel
-from mrl.engine.movable import Movable, Traffic
+from mrl.engine.movable import CopyStats, HostMirroredStorage
 from mrl.engine.optimizer import Optimizer
 from mrl.errors import EngineError
 
@@ -35,7 +35,7 @@ class DeviceMemory:
     """The parts of one rank's model, where they are, and the way between the two places."""
 
     def __init__(self, models: Sequence[TokenModel], optimizer: Optimizer | None, device: torch.device) -> None:
-        self.traffic = Traffic()
+        self.traffic = CopyStats()
         self._device = device
         self._optimizer = optimizer
         self._other_weights = False
@@ -51,7 +51,7 @@ class DeviceMemory:
                 "gradients": [buffer.grad_data for buffer in optimizer.buffers],
                 "optimizer": optimizer.state_tensors(),
             }
-        self._parts = {name: Movable(held, self.traffic, stream) for name, held in tensors.items()}
+        self._parts = {name: HostMirroredStorage(held, self.traffic, stream) for name, held in tensors.items()}
 
     @contextmanager
     def on_host(self, *names: PartName) -> Iterator[None]:
@@ -76,13 +76,13 @@ class DeviceMemory:
             if name == "optimizer":
                 self._look_at_optimizer()
             if name != "gradients":
-                part.keep()
-            part.release()
+                part.save_to_host()
+            part.free()
         self.give_back()
 
     def give_back(self) -> None:
         """Let other processes have what this one has freed: who calls this has done its work for a while."""
-        give_back(self._device)
+        free_unused_memory(self._device)
 
     def onload(self, *names: PartName) -> None:
         """Bring those parts back to the device. The program goes on at once; who needs a part waits for its copy."""
@@ -95,7 +95,7 @@ class DeviceMemory:
                 part.zero()
             else:
                 assert part.host is not None, f"{name} left the device without a copy"
-                part.fill(part.host)
+                part.load_from_host(part.host)
 
     def check(self, *names: PartName) -> None:
         """Refuse what cannot work with the parts where they are."""
@@ -138,10 +138,10 @@ class DeviceMemory:
             raise EngineError(f"a copy of {copy.host.numel()} bytes is not of a model of this shape and layout")
         was_on_device = part.on_device
         if was_on_device:
-            part.keep()
+            part.save_to_host()
         else:
             part.allocate()
-        part.fill(copy.host)
+        part.load_from_host(copy.host)
         self._other_weights = True
         try:
             yield
@@ -149,10 +149,10 @@ class DeviceMemory:
             self._other_weights = False
             if was_on_device:
                 assert part.host is not None, "the weights were kept before others came"
-                part.fill(part.host)
+                part.load_from_host(part.host)
             else:
                 part.wait()
-                part.release()
+                part.free()
                 self.give_back()
 
     @property

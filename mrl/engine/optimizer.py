@@ -23,7 +23,7 @@ from mrl.config.schema import ScheduleConfig, TrainedModelConfig
 from mrl.engine.model import DTYPES, TokenModel
 from mrl.errors import EngineError
 
-MOST_SKIPPED_IN_A_ROW = 3
+MAX_CONSECUTIVE_SKIPPED_UPDATES = 3
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Optimizer:
         self.schedule = _schedule(self.optimizer, self.config, settings.schedule)
         self.num_skipped = 0
         self.num_skipped_in_a_row = 0
-        chunks[0].config.finalize_model_grads_func = _add_up_gradients
+        chunks[0].config.finalize_model_grads_func = _finalize_gradients
         # Without it gradients go out after as many micro-batches as the first step had, though others still follow.
         no_sync = [chunk.no_sync for chunk in self.chunks]
         chunks[0].config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -190,7 +190,7 @@ class Optimizer:
     def _skip(self, grad_norm: float) -> None:
         self.num_skipped += 1
         self.num_skipped_in_a_row += 1
-        if self.num_skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
+        if self.num_skipped_in_a_row >= MAX_CONSECUTIVE_SKIPPED_UPDATES:
             here = [
                 name
                 for chunk in self.chunks
@@ -208,7 +208,7 @@ def _is_of_elements(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.ndim > 0  # torch's Adam counts its steps in a tensor without axes
 
 
-def _add_up_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
+def _finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
     """Megatron's sums over ranks, without its division by the number of tokens: the loss has had its own."""
     finalize_model_grads(chunks, None, **options)
 

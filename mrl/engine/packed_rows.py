@@ -69,7 +69,7 @@ class TokenRows:
 
 
 @dataclass(frozen=True)
-class Cut:
+class SequenceSharding:
     """How ranks share a packed sequence: context size and rank, and into how many parts tensor ranks split it."""
 
     cp: int = 1
@@ -116,7 +116,7 @@ class MicroBatch:
         return int(self.rows.response_lengths.sum())
 
 
-def pack(rows: TokenRows, cut: Cut, device: torch.device) -> MicroBatch:
+def pack(rows: TokenRows, cut: SequenceSharding, device: torch.device) -> MicroBatch:
     """The micro-batch of these rows."""
     stored = -(-rows.lengths // cut.row_multiple) * cut.row_multiple
     missing = -int(stored.sum()) % cut.pack_multiple
@@ -163,7 +163,7 @@ def _pick(lengths: Lengths, rows: Lengths) -> Tensor:
     return torch.from_numpy(_places(starts[rows], lengths[rows]))
 
 
-def _local_places(stored: Lengths, starts: Lengths, cut: Cut) -> Lengths:
+def _local_places(stored: Lengths, starts: Lengths, cut: SequenceSharding) -> Lengths:
     """Where this context rank's tokens stand: of every row the piece of its rank, and its mirror image from the end."""
     if cut.cp == 1:
         return np.arange(int(stored.sum()))

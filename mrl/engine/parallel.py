@@ -13,12 +13,12 @@ from torch.distributed import distributed_c10d
 from mrl.config.mesh import Coordinates, Mesh
 from mrl.config.schema import ParallelConfig
 from mrl.engine import cpu_standin
-from mrl.engine.packed_rows import Cut
+from mrl.engine.packed_rows import SequenceSharding
 from mrl.errors import EngineError
 
 
 @dataclass(frozen=True)
-class Groups:
+class ParallelGroups:
     """This rank's place in the layout, and the groups that the engine itself talks to."""
 
     parallel: ParallelConfig
@@ -41,9 +41,11 @@ class Groups:
         return self.at.pp == self.parallel.pp - 1
 
     @property
-    def cut(self) -> Cut:
+    def sequence_sharding(self) -> SequenceSharding:
         """How this rank shares packed sequences with others."""
-        return Cut(self.parallel.cp, self.at.cp, self.parallel.tp if self.parallel.sequence_parallel else 1)
+        return SequenceSharding(
+            self.parallel.cp, self.at.cp, self.parallel.tp if self.parallel.sequence_parallel else 1
+        )
 
 
 def take_device(local_rank: int) -> str:
@@ -56,7 +58,7 @@ def take_device(local_rank: int) -> str:
 
 
 @contextmanager
-def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[Groups]:
+def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[ParallelGroups]:
     """Megatron's groups for the time of the block. torch.distributed must be initialised, and no groups may stand."""
     if not torch.distributed.is_initialized():
         raise EngineError("torch.distributed is not initialised", fix="call init_process_group first")
@@ -78,7 +80,7 @@ def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[Groups]:
     )
     try:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        yield Groups(
+        yield ParallelGroups(
             parallel=parallel,
             at=mesh.coordinates(torch.distributed.get_rank()),
             mesh=mesh,

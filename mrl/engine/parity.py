@@ -21,7 +21,7 @@ from mrl.algos.core_algos import (
     ActorColumns,
     ActorSettings,
     BatchTotals,
-    Normaliser,
+    LossNormalizer,
     PolicyTokens,
     Rows,
     ValueTokens,
@@ -34,11 +34,11 @@ from mrl.engine import weights
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.loss import LossFunction, LossInput, LossOutput
 from mrl.engine.packed_rows import TokenRows
-from mrl.engine.parallel import Groups, model_parallel
+from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.engine.scores import ScoreRequest
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
-from mrl.models.parameters import Box
+from mrl.models.parameters import Region
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
 
@@ -87,11 +87,11 @@ class ParityCase:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameter:
     """A box of a Hugging Face tensor, as a rank holds it after the last step."""
 
     name: str
-    box: Box
+    box: Region
     values: npt.NDArray[np.float32]
 
 
@@ -103,7 +103,7 @@ class RankResult:
     entropies: dict[int, Floats]
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
-    held: list[Held]
+    held: list[HeldParameter]
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class ParityResult:
     entropies: Floats
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
-    held: list[Held]
+    held: list[HeldParameter]
 
 
 def make_rows(spec: ModelSpec, case: ParityCase) -> TokenRows:
@@ -148,13 +148,13 @@ def measure_one(case: ParityCase) -> RankResult:
         return _measure(engine, spec, case, groups)
 
 
-def _measure(engine: MegatronEngine, spec: ModelSpec, case: ParityCase, groups: Groups) -> RankResult:
+def _measure(engine: MegatronEngine, spec: ModelSpec, case: ParityCase, groups: ParallelGroups) -> RankResult:
     rows = make_rows(spec, case)
     shards = [_shard(rows, budget, engine, groups) for budget in case.budgets]
     request = ScoreRequest(temperature=TEMPERATURE, entropy="grad")
     before = engine.forward(shards[0].rows, shards[0].micro_batches, request)
     totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), rows.columns["response_mask"])
-    norm = Normaliser(case.aggregation, totals, HORIZON_TOKENS)
+    norm = LossNormalizer(case.aggregation, totals, HORIZON_TOKENS)
     losses, norms = [], []
     for step, shard in enumerate(shards):
         reports, outcome = engine.update(shard.rows, shard.micro_batches, _loss(case.head, norm, step), request)
@@ -165,7 +165,7 @@ def _measure(engine: MegatronEngine, spec: ModelSpec, case: ParityCase, groups: 
         scores=_by_row(scores, shards[0]),
         entropies=_by_row(before.entropy_T if before else None, shards[0]),
         # Context and tensor ranks all have the whole loss of their rows: one of them speaks.
-        losses=tuple(losses) if groups.mesh.holds_answer(groups.at.rank) else (0.0,) * len(losses),
+        losses=tuple(losses) if groups.mesh.is_output_rank(groups.at.rank) else (0.0,) * len(losses),
         grad_norms=tuple(norms),
         held=_held(engine, groups, spec, case.head),
     )
@@ -180,7 +180,7 @@ class _Shard:
     micro_batches: list[npt.NDArray[np.int64]]
 
 
-def _shard(rows: TokenRows, max_tokens: int, engine: MegatronEngine, groups: Groups) -> _Shard:
+def _shard(rows: TokenRows, max_tokens: int, engine: MegatronEngine, groups: ParallelGroups) -> _Shard:
     plan = plan_step(rows.lengths, groups.mesh.dp, max_tokens, engine.packing)
     mine = plan.micro_batches[groups.at.dp]
     numbers = np.sort(np.concatenate(mine))
@@ -194,9 +194,9 @@ def _by_row(values: torch.Tensor | None, shard: _Shard) -> dict[int, Floats]:
     return {number: part.numpy() for number, part in zip(shard.numbers, parts, strict=True)}
 
 
-def _held(engine: MegatronEngine, groups: Groups, spec: ModelSpec, head: Head) -> list[Held]:
+def _held(engine: MegatronEngine, groups: ParallelGroups, spec: ModelSpec, head: Head) -> list[HeldParameter]:
     return [
-        Held(
+        HeldParameter(
             piece.hf,
             piece.source,
             parameter[tuple(slice(*span) for span in piece.target)].detach().float().cpu().numpy(),
@@ -206,11 +206,11 @@ def _held(engine: MegatronEngine, groups: Groups, spec: ModelSpec, head: Head) -
     ]
 
 
-def _loss(head: Head, norm: Normaliser, step: int) -> LossFunction:
+def _loss(head: Head, norm: LossNormalizer, step: int) -> LossFunction:
     return partial(_value_loss if head == "score" else _policy_loss, norm, step)
 
 
-def _policy_loss(norm: Normaliser, step: int, batch: LossInput) -> LossOutput:
+def _policy_loss(norm: LossNormalizer, step: int, batch: LossInput) -> LossOutput:
     """PPO around log-probs that noise has moved, with an entropy term: clipped and unclipped tokens both occur."""
     log_probs_T = batch.scores.log_probs_T
     assert log_probs_T is not None, "a policy gives log-probs"
@@ -227,7 +227,7 @@ def _policy_loss(norm: Normaliser, step: int, batch: LossInput) -> LossOutput:
     return LossOutput(objective.loss, {"loss": objective.loss.detach()} | objective.reports)
 
 
-def _value_loss(norm: Normaliser, step: int, batch: LossInput) -> LossOutput:
+def _value_loss(norm: LossNormalizer, step: int, batch: LossInput) -> LossOutput:
     values_T = batch.scores.values_T
     assert values_T is not None, "a value model gives values"
     mask_T = batch.columns["response_mask"]
@@ -237,7 +237,7 @@ def _value_loss(norm: Normaliser, step: int, batch: LossInput) -> LossOutput:
     return LossOutput(objective.loss, {"loss": objective.loss.detach()} | objective.reports)
 
 
-def together(ranks: list[RankResult]) -> ParityResult:
+def merge_ranks(ranks: list[RankResult]) -> ParityResult:
     """One result from all ranks of a world."""
 
     def joined(per_rank: list[dict[int, Floats]]) -> Floats:

@@ -26,7 +26,7 @@ def score(model: TokenModel, batch: MicroBatch, hidden_1TH: Tensor, request: Sco
     """The scores of a micro-batch's response tokens, whole on every context rank."""
     hidden_SH = model.head_input(hidden_1TH, batch.score_at)
     if model.head == "score":
-        return Scores(values_T=_whole(model.score(hidden_SH)[:, 0].float(), batch, model))
+        return Scores(values_T=_gather_context_parallel(model.score(hidden_SH)[:, 0].float(), batch, model))
     tp = model.pg_collection.tp
     options = HeadOptions(
         vocab=model.vocab,
@@ -35,21 +35,21 @@ def score(model: TokenModel, batch: MicroBatch, hidden_1TH: Tensor, request: Sco
         entropy=request.entropy,
     )
     log_probs_S, entropy_S = token_log_probs(hidden_SH, model.vocabulary_weight(), batch.labels, options)
-    entropy_T = None if entropy_S is None else _whole(entropy_S, batch, model)
-    return Scores(log_probs_T=_whole(log_probs_S, batch, model), entropy_T=entropy_T)
+    entropy_T = None if entropy_S is None else _gather_context_parallel(entropy_S, batch, model)
+    return Scores(log_probs_T=_gather_context_parallel(log_probs_S, batch, model), entropy_T=entropy_T)
 
 
-def _whole(mine: Tensor, batch: MicroBatch, model: TokenModel) -> Tensor:
+def _gather_context_parallel(mine: Tensor, batch: MicroBatch, model: TokenModel) -> Tensor:
     """All context ranks' values in row order. Each token is scored by one rank."""
     context = model.pg_collection.cp
     if context.size() == 1:
         return mine
     whole = mine.new_zeros(batch.num_scores).index_copy(0, batch.score_to, mine)
-    added: Tensor = _AddUp.apply(whole, context)  # type: ignore[no-untyped-call]
+    added: Tensor = _AllReduceSum.apply(whole, context)  # type: ignore[no-untyped-call]
     return added
 
 
-class _AddUp(torch.autograd.Function):
+class _AllReduceSum(torch.autograd.Function):
     """The sum over context ranks. Each has the same loss, so the gradient of a rank's own part is the loss's own."""
 
     @staticmethod

@@ -18,12 +18,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mrl.engine.parallel import Groups
+from mrl.engine.parallel import ParallelGroups
 
 _NUM_AXES = 3  # a pipeline message is [tokens, batch, hidden]
 
 
-class OrderedShapes(P2PCommunicator):  # type: ignore[misc]  # Megatron's class has no type information here
+class OrderedP2PCommunicator(P2PCommunicator):  # type: ignore[misc]  # Megatron's class has no type information here
     """Megatron's communicator with the shapes of both directions kept apart."""
 
     def _communicate_shapes(
@@ -51,7 +51,7 @@ class OrderedShapes(P2PCommunicator):  # type: ignore[misc]  # Megatron's class 
         return shapes[0], shapes[1]
 
 
-def pipeline_arguments(config: TransformerConfig, groups: Groups) -> dict[str, Any]:
+def pipeline_arguments(config: TransformerConfig, groups: ParallelGroups) -> dict[str, Any]:
     """What the interleaved schedule over two stages is called with; the others know by themselves."""
     if groups.parallel.pp != 2 or groups.parallel.vpp == 1:
         return {}
@@ -60,4 +60,4 @@ def pipeline_arguments(config: TransformerConfig, groups: Groups) -> dict[str, A
     collection.embd = parallel_state.get_embedding_group(check_initialized=False)
     collection.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
     collection.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
-    return {"p2p_communicator": OrderedShapes(groups.pp, config), "pg_collection": collection}
+    return {"p2p_communicator": OrderedP2PCommunicator(groups.pp, config), "pg_collection": collection}

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from mrl.config.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
-from mrl.engine.local_world import Device, run_on_ranks
+from mrl.engine.local_world import Device, run_distributed
 from mrl.engine.model import DTYPES
 from mrl.engine.parity import (
     OPTIMIZER,
@@ -27,7 +27,7 @@ from mrl.engine.parity import (
     ParityCase,
     RankResult,
     measure,
-    together,
+    merge_ranks,
     transformers_scores,
 )
 from mrl.models.families import read_spec
@@ -130,11 +130,11 @@ def verify_layout(
     optimizer = {**optimizer, "lr": OPTIMIZER["lr"]}
     alone = ParityCase(str(path), head, ParallelConfig(), BUDGETS[0], dtype=settings.dtype, optimizer=optimizer)
     oracle = transformers_scores(path, alone)
-    one = together([run_on_ranks(1, _measure, [alone], timeout_s=_LIMIT_S, device=device)[0][0]])
+    one = merge_ranks([run_distributed(1, _measure, [alone], timeout_s=_LIMIT_S, device=device)[0][0]])
     own = replace(alone, parallel=parallel, megatron=settings.megatron, ddp=ddp)
     cases = [replace(own, max_tokens=budget) for budget in BUDGETS]
-    by_rank = run_on_ranks(num_ranks, _measure, cases, timeout_s=_LIMIT_S, device=device)
-    results = [together(list(ranks)) for ranks in zip(*by_rank, strict=True)]
+    by_rank = run_distributed(num_ranks, _measure, cases, timeout_s=_LIMIT_S, device=device)
+    results = [merge_ranks(list(ranks)) for ranks in zip(*by_rank, strict=True)]
     differences = [Difference.between(one, result) for result in results]
     return Verified(
         num_ranks=num_ranks,

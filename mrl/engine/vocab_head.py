@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 TILE_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}  # half of a usual L3 cache; enough for a GPU to be busy with one tile
-FEWEST_COLUMNS = 512  # narrower products wait for memory, which counts from 8,192 tokens (CPU) on
+MIN_COLUMNS = 512  # narrower products wait for memory, which counts from 8,192 tokens (CPU) on
 
 
 @dataclass(frozen=True)
@@ -199,4 +199,4 @@ def _operand_dtype(hidden_TH: Tensor, weight_VH: Tensor, dtype: torch.dtype) -> 
 def _tile_columns(labels_T: Tensor, dtype: torch.dtype) -> int:
     """As many as the bytes of a tile allow."""
     column_bytes = max(1, len(labels_T)) * dtype.itemsize
-    return max(FEWEST_COLUMNS, TILE_BYTES[labels_T.device.type] // column_bytes)
+    return max(MIN_COLUMNS, TILE_BYTES[labels_T.device.type] // column_bytes)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mrl.engine.model import TokenModel
-from mrl.engine.parallel import Groups
+from mrl.engine.parallel import ParallelGroups
 from mrl.errors import EngineError
 from mrl.models.hf_reader import HfReader, load_shard
 from mrl.models.layout import Layout, RankPlace
@@ -16,14 +16,14 @@ from mrl.models.spec import ModelSpec
 from mrl.models.table import SCORE, Head, Shard, local_name, shards_of
 
 
-def rank_shards(spec: ModelSpec, head: Head, groups: Groups) -> list[Shard]:
+def rank_shards(spec: ModelSpec, head: Head, groups: ParallelGroups) -> list[Shard]:
     """What this rank holds, according to the table."""
     place = RankPlace(tp=groups.at.tp, pp=groups.at.pp, ep=groups.at.ep, etp=groups.at.etp)
     return shards_of(spec, Layout.of(groups.parallel), place, head)
 
 
 def held_tensors(
-    chunks: Sequence[TokenModel], spec: ModelSpec, head: Head, groups: Groups
+    chunks: Sequence[TokenModel], spec: ModelSpec, head: Head, groups: ParallelGroups
 ) -> Iterator[tuple[Shard, Tensor]]:
     """Each shard of the table beside the parameter that holds it; either without the other is an error."""
     parameters = {
@@ -52,7 +52,7 @@ def _named(chunk: TokenModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 @torch.no_grad()
-def load(chunks: Sequence[TokenModel], reader: HfReader, spec: ModelSpec, head: Head, groups: Groups) -> None:
+def load(chunks: Sequence[TokenModel], reader: HfReader, spec: ModelSpec, head: Head, groups: ParallelGroups) -> None:
     """Fill every parameter of this rank from the files; only what the rank holds is read.
 
     Parameters also get two marks that Megatron leaves out here. Split or not: it sets that only while it draws random

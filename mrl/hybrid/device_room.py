@@ -9,20 +9,22 @@ from typing import Any
 
 from mrl.config.hardware import DEFAULT_UTILIZATION
 from mrl.errors import DeviceFull
-from mrl.rollout.engine import Part, Room
+from mrl.rollout.engine import FreeMemory, Part
 
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Held:
+class RoleMemory:
     """What a process has of its GPU: taken from the driver by torch's allocator, and of that in use."""
 
     reserved_bytes: int
     allocated_bytes: int
 
 
-def device_full(part: Part, device: str, room: Room, held: Mapping[str, Held], vllm: Mapping[str, Any]) -> DeviceFull:
+def device_full(
+    part: Part, device: str, room: FreeMemory, held: Mapping[str, RoleMemory], vllm: Mapping[str, Any]
+) -> DeviceFull:
     """The error, with what each role's process holds, and the key that would make room; `vllm` is `rollout.vllm`."""
     others = room.total_bytes - room.free_bytes - sum(each.reserved_bytes for each in held.values())
     holders = [

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.hybrid.layout import Move, PlannedBucket, RankPlan
-from mrl.hybrid.overlaps import Part, Slice, num_elements
-from mrl.hybrid.wires import Addressed, Wires
+from mrl.hybrid.layout import PlannedBucket, RankPlan, Transfer
+from mrl.hybrid.overlaps import RegionCopy, ShardRegion, num_elements
+from mrl.hybrid.wires import Addressed, P2PTransport
 from mrl.models.hf_reader import slices
-from mrl.models.parameters import Box
+from mrl.models.parameters import Region
 
 Held = Mapping[tuple[int, str], Tensor]
 """Local Megatron parameters by pipeline chunk and name."""
@@ -24,16 +24,16 @@ _NUM_BUFFERS = 4
 _index = cache(slices)  # layers of a kind share their boxes
 
 
-class Step(NamedTuple):
+class MessageRound(NamedTuple):
     """One message to one rank and one from another; either may be empty."""
 
     destination: int
-    sent: list[Move]
+    sent: list[Transfer]
     source: int
-    received: list[Move]
+    received: list[Transfer]
 
 
-def steps(plan: RankPlan, bucket: PlannedBucket, limit: int) -> list[Step]:
+def message_schedule(plan: RankPlan, bucket: PlannedBucket, limit: int) -> list[MessageRound]:
     """The messages of a bucket, of at most `limit` elements each.
 
     Every rank goes around the circle: it sends to the one `shift` places on and receives from the one as far back. All
@@ -42,19 +42,19 @@ def steps(plan: RankPlan, bucket: PlannedBucket, limit: int) -> list[Step]:
     rank, num_ranks = plan.rank, plan.num_ranks
     shifts = {(other - rank) % num_ranks for other in bucket.outgoing}
     shifts |= {(rank - other) % num_ranks for other in bucket.incoming}
-    found: list[Step] = []
+    found: list[MessageRound] = []
     for shift in sorted(shifts - {0}):
         destination, source = (rank + shift) % num_ranks, (rank - shift) % num_ranks
-        sent = cut(bucket.outgoing.get(destination, []), limit)
-        received = cut(bucket.incoming.get(source, []), limit)
+        sent = split_messages(bucket.outgoing.get(destination, []), limit)
+        received = split_messages(bucket.incoming.get(source, []), limit)
         pairs = zip_longest(sent, received)
-        found += [Step(destination, out or [], source, into or []) for out, into in pairs]
+        found += [MessageRound(destination, out or [], source, into or []) for out, into in pairs]
     return found
 
 
-def cut(moves: Sequence[Move], limit: int) -> list[list[Move]]:
+def split_messages(moves: Sequence[Transfer], limit: int) -> list[list[Transfer]]:
     """The same moves in runs of at most `limit` elements; what does not fit into a run is cut between rows."""
-    runs: list[list[Move]] = []
+    runs: list[list[Transfer]] = []
     room = 0
     for move in moves:
         for each in [move] if move.part.num_elements <= room else _by_slice(move):
@@ -71,38 +71,40 @@ def cut(moves: Sequence[Move], limit: int) -> list[list[Move]]:
     return runs
 
 
-def _by_slice(move: Move) -> Iterator[Move]:
+def _by_slice(move: Transfer) -> Iterator[Transfer]:
     for each in move.part.slices:
-        yield move._replace(part=Part((each,), num_elements(each.source)))
+        yield move._replace(part=ShardRegion((each,), num_elements(each.source)))
 
 
-def _rows(move: Move, left: int, fitting: int, width: int) -> Move:
+def _rows(move: Transfer, left: int, fitting: int, width: int) -> Transfer:
     """Of a single slice of which `left` elements are left, the rows that make up the next `fitting`."""
     (each,) = move.part.slices
     begin = (move.part.num_elements - left) // width
     end = begin + fitting // width
     source, target = (((box[0][0] + begin, box[0][0] + end), *box[1:]) for box in (each.source, each.target))
-    return move._replace(part=Part((Slice(each.name, source, target),), fitting))
+    return move._replace(part=ShardRegion((RegionCopy(each.name, source, target),), fitting))
 
 
-class Exchange:
+class WeightExchange:
     """Moves what steps say, and counts it as it passes. While one message is under way the next is packed."""
 
-    def __init__(self, held: Held, wires: Wires, dtype: torch.dtype, limit: int) -> None:
-        self._held, self._wires = held, wires
-        self._buffers = torch.empty(_NUM_BUFFERS, limit, dtype=dtype, device=wires.device)
+    def __init__(self, held: Held, transport: P2PTransport, dtype: torch.dtype, limit: int) -> None:
+        self._held, self._transport = held, transport
+        self._buffers = torch.empty(_NUM_BUFFERS, limit, dtype=dtype, device=transport.device)
         self.extra_bytes = self._buffers.nbytes
         self.bytes_sent = self.bytes_received = self.num_transfers = 0
 
-    def run(self, planned: Sequence[Step], takers: Collection[int], matrices: Sequence[Tensor] | None) -> None:
-        """Send to the takers among the steps' ranks; what comes in goes into the matrices, or nowhere without them."""
-        takes = self._wires.rank in takers
-        waiting: tuple[Sequence[dist.Work], list[Move], Tensor] = [], [], self._buffers[0]
+    def run(
+        self, planned: Sequence[MessageRound], receiving_ranks: Collection[int], matrices: Sequence[Tensor] | None
+    ) -> None:
+        """Send to the ranks that receive; what comes in goes into the matrices, or nowhere without them."""
+        takes = self._transport.rank in receiving_ranks
+        waiting: tuple[Sequence[dist.Work], list[Transfer], Tensor] = [], [], self._buffers[0]
         for number, step in enumerate(planned):
             outgoing, incoming = self._buffers[:2] if number % 2 else self._buffers[2:]
             out: list[Addressed] = []
             into: list[Addressed] = []
-            if step.sent and step.destination in takers:
+            if step.sent and step.destination in receiving_ranks:
                 message = self._pack(step.sent, outgoing)
                 out.append((message, step.destination))
                 self.bytes_sent += message.nbytes
@@ -111,22 +113,22 @@ class Exchange:
                 message = incoming[: sum(move.part.num_elements for move in step.received)]
                 into.append((message, step.source))
                 self.bytes_received += message.nbytes
-            started = self._wires.start(out, into)
+            started = self._transport.start(out, into)
             _finish(*waiting, matrices)
             waiting = started, step.received if takes else [], incoming
         _finish(*waiting, matrices)
 
-    def keep(self, moves: Sequence[Move], matrices: Sequence[Tensor]) -> None:
+    def copy_local(self, moves: Sequence[Transfer], matrices: Sequence[Tensor]) -> None:
         """Copy what this rank holds itself."""
         for move in moves:
             matrix = matrices[move.tensor]
             for each in move.part.slices:
                 matrix[_index(each.target)].copy_(self._source(move, each))
 
-    def _source(self, move: Move, each: Slice) -> Tensor:
+    def _source(self, move: Transfer, each: RegionCopy) -> Tensor:
         return self._held[move.home.chunk, move.home.prefix + each.name][_index(each.source)]
 
-    def _pack(self, moves: Sequence[Move], buffer: Tensor) -> Tensor:
+    def _pack(self, moves: Sequence[Transfer], buffer: Tensor) -> Tensor:
         end = 0
         for move in moves:
             for each in move.part.slices:
@@ -137,7 +139,7 @@ class Exchange:
 
 
 def _finish(
-    works: Sequence[dist.Work], moves: Sequence[Move], buffer: Tensor, matrices: Sequence[Tensor] | None
+    works: Sequence[dist.Work], moves: Sequence[Transfer], buffer: Tensor, matrices: Sequence[Tensor] | None
 ) -> None:
     """Wait for messages, and unpack the one that came in."""
     for work in works:
@@ -154,7 +156,7 @@ def _finish(
 
 
 @cache
-def _contiguous(box: Box) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def _contiguous(box: Region) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Shape, strides and elements of a box that lies by itself."""
     shape = tuple(stop - start for start, stop in box)
     strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

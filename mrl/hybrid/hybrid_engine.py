@@ -4,7 +4,7 @@ training -> the trainer gives up gradients and optimizer, and other roles on its
          -> the engines wake their weights -> weights go over
          -> the trainer gives up its parameters -> the engines wake their cache -> generating -> the way back
 
-Engines with a pool of their own stay awake; porters on their devices take the weights from the network.
+Engines with a pool of their own stay awake; receivers on their devices take the weights from the network.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 from mrl.config.arithmetic import has_own_rollout_pool, longest_sample_tokens, num_engines, rollout_devices
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config, DeadlinesConfig
-from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext, Seats
+from mrl.controller import DeviceSlots, RayClassWithInitArgs, RayWorkerGroup, RunContext
 from mrl.errors import RolloutError
 from mrl.hybrid.device_room import device_full
 from mrl.hybrid.layout import RolloutLayout
-from mrl.hybrid.route import WeightRoute
+from mrl.hybrid.route import WeightSyncSpec
 from mrl.models.families import read_spec
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
@@ -33,7 +33,7 @@ from mrl.rollout.fleet import RolloutFleet
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
 SOCKETS = "handover"
-REPLICA, PORTER = "rollout-{}", "porter"
+REPLICA, RECEIVER = "rollout-{}", "receiver"
 PARTS = ("parameters", "gradients", "optimizer")
 
 
@@ -49,17 +49,17 @@ class HybridEngine:
 
     def __init__(self, config: Config, groups: Mapping[str, Future[RayWorkerGroup]], context: RunContext) -> None:
         self._config, self._context, self._groups = config, context, groups
-        self._porters: RayWorkerGroup | None = None
+        self._receivers: RayWorkerGroup | None = None
         if has_own_rollout_pool(config):
-            self._porters = start_porters(config, context)
-        self._take_turns = config.sync.offload and self._porters is None
+            self._receivers = start_weight_receivers(config, context)
+        self._take_turns = config.sync.offload and self._receivers is None
         self._sockets = context.run_directory / SOCKETS
         shutil.rmtree(self._sockets, ignore_errors=True)  # of a run that crashed
         self._sockets.mkdir(mode=0o700)
         self._gpus: list[str] = []
         if config.cluster.device == "gpu":
             wait(groups.values())
-            self._gpus = (self._porters or groups["actor"].result()).visible_gpus()
+            self._gpus = (self._receivers or groups["actor"].result()).visible_gpus()
         self._version = 1
         self._held = 0
         self._is_generating = self._parameters_are_away = False
@@ -71,9 +71,9 @@ class HybridEngine:
             self._fleet.sleep()
 
     @property
-    def full_tensors_because(self) -> str:
+    def full_tensor_reason(self) -> str:
         """Why the engines' parameters cannot be written directly and whole tensors travel; empty where they can."""
-        return self._fleet.full_tensors_because
+        return self._fleet.full_tensor_reason
 
     def connect(self) -> None:
         """Tell the trainer's ranks, whose models are there by now, which engine is on whose device."""
@@ -83,10 +83,10 @@ class HybridEngine:
         self._guests = [group for role, group in groups.items() if role != "actor" and pools[role] == pools["actor"]]
         num_workers = num_engines(config) * tp
         nodes = [node for node, _ in self._actor.where()]
-        first = len(nodes) if self._porters else 0
-        nodes += [node for node, _ in self._porters.where()] if self._porters else []
+        first = len(nodes) if self._receivers else 0
+        nodes += [node for node, _ in self._receivers.where()] if self._receivers else []
         hosts = tuple(range(first, first + num_workers))
-        route = WeightRoute(
+        route = WeightSyncSpec(
             layout=RolloutLayout(self._engine_sizes(), hosts, tuple(nodes.index(node) for node in nodes)),
             sockets=self._sockets,
             engines=tuple(REPLICA.format(worker // tp) for worker in range(num_workers)),
@@ -94,12 +94,12 @@ class HybridEngine:
             trained_dtype=config.actor.dtype,
             bucket_bytes=config.sync.bucket_bytes,
             timeout_s=self._context.deadlines.call_s,
-            meeting=self._porters.meeting() if self._porters else None,
+            rendezvous=self._receivers.rendezvous() if self._receivers else None,
         )
-        if self._porters is None:
+        if self._receivers is None:
             self._actor.prepare_sending(route)
             return
-        waiting = self._porters.prepare_receiving.future(config.model.path, config.actor.parallel, first, route)
+        waiting = self._receivers.prepare_receiving.future(config.model.path, config.actor.parallel, first, route)
         self._actor.prepare_sending(route)
         waiting.get()
 
@@ -152,8 +152,8 @@ class HybridEngine:
     def close(self) -> None:
         """End the engines; no socket stays behind."""
         self._fleet.close()
-        if self._porters is not None:
-            self._porters.shutdown()
+        if self._receivers is not None:
+            self._receivers.shutdown()
         shutil.rmtree(self._sockets, ignore_errors=True)
 
     def _wake(self, part: Part) -> None:
@@ -167,22 +167,25 @@ class HybridEngine:
                     raise device_full(part, where, room, held, rollout.vllm)
 
     def _start_replica(self, index: int) -> RayWorkerGroup:
-        tp, seats = self._config.rollout.tp, self._context.resources.seats("rollout" if self._porters else "actor")
+        tp, slots = (
+            self._config.rollout.tp,
+            self._context.resources.device_slots("rollout" if self._receivers else "actor"),
+        )
         gpus = ",".join(self._gpus[index * tp : (index + 1) * tp])
-        seat = Seats(seats.devices[index * tp : index * tp + 1], seats.share, seats.of, gpus)
+        slot = DeviceSlots(slots.devices[index * tp : index * tp + 1], slots.fraction, slots.description, gpus)
         settings, limit_s = self._settings(index), self._context.deadlines.call_s
         worker = RayClassWithInitArgs(
             "mrl.rollout.replica:RolloutReplica", self._config.rollout.engine, settings, limit_s
         )
         spec = read_spec(self._config.model.path)
         deadlines = replace(self._context.deadlines, start_s=engine_start_s(self._context.deadlines, spec))
-        return RayWorkerGroup(settings.replica, worker, Mesh(1), replace(self._context, deadlines=deadlines), seat)
+        return RayWorkerGroup(settings.replica, worker, Mesh(1), replace(self._context, deadlines=deadlines), slot)
 
     def _engine_sizes(self) -> EngineSizes:
         """How the engines are split. Where they cannot be written directly, each of their ranks takes whole tensors."""
         tp, spec = self._config.rollout.tp, read_spec(self._config.model.path)
         whole_experts = spec.moe is not None and self._config.rollout.vllm.get("enable_expert_parallel", False)
-        return EngineSizes(tp, ep=tp if whole_experts else 1, whole=bool(self.full_tensors_because))
+        return EngineSizes(tp, ep=tp if whole_experts else 1, whole=bool(self.full_tensor_reason))
 
     def _settings(self, index: int) -> EngineSettings:
         rollout, path = self._config.rollout, self._config.model.path
@@ -204,7 +207,7 @@ class HybridEngine:
         if self._parameters_are_away:
             self._actor.onload("parameters")
         workers = [replica * tp + rank for replica in replicas for rank in range(tp)]
-        taking = self._porters.send_weights.future(version, workers) if self._porters else None
+        taking = self._receivers.send_weights.future(version, workers) if self._receivers else None
         reports = self._actor.send_weights(version, workers) + (taking.get() if taking else [])
         if self._parameters_are_away:
             self._actor.offload("parameters")
@@ -222,13 +225,13 @@ def engine_start_s(deadlines: DeadlinesConfig, spec: ModelSpec) -> float:
     return deadlines.engine_start_s or deadlines.start_s + spec.num_parameters / 5e8
 
 
-def start_porters(config: Config, context: RunContext) -> RayWorkerGroup:
+def start_weight_receivers(config: Config, context: RunContext) -> RayWorkerGroup:
     """One process on each device of the engines' own pool."""
     mesh = Mesh(rollout_devices(config))
     return RayWorkerGroup(
-        PORTER,
-        RayClassWithInitArgs("mrl.workers.porter:WeightPorter"),
+        RECEIVER,
+        RayClassWithInitArgs("mrl.workers.porter:WeightReceiver"),
         mesh,
         context,
-        context.resources.seats("rollout"),
+        context.resources.device_slots("rollout"),
     )

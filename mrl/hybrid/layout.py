@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from mrl.config.mesh import Mesh
 from mrl.errors import PlacementError
-from mrl.hybrid.overlaps import Holder, Kind, Overlaps, Part, num_elements, overlap
+from mrl.hybrid.overlaps import Kind, ShardIntersections, ShardOwner, ShardRegion, intersection, num_elements
 from mrl.models.layout import Layout, RankPlace
-from mrl.models.parameters import Box
+from mrl.models.parameters import Region
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Shard, shards_of
@@ -26,13 +26,13 @@ from mrl.models.table import Shard, shards_of
 
 @dataclass(frozen=True)
 class RolloutLayout:
-    """The engines, and the ranks on their devices: trainer ranks, or porters, whose numbers come after theirs."""
+    """The engines, and the ranks on their devices: trainer ranks, or receivers, whose numbers come after theirs."""
 
     sizes: EngineSizes
     hosts: tuple[int, ...]
     """The rank on the device of each worker; worker `replica * tp + rank` is that rank of that engine."""
     nodes: tuple[int, ...]
-    """The node of each rank, porters included."""
+    """The node of each rank, receivers included."""
 
     def check(self, spec: ModelSpec, num_trainers: int) -> None:
         """Refuse engines that the model or the devices do not fit."""
@@ -48,7 +48,7 @@ class RolloutLayout:
             )
 
 
-class Home(NamedTuple):
+class ParameterSite(NamedTuple):
     """Where a unit's parameters stand: a stage, its chunk, and the beginning of their names there."""
 
     stage: int
@@ -56,17 +56,17 @@ class Home(NamedTuple):
     prefix: str
 
 
-class Move(NamedTuple):
+class Transfer(NamedTuple):
     """A part of one layer's tensor on its way: out of local parameters, into a tensor of a bucket."""
 
-    home: Home
+    home: ParameterSite
     tensor: int
     """Its number in the bucket."""
-    part: Part
+    part: ShardRegion
 
 
 @dataclass(frozen=True)
-class Unit:
+class LayerGroup:
     """Neighbouring tensors with one home: a layer, the embedding, or what follows the layers.
 
     Tied embeddings have two homes, the first and the last stage: each may be nearer to somebody.
@@ -74,10 +74,10 @@ class Unit:
 
     kind: Kind
     layer: int
-    homes: tuple[Home, ...]
+    homes: tuple[ParameterSite, ...]
 
 
-class Place(NamedTuple):
+class BucketEntry(NamedTuple):
     """A tensor by the number of its unit and its own number there, and where it begins in its bucket."""
 
     unit: int
@@ -99,9 +99,9 @@ class PlannedBucket:
     """Tensors of the hosted worker that are handed over together, and what the rank sends for others' at that time."""
 
     tensors: tuple[PlannedTensor, ...]
-    incoming: dict[int, list[Move]]
+    incoming: dict[int, list[Transfer]]
     """By the rank that they come from, which may be this one."""
-    outgoing: dict[int, list[Move]]
+    outgoing: dict[int, list[Transfer]]
     """By the rank that they go to, which is another."""
 
 
@@ -137,7 +137,7 @@ class RankPlan:
         )
 
 
-class Planner:
+class ReshardPlanner:
     """Plans for any rank of a training layout and the engines beside it."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, mesh: Mesh, rollout: RolloutLayout) -> None:
@@ -147,7 +147,7 @@ class Planner:
         self._ranks_per_stage = mesh.world_size // mesh.pp
         self._worker_of = {host: worker for worker, host in enumerate(rollout.hosts)}
         self.units = self._units()
-        self._parts = Overlaps(spec, layout, rollout.sizes).parts
+        self._parts = ShardIntersections(spec, layout, rollout.sizes).parts
         self._pool = cache(self._find_pool)
 
     def plan(self, rank: int, sizes: BucketSizes) -> RankPlan:
@@ -155,8 +155,8 @@ class Planner:
         own, worker = self._stage(rank), self._worker_of.get(rank)
         buckets = {stage: self._buckets(stage, sizes) for stage in {own, *map(self._stage, self.rollout.hosts)}}
         num_buckets = max(map(len, buckets.values()))
-        incoming: list[dict[int, list[Move]]] = [defaultdict(list) for _ in range(num_buckets)]
-        outgoing: list[dict[int, list[Move]]] = [defaultdict(list) for _ in range(num_buckets)]
+        incoming: list[dict[int, list[Transfer]]] = [defaultdict(list) for _ in range(num_buckets)]
+        outgoing: list[dict[int, list[Transfer]]] = [defaultdict(list) for _ in range(num_buckets)]
         places = {stage: _places(cut) for stage, cut in buckets.items()}
         if worker is not None:
             for bucket, source, move in self._moves(worker, None, places[own]):
@@ -183,7 +183,7 @@ class Planner:
         """
         if (worker := self._worker_of.get(rank)) is None:
             return 0
-        held: dict[str, list[Box]] = defaultdict(list)
+        held: dict[str, list[Region]] = defaultdict(list)
         for shard in self._held(rank):
             for piece in shard.pieces:
                 held[piece.hf].append(piece.source)
@@ -191,7 +191,7 @@ class Planner:
         for fused in rollout_tensors(self.spec, self.rollout.sizes, worker % self.rollout.sizes.tp):
             for piece in fused.pieces:
                 count += num_elements(piece.source)
-                overlaps = {overlap(piece.source, box) for box in held[piece.hf]}
+                overlaps = {intersection(piece.source, box) for box in held[piece.hf]}
                 count -= sum(num_elements(box) for box in overlaps if box)
         return count
 
@@ -203,27 +203,27 @@ class Planner:
 
     # --- units and buckets ------------------------------------------------------------------------------------
 
-    def _units(self) -> list[Unit]:
+    def _units(self) -> list[LayerGroup]:
         spec, layout = self.spec, self.layout
-        last = Home(layout.pp - 1, layout.vpp - 1, "")
-        homes = [Home(0, 0, "embedding.word_embeddings.")]
+        last = ParameterSite(layout.pp - 1, layout.vpp - 1, "")
+        homes = [ParameterSite(0, 0, "embedding.word_embeddings.")]
         if spec.tied and layout.pp > 1:
             homes.append(last._replace(prefix="output_layer."))
-        units = [Unit("embedding", 0, tuple(homes))]
+        units = [LayerGroup("embedding", 0, tuple(homes))]
         for stage in range(layout.pp):
             for chunk in range(layout.vpp):
                 for local, layer in enumerate(layout.layers_of_chunk(spec.num_layers, stage, chunk)):
-                    home = Home(stage, chunk, f"decoder.layers.{local}.")
-                    units.append(Unit("experts" if spec.has_experts(layer) else "dense", layer, (home,)))
-        return [*units, Unit("head", 0, (last,))]
+                    home = ParameterSite(stage, chunk, f"decoder.layers.{local}.")
+                    units.append(LayerGroup("experts" if spec.has_experts(layer) else "dense", layer, (home,)))
+        return [*units, LayerGroup("head", 0, (last,))]
 
-    def _buckets(self, stage: int, sizes: BucketSizes) -> list[list[Place]]:
+    def _buckets(self, stage: int, sizes: BucketSizes) -> list[list[BucketEntry]]:
         """The buckets of the workers on a stage's devices: what the stage itself holds, then the next stage, and so on.
 
         So at any time each stage serves another part of the workers. In one order for all, everybody would wait for the
         first stage, then for the second.
         """
-        buckets: list[list[Place]] = [[]]
+        buckets: list[list[BucketEntry]] = [[]]
         end = 0
         for number in sorted(
             range(len(self.units)), key=lambda n: (self.units[n].homes[0].stage - stage) % self.mesh.pp
@@ -235,11 +235,11 @@ class Planner:
                 if start + num_bytes > sizes.slot_bytes and buckets[-1]:
                     buckets.append([])
                     start = 0
-                buckets[-1].append(Place(number, index, start))
+                buckets[-1].append(BucketEntry(number, index, start))
                 end = start + num_bytes
         return buckets
 
-    def _planned(self, bucket: list[Place], worker: int) -> tuple[PlannedTensor, ...]:
+    def _planned(self, bucket: list[BucketEntry], worker: int) -> tuple[PlannedTensor, ...]:
         tensors = []
         for place in bucket:
             unit = self.units[place.unit]
@@ -248,14 +248,14 @@ class Planner:
         return tuple(tensors)
 
     def _stage(self, rank: int) -> int:
-        """The stage that a rank holds, or, for a porter, the one that it begins with."""
+        """The stage that a rank holds, or, for a receiver, the one that it begins with."""
         return rank // self._ranks_per_stage % self.mesh.pp
 
     # --- moves ------------------------------------------------------------------------------------------------
 
     def _moves(
         self, worker: int, sender: int | None, places: dict[tuple[int, int], tuple[int, int]]
-    ) -> Iterator[tuple[int, int, Move]]:
+    ) -> Iterator[tuple[int, int, Transfer]]:
         """What a worker needs, or what of it one rank sends: bucket, source, and the move.
 
         Receiver and sender come to the same order, so a message needs no table of contents.
@@ -274,13 +274,13 @@ class Planner:
                     pool = self._pool(holder, tuple(homes), host)
                     source = pool[turn % len(pool)]
                     if sender is None or source == sender:
-                        yield bucket, source, Move(homes[self._stage(source)], tensor, part)
+                        yield bucket, source, Transfer(homes[self._stage(source)], tensor, part)
 
-    def _holders(self, rank: int) -> frozenset[Holder]:
+    def _holders(self, rank: int) -> frozenset[ShardOwner]:
         at = self.mesh.coordinates(rank)
-        return frozenset({Holder(False, 0, None), Holder(False, 0, at.tp), Holder(True, at.ep, at.etp)})
+        return frozenset({ShardOwner(False, 0, None), ShardOwner(False, 0, at.tp), ShardOwner(True, at.ep, at.etp)})
 
-    def _find_pool(self, holder: Holder, stages: tuple[int, ...], host: int) -> tuple[int, ...]:
+    def _find_pool(self, holder: ShardOwner, stages: tuple[int, ...], host: int) -> tuple[int, ...]:
         """The ranks from which `host` may take that part: itself, else those on its node, else any with a copy."""
         copies = [rank for stage in stages for rank in self._copies(holder, stage)]
         if host in copies:
@@ -288,7 +288,7 @@ class Planner:
         nodes = self.rollout.nodes
         return tuple(rank for rank in copies if nodes[rank] == nodes[host]) or tuple(copies)
 
-    def _copies(self, holder: Holder, stage: int) -> range:
+    def _copies(self, holder: ShardOwner, stage: int) -> range:
         start, stop = stage * self._ranks_per_stage, (stage + 1) * self._ranks_per_stage
         if holder.tp is None:
             return range(start, stop)
@@ -297,7 +297,7 @@ class Planner:
         return range(start + holder.tp, stop, self.mesh.tp)
 
 
-def _places(buckets: list[list[Place]]) -> dict[tuple[int, int], tuple[int, int]]:
+def _places(buckets: list[list[BucketEntry]]) -> dict[tuple[int, int], tuple[int, int]]:
     """Bucket and number in it of each tensor, by its unit and number there."""
     return {
         (place.unit, place.number): (bucket, number)
@@ -306,7 +306,7 @@ def _places(buckets: list[list[Place]]) -> dict[tuple[int, int], tuple[int, int]
     }
 
 
-def _name(fused: Fused, unit: Unit) -> str:
+def _name(fused: Fused, unit: LayerGroup) -> str:
     """What a tensor of the example of a kind is called in another unit."""
     if unit.kind in ("embedding", "head"):
         return fused.name

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from mrl.models.families import FAMILIES
 from mrl.models.layout import Layout
-from mrl.models.parameters import Box, Parameter, Rows
+from mrl.models.parameters import Parameter, Region, RowRange
 from mrl.models.rollout_table import EngineSizes, Fused, embedding_tensors, head_tensors, layer_tensors
 from mrl.models.spec import ModelSpec
 from mrl.models.table import EMBEDDING, LM_HEAD, NORM
@@ -18,7 +18,7 @@ Kind = Literal["embedding", "dense", "experts", "head"]
 """Of a unit: a layer without or with experts, the embedding, or what follows the layers."""
 
 
-class Holder(NamedTuple):
+class ShardOwner(NamedTuple):
     """The ranks of a stage that hold the same part: a place in tp, or for an expert in ep and etp; None: all of tp."""
 
     expert: bool
@@ -26,26 +26,26 @@ class Holder(NamedTuple):
     tp: int | None
 
 
-class Slice(NamedTuple):
+class RegionCopy(NamedTuple):
     """One box of a Megatron parameter that is one box of a fused one, in every layer of a kind."""
 
     name: str  # what follows the prefix of a home
-    source: Box
-    target: Box
+    source: Region
+    target: Region
 
 
-class Part(NamedTuple):
+class ShardRegion(NamedTuple):
     """All slices of a fused tensor that the same ranks hold."""
 
-    slices: tuple[Slice, ...]
+    slices: tuple[RegionCopy, ...]
     num_elements: int
 
 
-Parts = tuple[tuple[Fused, dict[Holder, Part]], ...]
+Parts = tuple[tuple[Fused, dict[ShardOwner, ShardRegion]], ...]
 """The fused tensors of a kind of unit, each with its parts."""
 
 
-class Overlaps:
+class ShardIntersections:
     """The two tables of a model, one upon the other; what was found is remembered."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, sizes: EngineSizes) -> None:
@@ -53,23 +53,23 @@ class Overlaps:
         self.parts = cache(self._find_parts)
         self._held = cache(lambda kind: tuple(self._find_held(kind)))
 
-    def _find_parts(self, kind: Kind, tp_rank: int, holders: frozenset[Holder] | None) -> Parts:
+    def _find_parts(self, kind: Kind, tp_rank: int, holders: frozenset[ShardOwner] | None) -> Parts:
         """What a tensor rank of an engine needs; only what some holders have of it, if asked."""
-        held: dict[str, list[tuple[Holder, str, Box, Box]]] = defaultdict(list)
+        held: dict[str, list[tuple[ShardOwner, str, Region, Region]]] = defaultdict(list)
         for holder, name, shard in self._held(kind):
             if holders is None or holder in holders:
                 for hf, source, target in shard:
                     held[hf].append((holder, name, source, target))
         found = []
         for fused in self._needed(kind, tp_rank):
-            slices: dict[Holder, list[Slice]] = defaultdict(list)
+            slices: dict[ShardOwner, list[RegionCopy]] = defaultdict(list)
             for piece in fused.pieces:
                 for holder, name, source, target in held.get(piece.hf, ()):
-                    if box := overlap(piece.source, source):
+                    if box := intersection(piece.source, source):
                         moved = _moved(box, source, target), _moved(box, piece.source, piece.target)
-                        slices[holder].append(Slice(name, *moved))
+                        slices[holder].append(RegionCopy(name, *moved))
             parts = {
-                holder: Part(tuple(own), sum(num_elements(each.target) for each in own))
+                holder: ShardRegion(tuple(own), sum(num_elements(each.target) for each in own))
                 for holder, own in slices.items()
             }
             if holders is None:
@@ -87,13 +87,13 @@ class Overlaps:
             return head_tensors(spec, sizes, tp_rank)
         return layer_tensors(spec, sizes, tp_rank, self._example(kind))
 
-    def _find_held(self, kind: Kind) -> Iterator[tuple[Holder, str, list[tuple[str, Box, Box]]]]:
+    def _find_held(self, kind: Kind) -> Iterator[tuple[ShardOwner, str, list[tuple[str, Region, Region]]]]:
         """Every local parameter of every place of a stage, and the pieces of Hugging Face tensors in it."""
         spec, family = self.spec, FAMILIES[self.spec.family]
         if kind == "embedding":
             yield from self._split(_vocabulary("weight", EMBEDDING, spec))
         elif kind == "head":
-            yield from self._split(Parameter("decoder.final_layernorm.weight", ((Rows(NORM, 0, spec.hidden),),)))
+            yield from self._split(Parameter("decoder.final_layernorm.weight", ((RowRange(NORM, 0, spec.hidden),),)))
             if not spec.tied:
                 yield from self._split(_vocabulary("output_layer.weight", LM_HEAD, spec))
         else:
@@ -107,14 +107,14 @@ class Overlaps:
                     assert parameter.split, f"{parameter.name} of an expert is not split over etp"
                     for etp in range(self.layout.etp):
                         name = f"mlp.experts.local_experts.{local}.{parameter.name}"
-                        yield Holder(True, ep, etp), name, _pieces(parameter, etp, self.layout.etp)
+                        yield ShardOwner(True, ep, etp), name, _pieces(parameter, etp, self.layout.etp)
 
-    def _split(self, parameter: Parameter) -> Iterator[tuple[Holder, str, list[tuple[str, Box, Box]]]]:
+    def _split(self, parameter: Parameter) -> Iterator[tuple[ShardOwner, str, list[tuple[str, Region, Region]]]]:
         if parameter.split is None:
-            yield Holder(False, 0, None), parameter.name, _pieces(parameter, 0, 1)
+            yield ShardOwner(False, 0, None), parameter.name, _pieces(parameter, 0, 1)
             return
         for tp in range(self.layout.tp):
-            yield Holder(False, 0, tp), parameter.name, _pieces(parameter, tp, self.layout.tp)
+            yield ShardOwner(False, 0, tp), parameter.name, _pieces(parameter, tp, self.layout.tp)
 
     def _example(self, kind: Kind) -> int:
         layers = range(self.spec.num_layers)
@@ -122,14 +122,14 @@ class Overlaps:
 
 
 def _vocabulary(name: str, hf: str, spec: ModelSpec) -> Parameter:
-    return Parameter(name, ((Rows(hf, 0, spec.vocab),),), spec.hidden, "rows", padded=True)
+    return Parameter(name, ((RowRange(hf, 0, spec.vocab),),), spec.hidden, "rows", padded=True)
 
 
-def _pieces(parameter: Parameter, rank: int, num_ranks: int) -> list[tuple[str, Box, Box]]:
+def _pieces(parameter: Parameter, rank: int, num_ranks: int) -> list[tuple[str, Region, Region]]:
     return [(piece.hf, piece.source, piece.target) for piece in parameter.share(rank, num_ranks)[1]]
 
 
-def num_elements(box: Box) -> int:
+def num_elements(box: Region) -> int:
     """How many elements a box has."""
     count = 1
     for start, stop in box:
@@ -137,7 +137,7 @@ def num_elements(box: Box) -> int:
     return count
 
 
-def overlap(one: Box, other: Box) -> Box | None:
+def intersection(one: Region, other: Region) -> Region | None:
     """What two boxes share; None where that is nothing."""
     found = []
     for (a, b), (c, d) in zip(one, other, strict=True):
@@ -148,7 +148,7 @@ def overlap(one: Box, other: Box) -> Box | None:
     return tuple(found)
 
 
-def _moved(box: Box, source: Box, target: Box) -> Box:
+def _moved(box: Region, source: Region, target: Region) -> Region:
     """A box within `source`, where it lies within `target`."""
     return tuple(
         (start - origin + new, stop - origin + new)

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from mrl.errors import EngineError, RolloutError
-from mrl.hybrid.exchange import Exchange, Held, steps
-from mrl.hybrid.layout import BucketSizes, PlannedBucket, Planner
-from mrl.hybrid.wires import Wires
+from mrl.hybrid.exchange import Held, WeightExchange, message_schedule
+from mrl.hybrid.layout import BucketSizes, PlannedBucket, ReshardPlanner
+from mrl.hybrid.wires import P2PTransport
 from mrl.models.hf_reader import slices
 from mrl.rollout.digest import Digests
-from mrl.rollout.handover import ALIGNMENT_BYTES, NUM_SLOTS, HandoverSender, Placed, Slot
+from mrl.rollout.handover import ALIGNMENT_BYTES, NUM_SLOTS, IpcSender, SharedBuffer, TensorView
 
 T = TypeVar("T")
 
 _SLOT_SHARE = 0.75
 """Of the memory for two buckets; the rest is for messages, which are sent from two buffers and received in two."""
 _MESSAGE_SHARE = (1 - _SLOT_SHARE) / 2
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,14 @@ class Resharder:
     """Plans once, then sends each version; it is made on all ranks at once, and `send` is called so."""
 
     def __init__(
-        self, planner: Planner, wires: Wires, held: Held, channels: Mapping[int, Path], settings: ReshardSettings
+        self,
+        planner: ReshardPlanner,
+        transport: P2PTransport,
+        held: Held,
+        socket_paths: Mapping[int, Path],
+        settings: ReshardSettings,
     ) -> None:
-        self.planner, self._held, self._settings, self._wires = planner, held, settings, wires
+        self.planner, self._held, self._settings, self._transport = planner, held, settings, transport
         if strange := {tensor.dtype for tensor in held.values()} - {settings.trained_dtype}:
             names = ", ".join(sorted(map(str, strange)))
             raise EngineError(f"the trainer's parameters are to be {settings.trained_dtype}, and some are {names}")
@@ -81,15 +86,15 @@ class Resharder:
         largest = planner.largest_tensor() * settings.dtype.itemsize
         self._slot_bytes = max(int(settings.bucket_bytes * _SLOT_SHARE), largest)
         sizes = BucketSizes(self._slot_bytes, settings.dtype.itemsize, ALIGNMENT_BYTES)
-        self.plan = planner.plan(wires.rank, sizes)
-        least = planner.least_received(wires.rank)
+        self.plan = planner.plan(transport.rank, sizes)
+        least = planner.least_received(transport.rank)
         assert self.plan.num_received() == least, f"the plan moves {self.plan.num_received()} elements for {least}"
         self._least_bytes = least * self._travels_as.itemsize
         self._limit = int(self._slot_bytes * _MESSAGE_SHARE / _SLOT_SHARE) // self._travels_as.itemsize
-        self._steps = [steps(self.plan, bucket, self._limit) for bucket in self.plan.buckets]
-        self._channel = None if self.plan.worker is None else channels[self.plan.worker]
+        self._steps = [message_schedule(self.plan, bucket, self._limit) for bucket in self.plan.buckets]
+        self._channel = None if self.plan.worker is None else socket_paths[self.plan.worker]
         # NCCL connects a group in its first call, for which it needs every rank; a step concerns a few.
-        wires.barrier()
+        transport.barrier()
 
     @torch.no_grad()
     def send(self, version: int, workers: Collection[int] | None = None) -> ReshardReport:
@@ -100,16 +105,16 @@ class Resharder:
         """
         began = time.perf_counter()
         plan = self.plan
-        takers = {host for host, worker in plan.worker_of.items() if workers is None or worker in workers}
-        exchange = Exchange(self._held, self._wires, self._travels_as, self._limit)
-        delivery = self._delivery(version) if plan.rank in takers else None
+        receiving_ranks = {host for host, worker in plan.worker_of.items() if workers is None or worker in workers}
+        exchange = WeightExchange(self._held, self._transport, self._travels_as, self._limit)
+        delivery = self._delivery(version) if plan.rank in receiving_ranks else None
         for bucket, planned in zip(plan.buckets, self._steps, strict=True):
             matrices = delivery.open(bucket) if delivery else None
             if matrices is not None:
-                exchange.keep(bucket.incoming.get(plan.rank, ()), matrices)
-            exchange.run(planned, takers, matrices)
+                exchange.copy_local(bucket.incoming.get(plan.rank, ()), matrices)
+            exchange.run(planned, receiving_ranks, matrices)
             if matrices is not None and delivery:
-                delivery.hand_over()
+                delivery.publish()
         if delivery:
             delivery.end()
         return ReshardReport(
@@ -125,28 +130,28 @@ class Resharder:
             failure=delivery.failure if delivery else "",
         )
 
-    def _delivery(self, version: int) -> Delivery:
+    def _delivery(self, version: int) -> EngineTransfer:
         assert self._channel is not None, "a rank without a worker takes nothing"
-        sender = HandoverSender(self._channel, self._slot_bytes, self._wires.device, self._settings.deadline_s)
-        return Delivery(sender, version, self._settings.dtype)
+        sender = IpcSender(self._channel, self._slot_bytes, self._transport.device, self._settings.deadline_s)
+        return EngineTransfer(sender, version, self._settings.dtype)
 
 
-class Delivery:
+class EngineTransfer:
     """One version on its way to one worker. A worker that fails is let go, and why is kept."""
 
-    def __init__(self, sender: HandoverSender, version: int, dtype: torch.dtype) -> None:
+    def __init__(self, sender: IpcSender, version: int, dtype: torch.dtype) -> None:
         self._sender, self._version, self._dtype = sender, version, dtype
         self._digests = Digests()
-        self._open: tuple[Slot, list[Placed], list[Tensor]] | None = None
+        self._open: tuple[SharedBuffer, list[TensorView], list[Tensor]] | None = None
         self.failure = ""
-        self._attempt(lambda: sender.begin(version))
+        self._try(lambda: sender.begin(version))
 
     def open(self, bucket: PlannedBucket) -> list[Tensor] | None:
         """The tensors of a bucket as matrices to be filled, their padding in place; None where there is no need."""
-        slot = self._attempt(self._sender.slot) if bucket.tensors else None
+        slot = self._try(self._sender.slot) if bucket.tensors else None
         if slot is None:
             return None
-        placed = [Placed(each.name, self._dtype, each.fused.shape, each.offset) for each in bucket.tensors]
+        placed = [TensorView(each.name, self._dtype, each.fused.shape, each.offset) for each in bucket.tensors]
         views = [each.view(slot.buffer) for each in placed]
         self._open = slot, placed, views
         matrices = [view.view(-1, view.shape[-1]) if view.ndim > 2 else view for view in views]
@@ -155,17 +160,17 @@ class Delivery:
                 matrix[slices(box)] = 0
         return matrices
 
-    def hand_over(self) -> None:
+    def publish(self) -> None:
         """The bucket is filled: the worker may read it."""
         assert self._open is not None, "a bucket is handed over after it was opened"
         slot, placed, views = self._open
         for each, view in zip(placed, views, strict=True):
             self._digests.add(each.name, view)
-        self._attempt(lambda: self._sender.send(slot, placed))
+        self._try(lambda: self._sender.send(slot, placed))
 
     def end(self) -> None:
         """Wait for the worker to have taken everything in, and compare what it holds with what was sent."""
-        held = self._attempt(self._sender.end)
+        held = self._try(self._sender.end)
         self._sender.close()
         sent = self._digests.read()
         if held is None or held == sent:
@@ -182,7 +187,7 @@ class Delivery:
             fix="a fault of the hand-over or of the worker, not of the configuration: what it samples is worth nothing",
         )
 
-    def _attempt(self, action: Callable[[], T]) -> T | None:
+    def _try(self, action: Callable[[], T]) -> T | None:
         if self.failure:
             return None
         try:
@@ -194,5 +199,5 @@ class Delivery:
 
 
 def _few(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(f"`{name}`" for name in names[:_MOST_NAMED]) + rest
+    rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(f"`{name}`" for name in names[:_MAX_NAMED]) + rest

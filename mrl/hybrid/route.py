@@ -10,13 +10,13 @@ import torch
 from mrl.controller import Rendezvous
 from mrl.hybrid.layout import RolloutLayout
 from mrl.hybrid.reshard import ReshardSettings
-from mrl.hybrid.wires import JoinedWires, Wires, WorldWires
+from mrl.hybrid.wires import JoinedTransport, P2PTransport, WorldTransport
 from mrl.rollout.engine import socket_path
 from mrl.rollout.handover import DTYPES
 
 
 @dataclass(frozen=True)
-class WeightRoute:
+class WeightSyncSpec:
     """Which engines there are, where they listen, and where the ranks meet."""
 
     layout: RolloutLayout
@@ -29,10 +29,10 @@ class WeightRoute:
     """Of the trainer's."""
     bucket_bytes: int
     timeout_s: float
-    meeting: Rendezvous | None
-    """Where trainer ranks and porters meet; None where the engines are on the trainer's devices."""
+    rendezvous: Rendezvous | None
+    """Where trainer ranks and receivers meet; None where the engines are on the trainer's devices."""
 
-    def channels(self) -> dict[int, Path]:
+    def socket_paths(self) -> dict[int, Path]:
         """Where each worker of the engines listens."""
         tp = self.layout.sizes.tp
         return {worker: socket_path(self.sockets, name, worker % tp) for worker, name in enumerate(self.engines)}
@@ -41,9 +41,9 @@ class WeightRoute:
         """How the weights travel."""
         return ReshardSettings(DTYPES[self.dtype], DTYPES[self.trained_dtype], self.bucket_bytes)
 
-    def wires(self, rank: int, device: torch.device) -> Wires:
+    def transport(self, rank: int, device: torch.device) -> P2PTransport:
         """Join the others."""
-        if self.meeting is None:
-            return WorldWires(device)
+        if self.rendezvous is None:
+            return WorldTransport(device)
         size = len(self.layout.nodes)
-        return JoinedWires(self.meeting.store(self.timeout_s), rank, size, device, self.timeout_s)
+        return JoinedTransport(self.rendezvous.store(self.timeout_s), rank, size, device, self.timeout_s)

@@ -17,7 +17,7 @@ Addressed = tuple[Tensor, int]
 """A buffer, and the rank that it goes to or comes from."""
 
 
-class Wires(Protocol):
+class P2PTransport(Protocol):
     """Point-to-point messages between ranks."""
 
     rank: int
@@ -30,7 +30,7 @@ class Wires(Protocol):
         """Wait until every rank is here."""
 
 
-class WorldWires:
+class WorldTransport:
     """The trainer's own world: engines on the trainer's devices need nobody else."""
 
     def __init__(self, device: torch.device) -> None:
@@ -47,8 +47,8 @@ class WorldWires:
         dist.barrier()
 
 
-class JoinedWires:
-    """A world of trainer ranks and of porters, who stand on the engines' devices.
+class JoinedTransport:
+    """A world of trainer ranks and of receivers, who stand on the engines' devices.
 
     Megatron takes torch's default world for its own, so this one is a process group beside it, which no other call
     can reach.
@@ -72,5 +72,5 @@ class JoinedWires:
         return works + [self._group.recv([buffer], rank, 0) for buffer, rank in incoming]
 
     def barrier(self) -> None:
-        """Wait for trainer and porters."""
+        """Wait for trainer and receivers."""
         self._group.barrier().wait()

@@ -24,7 +24,7 @@ _POLL_S = 0.5
 _MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
 
 
-class Attempt:
+class RendezvousDirectory:
     """The directory in which the tasks of an attempt meet."""
 
     def __init__(self, directory: Path) -> None:
@@ -65,13 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # `scancel` signals every task. The run's own end ends the others, so that it can still save.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        return (_first if os.environ["SLURM_PROCID"] == "0" else _other)(Attempt(arguments.attempt), arguments)
+        return (_first if os.environ["SLURM_PROCID"] == "0" else _other)(
+            RendezvousDirectory(arguments.attempt), arguments
+        )
     except MrlError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
 
 
-def _first(attempt: Attempt, arguments: argparse.Namespace) -> int:
+def _first(attempt: RendezvousDirectory, arguments: argparse.Namespace) -> int:
     name, limit_s, code = os.environ["SLURMD_NODENAME"], arguments.join_limit_s, 1
     try:
         host = own_address(arguments.interface, name)
@@ -93,7 +95,7 @@ def _first(attempt: Attempt, arguments: argparse.Namespace) -> int:
     return code
 
 
-def _other(attempt: Attempt, arguments: argparse.Namespace) -> int:
+def _other(attempt: RendezvousDirectory, arguments: argparse.Namespace) -> int:
     name, limit_s = os.environ["SLURMD_NODENAME"], arguments.join_limit_s
     host, deadline = own_address(arguments.interface, name), time.monotonic() + limit_s
     while not (address := attempt.read("address")):
@@ -110,7 +112,7 @@ def _other(attempt: Attempt, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def supervise(command: Sequence[str], attempt: Attempt) -> int:
+def supervise(command: Sequence[str], attempt: RendezvousDirectory) -> int:
     """Run a command to its end; SIGUSR1 tells it when the batch script wants it to stop. Its words go to a log."""
     with (attempt.directory / "train.log").open("ab") as log:
         run = subprocess.Popen(

@@ -22,7 +22,7 @@ KNOWN_DATASETS = frozenset({"toy", "reasoning_gym"})
 
 
 @dataclass(frozen=True)
-class Parcel:
+class JobBundle:
     """A configuration that no longer changes while its job waits: one file, with `${oc.env:NAME}` as written."""
 
     text: str
@@ -30,7 +30,7 @@ class Parcel:
     """The environment variables that it takes values from."""
 
 
-def pack(resolved: Resolved[Config], overrides: Sequence[str]) -> Parcel:
+def pack(resolved: Resolved[Config], overrides: Sequence[str]) -> JobBundle:
     """The file, what it extends and the overrides as one. Secrets are no part of it: written out, they are an error."""
     layer = merge(read_chain(resolved.path), read_overrides(overrides)[0])
     problems = []
@@ -43,10 +43,10 @@ def pack(resolved: Resolved[Config], overrides: Sequence[str]) -> Parcel:
     if problems:
         raise ConfigError(problems)
     text = json.dumps(layer.values, indent=2, ensure_ascii=False)  # JSON is YAML
-    return Parcel(f"{text}\n", tuple(dict.fromkeys(_VARIABLE.findall(text))))
+    return JobBundle(f"{text}\n", tuple(dict.fromkeys(_VARIABLE.findall(text))))
 
 
-def named_code(config: Config) -> Iterator[str]:
+def user_modules(config: Config) -> Iterator[str]:
     """The modules of the user's own that the configuration names as `package.module:attribute`."""
     names = [function.name for function in config.reward.functions.values()]
     names += [source.dataset for source in (*config.data.train.values(), *config.data.validation.values())]

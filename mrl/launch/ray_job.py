@@ -16,7 +16,7 @@ from mrl.config.data_rules import is_file
 from mrl.config.model_names import model_names
 from mrl.config.schema import Config
 from mrl.errors import ConfigError, Problem, SetupError
-from mrl.launch.parcel import Parcel, named_code
+from mrl.launch.parcel import JobBundle, user_modules
 from mrl.redaction import is_secret_key
 
 CONFIG, RUNTIME_ENVIRONMENT = "config.yaml", "runtime_environment.json"
@@ -26,7 +26,7 @@ CONFIG, RUNTIME_ENVIRONMENT = "config.yaml", "runtime_environment.json"
 class RayJob:
     """What is submitted."""
 
-    parcel: Parcel
+    parcel: JobBundle
     code: tuple[Path, ...]
     """Files and packages of the user's, below the current directory."""
     environment: dict[str, str]
@@ -34,7 +34,7 @@ class RayJob:
     """Secret variables that must be there already where Ray runs."""
 
 
-def make_job(config: Config, parcel: Parcel, further: Sequence[str]) -> RayJob:
+def make_job(config: Config, parcel: JobBundle, further: Sequence[str]) -> RayJob:
     """The job of a configuration. What would be looked for in the wrong place on the cluster is an error."""
     if problems := list(_relative_paths(config)):
         raise ConfigError(problems)
@@ -44,13 +44,13 @@ def make_job(config: Config, parcel: Parcel, further: Sequence[str]) -> RayJob:
             fix="set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's token, or "
             "cluster.allow_insecure_ray=true",
         )
-    code = [*filter(None, map(_own_code, dict.fromkeys(named_code(config)))), *map(_below_here, further)]
+    code = [*filter(None, map(_own_code, dict.fromkeys(user_modules(config)))), *map(_below_here, further)]
     secret = tuple(name for name in parcel.variables if is_secret_key(name))
     environment = {name: os.environ[name] for name in parcel.variables if name not in secret}
     return RayJob(parcel, tuple(dict.fromkeys(code)), environment, secret)
 
 
-def stage(job: RayJob, directory: Path) -> None:
+def write_job_directory(job: RayJob, directory: Path) -> None:
     """Lay out what travels: the job's working directory, and beside it what the runtime environment is."""
     working = directory / "job"
     working.mkdir()

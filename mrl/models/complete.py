@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from itertools import product
 
 from mrl.errors import ModelError
-from mrl.models.coverage import listed, tiling_problems
+from mrl.models.coverage import problem_list, tiling_problems
 from mrl.models.layout import Layout, RankPlace
-from mrl.models.parameters import Box
+from mrl.models.parameters import Region
 from mrl.models.spec import ModelSpec
 from mrl.models.table import EMBEDDING, Head, Shard, dense_shards, expert_shards, hf_tensors
 
@@ -21,7 +21,7 @@ def check_complete(spec: ModelSpec, layout: Layout, head: Head) -> None:
     layout.check(spec)
     shards = _everything(spec, layout, head)
     if problems := [*_local_problems(shards), *_hf_problems(spec, layout, head, shards)]:
-        raise ModelError(f"the table of {spec.family} is not complete for {layout}:{listed(problems)}")
+        raise ModelError(f"the table of {spec.family} is not complete for {layout}:{problem_list(problems)}")
 
 
 def _everything(spec: ModelSpec, layout: Layout, head: Head) -> Placed:
@@ -48,7 +48,7 @@ def _local_problems(shards: Placed) -> Iterator[str]:
 
 
 def _hf_problems(spec: ModelSpec, layout: Layout, head: Head, shards: Placed) -> Iterator[str]:
-    holders: dict[str, dict[Box, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    holders: dict[str, dict[Region, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     num_copies: dict[str, int] = {}
     for place, shard in shards:
         holder = f"{shard.name} in chunk {shard.chunk} of stage {place.pp}, ep {place.ep}"

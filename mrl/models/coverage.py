@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import pairwise, product
 
-from mrl.models.parameters import Box, Shape
+from mrl.models.parameters import Region, Shape
 
-_MOST_LISTED = 12
+_MAX_LISTED = 12
 
 
-def tiling_problems(shape: Shape, boxes: Iterable[Box]) -> Iterator[str]:
+def tiling_problems(shape: Shape, boxes: Iterable[Region]) -> Iterator[str]:
     """What is left out, doubled or outside where boxes should cover a tensor exactly once."""
     ordered = sorted(boxes)
     if any(len(box) != len(shape) for box in ordered):
@@ -19,13 +19,13 @@ def tiling_problems(shape: Shape, boxes: Iterable[Box]) -> Iterator[str]:
         yield from _cell_problems(shape, ordered)
 
 
-def listed(problems: list[str]) -> str:
+def problem_list(problems: list[str]) -> str:
     """The problems line by line, or as many of them as somebody will read."""
-    rest = [f"and {len(problems) - _MOST_LISTED} more"] if len(problems) > _MOST_LISTED else []
-    return "\n  - ".join(["", *problems[:_MOST_LISTED], *rest])
+    rest = [f"and {len(problems) - _MAX_LISTED} more"] if len(problems) > _MAX_LISTED else []
+    return "\n  - ".join(["", *problems[:_MAX_LISTED], *rest])
 
 
-def _is_chain(shape: Shape, boxes: list[Box], axis: int) -> bool:
+def _is_chain(shape: Shape, boxes: list[Region], axis: int) -> bool:
     """Whether the boxes follow each other along one axis and are full on the others: the usual case, told fast."""
     position = 0
     for box in boxes:
@@ -36,7 +36,7 @@ def _is_chain(shape: Shape, boxes: list[Box], axis: int) -> bool:
     return position == shape[axis]
 
 
-def _cell_problems(shape: Shape, boxes: list[Box]) -> Iterator[str]:
+def _cell_problems(shape: Shape, boxes: list[Region]) -> Iterator[str]:
     """The tensor cut wherever a box starts or ends: each cell must lie in one box."""
     edges = [sorted({0, size, *(edge for box in boxes for edge in box[axis])}) for axis, size in enumerate(shape)]
     for cell in product(*(list(pairwise(axis)) for axis in edges)):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mrl.models.hf_config import HfConfig
-from mrl.models.parameters import Parameter, Rows, Shape
+from mrl.models.parameters import Parameter, RowRange, Shape
 from mrl.models.rope import read_rope
 from mrl.models.spec import ModelSpec, MoeSpec
 
@@ -56,7 +56,7 @@ class Family:
         prefix = f"model.layers.{layer}."
 
         def whole(name: str, hf: str, rows: int, columns: int | None = None) -> Parameter:
-            return Parameter(name, ((Rows(prefix + hf, 0, rows),),), columns)
+            return Parameter(name, ((RowRange(prefix + hf, 0, rows),),), columns)
 
         yield whole("input_layernorm.weight", "input_layernorm.weight", spec.hidden)
         yield Parameter("self_attention.linear_qkv.weight", (_qkv(spec, prefix, "weight"),), spec.hidden, "rows")
@@ -65,7 +65,7 @@ class Family:
         if spec.qk_norm:
             yield whole("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", spec.head_dim)
             yield whole("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", spec.head_dim)
-        o_proj = Rows(f"{prefix}self_attn.o_proj.weight", 0, spec.hidden)
+        o_proj = RowRange(f"{prefix}self_attn.o_proj.weight", 0, spec.hidden)
         yield Parameter("self_attention.linear_proj.weight", ((o_proj,),), spec.num_heads * spec.head_dim, "columns")
         yield whole("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", spec.hidden)
         if spec.moe and spec.has_experts(layer):
@@ -132,7 +132,7 @@ def _expert_tensors(moe: MoeSpec, hidden: int, names: ExpertNames) -> dict[str, 
     return tensors
 
 
-def _qkv(spec: ModelSpec, prefix: str, kind: str) -> tuple[Rows, ...]:
+def _qkv(spec: ModelSpec, prefix: str, kind: str) -> tuple[RowRange, ...]:
     """Megatron's order: for each query group its query heads, its key head, its value head.
 
     The whole is cut into equal runs of rows, also where there are fewer groups than ranks: then a rank's rows end
@@ -140,7 +140,7 @@ def _qkv(spec: ModelSpec, prefix: str, kind: str) -> tuple[Rows, ...]:
     """
     q, kv = spec.num_heads // spec.num_kv_heads * spec.head_dim, spec.head_dim
     return tuple(
-        Rows(f"{prefix}self_attn.{name}_proj.{kind}", group * size, (group + 1) * size)
+        RowRange(f"{prefix}self_attn.{name}_proj.{kind}", group * size, (group + 1) * size)
         for group in range(spec.num_kv_heads)
         for name, size in (("q", q), ("k", kv), ("v", kv))
     )
@@ -149,5 +149,5 @@ def _qkv(spec: ModelSpec, prefix: str, kind: str) -> tuple[Rows, ...]:
 def _mlp(prefix: str, hf: list[str], ffn: int, hidden: int) -> Iterator[Parameter]:
     """Gate above up in one parameter, each split on its own; down beside it."""
     gate, up, down = hf
-    yield Parameter(f"{prefix}linear_fc1.weight", ((Rows(gate, 0, ffn),), (Rows(up, 0, ffn),)), hidden, "rows")
-    yield Parameter(f"{prefix}linear_fc2.weight", ((Rows(down, 0, hidden),),), ffn, "columns")
+    yield Parameter(f"{prefix}linear_fc1.weight", ((RowRange(gate, 0, ffn),), (RowRange(up, 0, ffn),)), hidden, "rows")
+    yield Parameter(f"{prefix}linear_fc2.weight", ((RowRange(down, 0, hidden),),), ffn, "columns")

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from mrl.errors import ModelError
 from mrl.hub import INDEX_FILE, SINGLE_FILE
-from mrl.models.coverage import listed
-from mrl.models.parameters import Box
+from mrl.models.coverage import problem_list
+from mrl.models.parameters import Region
 from mrl.models.spec import ModelSpec
 from mrl.models.table import LM_HEAD, SCORE, Head, Shard, hf_tensors
 
@@ -35,7 +35,7 @@ class HfReader:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
-    def read(self, name: str, box: Box) -> torch.Tensor:
+    def read(self, name: str, box: Region) -> torch.Tensor:
         """A box of one tensor; nothing else of it is read."""
         tensor: torch.Tensor = self._slice(name)[slices(box)]
         return tensor
@@ -59,7 +59,7 @@ class HfReader:
         if problems:
             stacked = any(name.endswith(".experts.gate_up_proj") for name in self._file_of)
             raise ModelError(
-                f"{len(problems)} tensors are not those of a {spec.family} with a {head} head:{listed(problems)}",
+                f"{len(problems)} tensors are not those of a {spec.family} with a {head} head:{problem_list(problems)}",
                 where=str(self.path),
                 fix="save the model again with one tensor per expert, as `save_pretrained` does unless told otherwise"
                 if stacked
@@ -123,6 +123,6 @@ def load_shard(reader: HfReader, shard: Shard, dtype: torch.dtype) -> torch.Tens
     return tensor
 
 
-def slices(box: Box) -> tuple[slice, ...]:
+def slices(box: Region) -> tuple[slice, ...]:
     """A box as an index into a tensor."""
     return tuple(slice(start, stop) for start, stop in box)

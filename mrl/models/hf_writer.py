@@ -22,10 +22,10 @@ import torch
 
 from mrl.errors import ModelError
 from mrl.hub import INDEX_FILE, SINGLE_FILE
-from mrl.models.coverage import listed, tiling_problems
+from mrl.models.coverage import problem_list, tiling_problems
 from mrl.models.families import FAMILIES
 from mrl.models.hf_reader import slices
-from mrl.models.parameters import Box, Shape
+from mrl.models.parameters import Region, Shape
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, hf_tensors
 
@@ -52,7 +52,7 @@ class HfWriter:
         if dtype not in _DTYPES:
             raise ModelError(f"weights cannot be written as {dtype}", fix=f"one of {', '.join(map(str, _DTYPES))}")
         self._shapes = hf_tensors(spec, head)
-        self._boxes: dict[str, list[Box]] = defaultdict(list)
+        self._boxes: dict[str, list[Region]] = defaultdict(list)
         self._staged = self._directory.with_name(f".{self._directory.name}.partial-{secrets.token_hex(4)}")
         self._staged.mkdir(parents=True)
         with ExitStack() as cleanup:
@@ -72,7 +72,7 @@ class HfWriter:
             if kind is None:
                 self._publish()
 
-    def write(self, name: str, tensor: torch.Tensor, box: Box | None = None) -> None:
+    def write(self, name: str, tensor: torch.Tensor, box: Region | None = None) -> None:
         """One box of a tensor, or the whole; each element of each tensor must come exactly once."""
         if name not in self._shapes:
             raise ModelError(f"{name} is no tensor of this model", where=str(self._directory))
@@ -90,7 +90,7 @@ class HfWriter:
             for problem in tiling_problems(shape, self._boxes[name])
         ]
         if problems:
-            raise ModelError(f"not every weight came exactly once:{listed(problems)}", where=str(self._directory))
+            raise ModelError(f"not every weight came exactly once:{problem_list(problems)}", where=str(self._directory))
         self._refuse_existing()
         self._tensors.clear()
         for path in (*self._staged.rglob("*"), self._staged):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Box = tuple[tuple[int, int], ...]
+Region = tuple[tuple[int, int], ...]
 """A rectangular slice: start and stop on every axis."""
 Shape = tuple[int, ...]
 
@@ -16,12 +16,12 @@ class Piece:
     """One box of a Hugging Face tensor that is one box, of the same extent, of a local Megatron tensor."""
 
     hf: str
-    source: Box
-    target: Box
+    source: Region
+    target: Region
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowRange:
     """Consecutive rows of one Hugging Face tensor."""
 
     hf: str
@@ -38,12 +38,12 @@ class Parameter:
     """
 
     name: str
-    parts: tuple[tuple[Rows, ...], ...]
+    parts: tuple[tuple[RowRange, ...], ...]
     columns: int | None = None  # None: a vector
     split: Literal["rows", "columns"] | None = None  # None: every rank holds all of it
     padded: bool = False  # rows of nothing at the end, up to a multiple of the ranks
 
-    def share(self, rank: int, num_ranks: int) -> tuple[Shape, tuple[Piece, ...], tuple[Box, ...]]:
+    def share(self, rank: int, num_ranks: int) -> tuple[Shape, tuple[Piece, ...], tuple[Region, ...]]:
         """Shape, pieces and padding of what one of `num_ranks` ranks holds."""
         columns = None if self.columns is None else (0, self.columns)
         if columns and self.split == "columns":
@@ -53,7 +53,7 @@ class Parameter:
         source_rest = () if columns is None else (columns,)
         target_rest = () if columns is None else ((0, columns[1] - columns[0]),)
         pieces: list[Piece] = []
-        padding: list[Box] = []
+        padding: list[Region] = []
         top = 0  # local row at which the present part starts
         for part in self.parts:
             num_rows = sum(rows.stop - rows.start for rows in part)
@@ -84,12 +84,12 @@ def _share(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
     return rank * size // num_ranks, (rank + 1) * size // num_ranks
 
 
-def _cut(part: tuple[Rows, ...], first: int, last: int) -> Iterator[tuple[Rows, int]]:
+def _cut(part: tuple[RowRange, ...], first: int, last: int) -> Iterator[tuple[RowRange, int]]:
     """What of a part lies in its rows `first` to `last`, and at which of them it starts."""
     position = 0
     for rows in part:
         end = position + rows.stop - rows.start
         start, stop = max(first, position), min(last, end)
         if start < stop:
-            yield Rows(rows.hf, rows.start + start - position, rows.start + stop - position), start
+            yield RowRange(rows.hf, rows.start + start - position, rows.start + stop - position), start
         position = end

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mrl.errors import ModelError
 from mrl.models.families import FAMILIES
 from mrl.models.layout import Layout
-from mrl.models.parameters import Box, Parameter, Piece, Rows, Shape, padded_vocab
+from mrl.models.parameters import Parameter, Piece, Region, RowRange, Shape, padded_vocab
 from mrl.models.spec import ModelSpec, MoeSpec
 from mrl.models.table import EMBEDDING, LM_HEAD, NORM
 
@@ -48,7 +48,7 @@ class Fused:
     name: str
     shape: Shape
     pieces: tuple[Piece, ...]  # their targets lie in the matrix that has the shape's last axis as columns
-    padding: tuple[Box, ...]  # rows of the vocabulary that no token has: zeros
+    padding: tuple[Region, ...]  # rows of the vocabulary that no token has: zeros
 
 
 def rollout_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> list[Fused]:
@@ -71,7 +71,7 @@ def head_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fus
     if sizes.whole:
         yield from _unfused({NORM: (spec.hidden,)} | ({} if spec.tied else {LM_HEAD: (spec.vocab, spec.hidden)}))
         return
-    yield _fused(Parameter(NORM, ((Rows(NORM, 0, spec.hidden),),)), sizes, rank)
+    yield _fused(Parameter(NORM, ((RowRange(NORM, 0, spec.hidden),),)), sizes, rank)
     if not spec.tied:
         yield _vocabulary(LM_HEAD, spec, sizes, rank)
 
@@ -93,7 +93,7 @@ def layer_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) ->
     if spec.moe and spec.has_experts(layer):
         yield from _expert_tensors(spec, spec.moe, sizes, rank, layer)
     else:
-        parts = tuple((Rows(f"{prefix}mlp.{name}_proj.weight", 0, spec.ffn),) for name in ("gate", "up"))
+        parts = tuple((RowRange(f"{prefix}mlp.{name}_proj.weight", 0, spec.ffn),) for name in ("gate", "up"))
         yield _fused(Parameter(f"{prefix}mlp.gate_up_proj.weight", parts, spec.hidden, "rows"), sizes, rank)
         yield _fused(_down(f"{prefix}mlp.down_proj.weight", spec.hidden, spec.ffn), sizes, rank)
 
@@ -112,11 +112,11 @@ def _expert_tensors(spec: ModelSpec, moe: MoeSpec, sizes: EngineSizes, rank: int
     experts = range(first, first + num_local)
     stacked = prefix + names.router.removesuffix("gate.weight") + "experts.routed_experts."
     gates_and_ups = tuple(
-        (Rows(prefix + name.format(expert), 0, moe.expert_ffn),)
+        (RowRange(prefix + name.format(expert), 0, moe.expert_ffn),)
         for expert in experts
         for name in (names.gate, names.up)
     )
-    downs = tuple((Rows(prefix + names.down.format(expert), 0, spec.hidden),) for expert in experts)
+    downs = tuple((RowRange(prefix + names.down.format(expert), 0, spec.hidden),) for expert in experts)
     w13 = Parameter(f"{stacked}w13_weight", gates_and_ups, spec.hidden, "rows" if split else None)
     w2 = Parameter(f"{stacked}w2_weight", downs, moe.expert_ffn, "columns" if split else None)
     yield from (_fused(parameter, sizes, rank, num_local) for parameter in (w13, w2))
@@ -130,20 +130,21 @@ def _fused(parameter: Parameter, sizes: EngineSizes, rank: int, num_stacked: int
 
 
 def _whole(name: str, rows: int, columns: int | None = None) -> Parameter:
-    return Parameter(name, ((Rows(name, 0, rows),),), columns)
+    return Parameter(name, ((RowRange(name, 0, rows),),), columns)
 
 
 def _down(name: str, rows: int, columns: int) -> Parameter:
-    return Parameter(name, ((Rows(name, 0, rows),),), columns, "columns")
+    return Parameter(name, ((RowRange(name, 0, rows),),), columns, "columns")
 
 
 def _qkv(spec: ModelSpec, sizes: EngineSizes, prefix: str, kind: str) -> Parameter:
     """Queries, then keys, then values; with fewer key-value heads than ranks, each head is on several ranks."""
     num_copies, size = max(1, sizes.tp // spec.num_kv_heads), spec.head_dim
     heads = [head for head in range(spec.num_kv_heads) for _ in range(num_copies)]
-    q = (Rows(f"{prefix}q_proj.{kind}", 0, spec.num_heads * size),)
+    q = (RowRange(f"{prefix}q_proj.{kind}", 0, spec.num_heads * size),)
     k, v = (
-        tuple(Rows(f"{prefix}{name}_proj.{kind}", head * size, (head + 1) * size) for head in heads) for name in "kv"
+        tuple(RowRange(f"{prefix}{name}_proj.{kind}", head * size, (head + 1) * size) for head in heads)
+        for name in "kv"
     )
     return Parameter(f"{prefix}qkv_proj.{kind}", (q, k, v), spec.hidden if kind == "weight" else None, "rows")
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from mrl.models.families import FAMILIES
 from mrl.models.layout import Layout, RankPlace
-from mrl.models.parameters import Box, Parameter, Piece, Rows, Shape
+from mrl.models.parameters import Parameter, Piece, Region, RowRange, Shape
 from mrl.models.spec import ModelSpec
 
 Head = Literal["lm", "score"]
@@ -36,7 +36,7 @@ class Shard:
     name: str
     shape: Shape
     pieces: tuple[Piece, ...]
-    padding: tuple[Box, ...]  # rows of the vocabulary that no token has
+    padding: tuple[Region, ...]  # rows of the vocabulary that no token has
     expert: bool  # split over ep and etp instead of tp
     split: bool  # whether the ranks of tp (of etp for an expert) hold different parts
 
@@ -82,9 +82,9 @@ def _layers(spec: ModelSpec, layout: Layout, place: RankPlace) -> Iterator[tuple
 
 
 def _after_layers(spec: ModelSpec, layout: Layout, head: Head) -> Iterator[Parameter]:
-    yield Parameter("decoder.final_layernorm.weight", ((Rows(NORM, 0, spec.hidden),),))
+    yield Parameter("decoder.final_layernorm.weight", ((RowRange(NORM, 0, spec.hidden),),))
     if head == "score":
-        yield Parameter("score.weight", ((Rows(SCORE, 0, 1),),), spec.hidden)
+        yield Parameter("score.weight", ((RowRange(SCORE, 0, 1),),), spec.hidden)
     elif not spec.tied:
         yield _vocabulary("output_layer.weight", LM_HEAD, spec)
     elif layout.pp > 1:  # a single stage uses the embedding itself
@@ -97,7 +97,7 @@ def _shard(chunk: int, name: str, parameter: Parameter, rank: int, num_ranks: in
 
 
 def _vocabulary(name: str, hf: str, spec: ModelSpec) -> Parameter:
-    return Parameter(name, ((Rows(hf, 0, spec.vocab),),), spec.hidden, "rows", padded=True)
+    return Parameter(name, ((RowRange(hf, 0, spec.vocab),),), spec.hidden, "rows", padded=True)
 
 
 def hf_tensors(spec: ModelSpec, head: Head) -> dict[str, Shape]:

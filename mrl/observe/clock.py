@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from mrl.events import EventLog, PhaseBegin, PhaseEnd
 
 
-class Clock:
+class StepTimer:
     """Times phases; a phase inside another is timed as part of both. `lap` gives the step's seconds and starts anew."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Clock:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
         self._events.write(PhaseEnd(phase, self.step, seconds))
 
-    def lap(self) -> dict[str, float]:
+    def pop_seconds(self) -> dict[str, float]:
         """Seconds of each phase since the last lap, and of the whole as `step`."""
         now = time.perf_counter()
         seconds = {**self._seconds, "step": now - self._began}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
-from mrl.observe.panel import Panel, Shown
+from mrl.observe.panel import Panel, SamplePreview
 
 COLUMNS = (  # heading, metric, format
     ("score", "critic/score/mean", "{:.3f}"),
@@ -38,7 +38,7 @@ class Console:
         self._num_lines = 0
         self._panel, self._num_drawn, self._drawn_at = Panel(num_steps), 0, 0.0
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """A line of its own."""
         self._clear()
         self._stream.write(text + "\n")
@@ -47,7 +47,7 @@ class Console:
     def note(self, text: str) -> None:
         """A line of its own that nobody needs who wants quiet."""
         if not self._quiet:
-            self.say(text)
+            self.print(text)
 
     def phase(self, name: str) -> None:
         """The step has come to this phase; only a terminal shows it."""
@@ -60,17 +60,17 @@ class Console:
         if time.monotonic() - self._drawn_at > _REDRAWN_EVERY_S:
             self._draw()
 
-    def step(self, step: int, metrics: Mapping[str, float], sample: Shown | None = None) -> None:
+    def step(self, step: int, metrics: Mapping[str, float], sample: SamplePreview | None = None) -> None:
         """The line of a step; one of its samples is shown on a terminal."""
         self._panel.finish(step, metrics, sample)
         if self._quiet:
             return
         if self._num_lines % _HEADING_EVERY == 0:
-            self.say(f"{'step':>{2 * _width(self._num_steps) + 1}}" + "".join(f"{c[0]:>{_WIDTH}}" for c in COLUMNS))
+            self.print(f"{'step':>{2 * _width(self._num_steps) + 1}}" + "".join(f"{c[0]:>{_WIDTH}}" for c in COLUMNS))
         self._num_lines += 1
         cells = [form.format(metrics[name]) if name in metrics else "-" for _, name, form in COLUMNS]
         number = f"{step}/{self._num_steps}"
-        self.say(f"{number:>{2 * _width(self._num_steps) + 1}}" + "".join(f"{cell:>{_WIDTH}}" for cell in cells))
+        self.print(f"{number:>{2 * _width(self._num_steps) + 1}}" + "".join(f"{cell:>{_WIDTH}}" for cell in cells))
 
     def _draw(self) -> None:
         if not self._is_live:

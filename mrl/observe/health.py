@@ -11,14 +11,14 @@ _RECENT = 10
 
 
 @dataclass(frozen=True)
-class Finding:
+class HealthFinding:
     """A suspicion and its evidence."""
 
     title: str
     evidence: str
 
 
-def findings(lines: Lines) -> list[Finding]:
+def findings(lines: Lines) -> list[HealthFinding]:
     """Everything that looks unhealthy over the last steps, compared with the first."""
     return [found for rule in _RULES if (found := rule(lines)) is not None]
 
@@ -28,39 +28,39 @@ def _mean(lines: Lines, name: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _above(name: str, limit: float, title: str, why: str) -> Callable[[Lines], Finding | None]:
-    def rule(lines: Lines) -> Finding | None:
+def _above(name: str, limit: float, title: str, why: str) -> Callable[[Lines], HealthFinding | None]:
+    def rule(lines: Lines) -> HealthFinding | None:
         recent = _mean(lines[-_RECENT:], name)
         if recent is None or recent <= limit:
             return None
         steps = f"steps {lines[-_RECENT:][0]['step']} to {lines[-1]['step']}"
-        return Finding(title, f"{name} is {recent:.3g} on average over {steps}, above {limit:g}: {why}")
+        return HealthFinding(title, f"{name} is {recent:.3g} on average over {steps}, above {limit:g}: {why}")
 
     return rule
 
 
-def _entropy_collapse(lines: Lines) -> Finding | None:
+def _entropy_collapse(lines: Lines) -> HealthFinding | None:
     first, recent = _mean(lines[:_RECENT], "actor/entropy_mean"), _mean(lines[-_RECENT:], "actor/entropy_mean")
     if first is None or recent is None or recent > 0.1 * first:
         return None
     what = f"actor/entropy_mean fell from {first:.3g} to {recent:.3g}"
-    return Finding("Entropy has collapsed", f"{what}: the samples of a prompt hardly differ now")
+    return HealthFinding("Entropy has collapsed", f"{what}: the samples of a prompt hardly differ now")
 
 
-def _mismatch_rising(lines: Lines) -> Finding | None:
+def _mismatch_rising(lines: Lines) -> HealthFinding | None:
     name = "mismatch/log_prob_abs_diff_mean"
     first, recent = _mean(lines[:_RECENT], name), _mean(lines[-_RECENT:], name)
     if first is None or recent is None or recent < 1e-4 or recent < 3 * first:
         return None
     what = f"{name} rose from {first:.2e} to {recent:.2e}"
-    return Finding("Engines and trainer drift apart", f"{what}: look at dtypes, or set algorithm.correction")
+    return HealthFinding("Engines and trainer drift apart", f"{what}: look at dtypes, or set algorithm.correction")
 
 
-def _skipped_updates(lines: Lines) -> Finding | None:
+def _skipped_updates(lines: Lines) -> HealthFinding | None:
     skipped = sum(line.get("actor/skipped") or 0 for line in lines)
     if not skipped:
         return None
-    return Finding("Updates were skipped", f"{skipped:g} optimizer steps had gradients that were not finite")
+    return HealthFinding("Updates were skipped", f"{skipped:g} optimizer steps had gradients that were not finite")
 
 
 _RULES = (

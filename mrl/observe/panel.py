@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 CURVES = {"score": "critic/score/mean", "kl": "reward/kl", "length": "response_length/mean"}
 _BARS = "▁▂▃▄▅▆▇█"
 _BAR_WIDTH, _CURVE_WIDTH, _AVERAGED = 24, 20, 10
-_SMALLEST_SHARE = 0.01
+_MIN_SHARE = 0.01
 _SECONDS = "timing_s/"
 
 
 @dataclass(frozen=True)
-class Shown:
+class SamplePreview:
     """One sample of a step, for people to read."""
 
     prompt: str
@@ -35,12 +35,12 @@ class Panel:
     done: int = 0
     total: int = 0
     """Of the phase, where it says how much there is to do."""
-    sample: Shown | None = None
+    sample: SamplePreview | None = None
     curves: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in CURVES})
     seconds: list[Mapping[str, float]] = field(default_factory=list)
     """Of each step, by phase."""
 
-    def finish(self, step: int, metrics: Mapping[str, float], sample: Shown | None) -> None:
+    def finish(self, step: int, metrics: Mapping[str, float], sample: SamplePreview | None) -> None:
         """Take in what a step has come to."""
         self.step, self.sample = step, sample
         for name, metric in CURVES.items():
@@ -59,7 +59,7 @@ class Panel:
         yield f"  {self.phase:<14}{progress}"
         if self.seconds:
             whole, spent = self.seconds[-1]["step"], self.seconds[-1]
-            parts = [name for name in spent if name != "step" and spent[name] > _SMALLEST_SHARE * whole]
+            parts = [name for name in spent if name != "step" and spent[name] > _MIN_SHARE * whole]
             shown = [f"{name} {spent[name]:.2f} s ({spent[name] / whole:.0%})" for name in parts]
             yield f"  last step {whole:.2f} s: {', '.join(shown)}"
         curves = [f"{name} {sparkline(of[-_CURVE_WIDTH:])} {of[-1]:.3g}" for name, of in self.curves.items() if of]

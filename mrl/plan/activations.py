@@ -49,12 +49,12 @@ from mrl.models.table import Head
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.weights import ITEM_BYTES
 
-TILE_BYTES, FEWEST_COLUMNS = {"cpu": 1 << 24, "gpu": 1 << 28}, 512  # a test compares them with the head's own
+TILE_BYTES, MIN_COLUMNS = {"cpu": 1 << 24, "gpu": 1 << 28}, 512  # a test compares them with the head's own
 _TILES_AT_ONCE = 3
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerActivations:
     """Bytes per token that one layer keeps for backward, by what would bring them back."""
 
     residual: float
@@ -72,7 +72,7 @@ class Layer:
         return float(sum(astuple(self)))
 
 
-def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) -> Layer:
+def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) -> LayerActivations:
     """What one layer keeps per token of a device."""
     at, item = model.parallel, ITEM_BYTES[model.dtype]
     t, s = at.tp, at.tp if at.sequence_parallel else 1
@@ -92,7 +92,7 @@ def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) 
         router = (24 * moe.experts_per_token + 5 * moe.num_experts) / s
         mlp = taken * (spec.hidden * at.etp + 2 * moe.expert_ffn) + router
         activation = taken * (1 if fused else 4) * moe.expert_ffn
-    return Layer(hidden, 2 * hidden, attention, hidden, mlp, activation)
+    return LayerActivations(hidden, 2 * hidden, attention, hidden, mlp, activation)
 
 
 def stage_activations(spec: ModelSpec, model: MegatronModelConfig, stage: int, num_micro_batches: int) -> int:
@@ -127,10 +127,10 @@ def head_bytes(
     if head == "score":
         return hidden
     weight = padded_vocab(spec.vocab, model.parallel.tp) // model.parallel.tp * spec.hidden * item if backward else 0
-    return hidden + weight + _TILES_AT_ONCE * max(TILE_BYTES[device], FEWEST_COLUMNS * 4 * tokens)
+    return hidden + weight + _TILES_AT_ONCE * max(TILE_BYTES[device], MIN_COLUMNS * 4 * tokens)
 
 
-def _with_recomputation(layers: list[Layer], megatron: dict[str, Any]) -> tuple[float, float]:
+def _with_recomputation(layers: list[LayerActivations], megatron: dict[str, Any]) -> tuple[float, float]:
     """Bytes per token that the layers of a chunk keep, and those that are made again at a time."""
     granularity = megatron.get("recompute_granularity")
     if granularity == "selective":
@@ -148,7 +148,7 @@ def _with_recomputation(layers: list[Layer], megatron: dict[str, Any]) -> tuple[
     return sum(group[0].residual for group in groups), max(sum(each.total for each in group) for group in groups)
 
 
-def _selective(layer: Layer, modules: set[str]) -> Layer:
+def _selective(layer: LayerActivations, modules: set[str]) -> LayerActivations:
     if modules & {"mlp", "moe"}:
         layer = replace(layer, mlp=0.0, expert_activation=0.0)
     if "moe_act" in modules:

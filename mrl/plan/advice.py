@@ -11,10 +11,10 @@ from mrl.config.arithmetic import longest_sample_tokens
 from mrl.config.hardware import DEFAULT_UTILIZATION
 from mrl.config.schema import Config
 from mrl.plan.memory import MemoryPlan, plan_memory
-from mrl.plan.subject import Subject
+from mrl.plan.subject import PlanInput
 
-_MOST_TOGETHER = 3
-_MOST_TRIED = 1000
+_MAX_TOGETHER = 3
+_MAX_TRIED = 1000
 Changes = dict[str, Any]
 Plan = TypeVar("Plan")
 FULL_RECOMPUTATION = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -28,10 +28,10 @@ class Advice:
     plan: MemoryPlan
 
 
-def advise(subject: Subject, most: int = 4) -> list[Advice]:
+def advise(subject: PlanInput, most: int = 4) -> list[Advice]:
     """Up to so many ways to make it fit, each of as few kinds of change as any; empty where none was found."""
 
-    def fitting(varied: Subject) -> MemoryPlan | None:
+    def fitting(varied: PlanInput) -> MemoryPlan | None:
         plan = plan_memory(varied)
         return None if plan.shortages else plan
 
@@ -39,29 +39,29 @@ def advise(subject: Subject, most: int = 4) -> list[Advice]:
 
 
 def smallest_changes(
-    subject: Subject, ladders: Iterable[list[Changes]], fitting: Callable[[Subject], Plan | None], most: int
+    subject: PlanInput, ladders: Iterable[list[Changes]], fitting: Callable[[PlanInput], Plan | None], most: int
 ) -> list[tuple[Changes, Plan]]:
     """Rungs of as few ladders as any that make it fit, with what `fitting` gives for them."""
     ladders = [ladder for ladder in ladders if any(ladder)]
     num_tried = 0
-    for together in range(1, _MOST_TOGETHER + 1):
+    for together in range(1, _MAX_TOGETHER + 1):
         found: list[tuple[Changes, Plan]] = []
         for chosen in combinations(ladders, together):
             for rungs in product(*chosen):
                 num_tried += 1
                 changes = {key: value for rung in rungs for key, value in rung.items()}
-                varied = subject.varied(changes)
+                varied = subject.with_changes(changes)
                 if varied is not None and (plan := fitting(varied)) is not None:
                     found.append((changes, plan))
                     break  # the first rung that does is the smallest
-            if len(found) == most or num_tried > _MOST_TRIED:
+            if len(found) == most or num_tried > _MAX_TRIED:
                 return found
         if found:
             return found
     return []
 
 
-def _ladders(subject: Subject) -> Iterator[list[Changes]]:
+def _ladders(subject: PlanInput) -> Iterator[list[Changes]]:
     """Kinds of change, those that cost least first; of each kind the steps, the smallest first."""
     config = subject.config
     roles = config.model_roles()
@@ -101,7 +101,7 @@ def activation_ladders(config: Config) -> Iterator[list[Changes]]:
     ]
 
 
-def _split_more(subject: Subject, axis: str, factor: int) -> Changes:
+def _split_more(subject: PlanInput, axis: str, factor: int) -> Changes:
     changes: Changes = {}
     for role, model in subject.config.model_roles().items():
         size = getattr(model.parallel, axis) * factor
@@ -111,7 +111,7 @@ def _split_more(subject: Subject, axis: str, factor: int) -> Changes:
     return changes
 
 
-def _more_nodes(subject: Subject, factor: int) -> Changes:
+def _more_nodes(subject: PlanInput, factor: int) -> Changes:
     config = subject.config
     changes: Changes = {"cluster.nodes": config.cluster.nodes * factor}
     changes |= {f"placement.pools.{pool}": size * factor for pool, size in config.placement.pools.items()}

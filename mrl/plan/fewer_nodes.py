@@ -11,7 +11,7 @@ from mrl.errors import ModelError
 from mrl.plan.advice import Changes
 from mrl.plan.memory import gib
 from mrl.plan.search import Result, search
-from mrl.plan.subject import Subject, make_subject
+from mrl.plan.subject import PlanInput, make_plan_input
 from mrl.plan.timing import assumed_lengths
 
 
@@ -24,20 +24,20 @@ def fits_on(resolved: Resolved[Config], num_nodes: int) -> list[str]:
         num_slots = num_nodes * cluster.devices_per_node
         return [f"cluster.nodes={num_nodes} has {num_slots} CPU slots for placement.pools; a search is about GPUs."]
     try:
-        subject = make_subject(resolved, DEFAULT, None)
+        subject = make_plan_input(resolved, DEFAULT, None)
     except ModelError as error:
         return [f"What fits on {num_nodes} nodes is not known: {error.what}"]
     lengths, device = assumed_lengths(resolved.config), subject.hardware.name
     # Batches and layers are mostly divided by powers of two: five machines may do no better than four.
     for nodes in [num_nodes, *(2**power for power in reversed(range(num_nodes.bit_length())) if 2**power < num_nodes)]:
-        result = search(subject.unchecked({"cluster.nodes": nodes}), lengths, most=1)
+        result = search(subject.with_changes_unchecked({"cluster.nodes": nodes}), lengths, most=1)
         if result.found:
             head = f"On {nodes} node{'s' if nodes > 1 else ''} of {device} this fits (predicted):"
             return [head, *(f"  {line}" for line in found_lines(subject, {"cluster.nodes": nodes}, result))]
     return [f"No layout of these models fits on {num_nodes} or fewer nodes of {device}."]
 
 
-def found_lines(subject: Subject, wanted: Changes, result: Result) -> Iterator[str]:
+def found_lines(subject: PlanInput, wanted: Changes, result: Result) -> Iterator[str]:
     """What a search found: how long a step is, and what to write for it."""
     for one in result.found:
         most = max(phase.num_bytes for phase in one.memory.phases)

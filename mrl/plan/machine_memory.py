@@ -19,10 +19,10 @@ from mrl.plan.assumptions import ASSUMPTIONS, GIB
 from mrl.plan.engine_memory import engine_memory
 from mrl.plan.known_models import model_spec
 from mrl.plan.memory import Item, gib, has_reference, role_stages
-from mrl.plan.subject import Subject
+from mrl.plan.subject import PlanInput
 from mrl.plan.weights import ITEM_BYTES, engine_elements
 
-_FEWEST_SAMPLES = 4
+_MIN_SAMPLES = 4
 """Of full length, that a cache which is proposed holds."""
 
 
@@ -63,15 +63,15 @@ class MachinePlan:
             yield f"{each.name} {number}{gib(each.held)}{at_work}"
 
 
-def machine_subject(config: Config, usable_bytes: int, model: str | None = None) -> Subject:
+def machine_plan_input(config: Config, usable_bytes: int, model: str | None = None) -> PlanInput:
     """A configuration with a machine as its device, of which nothing is known but its memory."""
     specs = {role: model_spec(model or config.model_of(role)[1]) for role in config.model_roles()}
-    subject = Subject(config, specs, Hardware("this machine", usable_bytes, 0.0, 0.0, 0.0, 0.0, 0.0))
+    subject = PlanInput(config, specs, Hardware("this machine", usable_bytes, 0.0, 0.0, 0.0, 0.0, 0.0))
     subject.check_layouts()
     return subject
 
 
-def plan_machine(subject: Subject) -> MachinePlan:
+def plan_machine(subject: PlanInput) -> MachinePlan:
     """What the processes of a node take together."""
     config = subject.config
     roles = [_ranks(subject, role) for role in subject.specs]
@@ -87,23 +87,23 @@ def plan_machine(subject: Subject) -> MachinePlan:
     return MachinePlan(processes, fullest.name, least // used, most // used)
 
 
-def advise_machine(subject: Subject, left_bytes: int) -> Changes | None:
+def advise_machine(subject: PlanInput, left_bytes: int) -> Changes | None:
     """The smallest change with which a run takes no more than is left, whatever allocators keep."""
 
-    def fitting(varied: Subject) -> MachinePlan | None:
+    def fitting(varied: PlanInput) -> MachinePlan | None:
         plan = plan_machine(varied)
         return plan if plan.most_bytes <= left_bytes else None
 
     return next((changes for changes, _ in smallest_changes(subject, _ladders(subject), fitting, most=1)), None)
 
 
-def _ladders(subject: Subject) -> Iterator[list[Changes]]:
+def _ladders(subject: PlanInput) -> Iterator[list[Changes]]:
     """Kinds of change, those that cost least first; of each kind the steps, the smallest first."""
     config = subject.config
     yield [{"sync.offload": False}]
     engine = engine_memory(config, subject.specs["actor"], subject.hardware)
     caches = [min(engine.cache_bytes, 8_000_000_000) // part for part in (2, 4, 8, 16)]
-    fewest = _FEWEST_SAMPLES * engine.sample_bytes
+    fewest = _MIN_SAMPLES * engine.sample_bytes
     yield [{"rollout.vllm.kv_cache_memory_bytes": each} for each in caches if each >= fewest]
     yield from activation_ladders(config)
     yield [{"rollout.replicas": fewer} for fewer in range(num_engines(config) - 1, 0, -1)]
@@ -111,13 +111,13 @@ def _ladders(subject: Subject) -> Iterator[list[Changes]]:
     yield [{f"placement.pools.{pool}": -(-size // part) for pool, size in pools} for part in (2, 4)]
 
 
-def _ranks(subject: Subject, name: str) -> Processes:
+def _ranks(subject: PlanInput, name: str) -> Processes:
     """The ranks of a role; of pipeline stages that differ, the mean, for each has as many ranks."""
     config, share = subject.config, role_batch(subject.config, name)
     model = config.model_roles()[name]
     # Fewer tokens than that are never there at once, whatever a micro-batch might hold.
     tokens = min(model.max_tokens_per_device, share.samples_per_rank * share.longest_sample_tokens // model.parallel.cp)
-    stages = role_stages(subject.unchecked({f"{name}.max_tokens_per_device": tokens}), name)
+    stages = role_stages(subject.with_changes_unchecked({f"{name}.max_tokens_per_device": tokens}), name)
     turns = config.sync.offload and not has_own_rollout_pool(config)
     copied = turns and config.placement.roles[name] == config.placement.roles["actor"]
     held, work = [], []
@@ -132,7 +132,7 @@ def _ranks(subject: Subject, name: str) -> Processes:
     return Processes(name, role_devices(config, name), ASSUMPTIONS.cpu_rank_bytes + mean_held, mean_work, spare)
 
 
-def _engines(subject: Subject) -> Processes:
+def _engines(subject: PlanInput) -> Processes:
     config, spec = subject.config, subject.specs["actor"]
     parts = {name: num_bytes for name, num_bytes, _ in engine_memory(config, spec, subject.hardware).parts}
     tp, space = config.rollout.tp, int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 0) * GIB  # which vLLM puts first
@@ -144,7 +144,7 @@ def _engines(subject: Subject) -> Processes:
     )
 
 
-def _bucket_bytes(subject: Subject) -> int:
+def _bucket_bytes(subject: PlanInput) -> int:
     """What of the buckets that weights travel in one of the two sides may still have."""
     config = subject.config
     elements, _ = engine_elements(subject.specs["actor"], config.rollout.tp)

@@ -19,7 +19,7 @@ from mrl.models.table import Head
 from mrl.plan.activations import forward_activations, head_bytes, stage_activations
 from mrl.plan.assumptions import ASSUMPTIONS, GIB
 from mrl.plan.engine_memory import RESERVE, EngineMemory, engine_memory, rollout_pool
-from mrl.plan.subject import Subject
+from mrl.plan.subject import PlanInput
 from mrl.plan.weights import WeightBytes, stage_weights
 
 _ORIGINS = {
@@ -58,7 +58,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Shortage:
+class MemoryShortfall:
     """A phase that cannot be."""
 
     phase: Phase
@@ -76,10 +76,10 @@ class MemoryPlan:
     host_bytes_per_node: int
 
     @property
-    def shortages(self) -> list[Shortage]:
+    def shortages(self) -> list[MemoryShortfall]:
         """What does not fit, the worst first; empty where all does."""
         found = [
-            Shortage(phase, "does not fit on the device", phase.num_bytes - self.hardware.memory_bytes)
+            MemoryShortfall(phase, "does not fit on the device", phase.num_bytes - self.hardware.memory_bytes)
             for phase in self.phases
             if phase.num_bytes > self.hardware.memory_bytes
         ]
@@ -87,7 +87,7 @@ class MemoryPlan:
         if engine.cache_bytes < engine.sample_bytes:
             rollout = next(phase for phase in self.phases if phase.name == "rollout")
             what = "leaves the engine's cache no room for one sample of full length"
-            found.append(Shortage(rollout, what, engine.sample_bytes - engine.cache_bytes))
+            found.append(MemoryShortfall(rollout, what, engine.sample_bytes - engine.cache_bytes))
         return sorted(found, key=lambda shortage: -shortage.num_bytes)
 
 
@@ -109,7 +109,7 @@ class Role:
             if num_bytes := getattr(self.weights, part):  # a frozen role has parameters alone
                 yield Item(self.name, part, num_bytes, f"{_ORIGINS[part]}, stage {self.stage}")
 
-    def everything(self) -> Iterator[Item]:
+    def all_items(self) -> Iterator[Item]:
         """All three, and what the process takes for itself."""
         yield from self.held("parameters", "gradients", "optimizer")
         yield self.reserve()
@@ -117,7 +117,7 @@ class Role:
     @property
     def alone_bytes(self) -> int:
         """What its work takes if nobody else is on the device."""
-        return sum(item.num_bytes for item in (*self.everything(), *(self.train or self.score)))
+        return sum(item.num_bytes for item in (*self.all_items(), *(self.train or self.score)))
 
     def reserve(self) -> Item:
         """What the process takes whatever it does."""
@@ -128,7 +128,7 @@ Stages = dict[str, tuple[Role, ...]]
 """The roles, each at all of its pipeline stages."""
 
 
-def plan_memory(subject: Subject, stages: Stages | None = None) -> MemoryPlan:
+def plan_memory(subject: PlanInput, stages: Stages | None = None) -> MemoryPlan:
     """The plan of a configuration; `stages` may hold what `role_stages` gave for each of its roles."""
     config, hardware = subject.config, subject.hardware
     engine = engine_memory(config, subject.specs["actor"], hardware)
@@ -143,7 +143,7 @@ def plan_memory(subject: Subject, stages: Stages | None = None) -> MemoryPlan:
     return MemoryPlan(hardware, tuple(phases), engine, _host_bytes(config, stages))
 
 
-def role_stages(subject: Subject, role: str) -> tuple[Role, ...]:
+def role_stages(subject: PlanInput, role: str) -> tuple[Role, ...]:
     """A role at each of its pipeline stages."""
     stages = range(subject.config.model_roles()[role].parallel.pp)
     return tuple(_role(subject.config, subject.specs[role], role, stage) for stage in stages)
@@ -171,7 +171,7 @@ def _role(config: Config, spec: ModelSpec, name: str, stage: int) -> Role:
 
 def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMemory) -> Iterator[Phase]:
     """The phases of a pool where these roles meet."""
-    everything = [item for role in roles for item in role.everything()]
+    everything = [item for role in roles for item in role.all_items()]
     awake = [Item("rollout", *part) for part in engine.parts]
     while_taking, while_generating, beside = everything, everything, awake
     if config.sync.offload and not has_own_rollout_pool(config):
@@ -181,11 +181,11 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
         beside = [item for item in awake if item.what == RESERVE]  # asleep
     buckets = Item("rollout", "buckets", engine.bucket_bytes, "twice sync.bucket_bytes, or two of the largest tensor")
     if has_own_rollout_pool(config) and rollout_pool(config) == pool:
-        porter = Item(
-            "rollout", "porter", ASSUMPTIONS.trainer_reserve_bytes, "assumed, of the process that takes weights"
+        receiver = Item(
+            "rollout", "receiver", ASSUMPTIONS.trainer_reserve_bytes, "assumed, of the process that takes weights"
         )
-        yield Phase("weights", pool, (*awake, porter, buckets))
-        yield Phase("rollout", pool, (*awake, porter))
+        yield Phase("weights", pool, (*awake, receiver, buckets))
+        yield Phase("rollout", pool, (*awake, receiver))
     elif rollout_pool(config) == pool:
         taking = [item for item in awake if item.what != "cache"] if config.sync.offload else awake
         yield Phase("weights", pool, (*while_taking, *taking, buckets))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mrl.config.schema import Config
-from mrl.plan.preflight import Finding
+from mrl.plan.preflight import CheckResult
 from mrl.plan.preflight_facts import node_facts
 from mrl.plan.preflight_machine import canary_file, check_here, check_nodes
 from mrl.plan.preflight_models import found_models, node_models
@@ -20,16 +20,16 @@ _SINFO_TIMEOUT_S = 20
 _GPUS = re.compile(r"gpu(?::[^:,(]+)?:(\d+)")
 
 
-def check_machines(config: Config) -> Iterator[Finding]:
+def check_machines(config: Config) -> Iterator[CheckResult]:
     """Every node of the Ray cluster that the run would join, or this machine."""
     if config.cluster.ray_address is None:
-        yield Finding("ok", "Ray", "the run starts it on this machine")
+        yield CheckResult("ok", "Ray", "the run starts it on this machine")
         yield from check_here(config, with_gpus=True)
         return
     # With Ray, and so only here.
     from mrl.controller import ray_cluster
     from mrl.controller.links import LINK_FIX, broken_links, linked_nodes
-    from mrl.controller.survey import ask_every_node, free_devices, offered_nodes
+    from mrl.controller.survey import free_devices, offered_nodes, run_on_nodes
 
     with canary_file(config) as canary:
         arguments = [canary, config.cluster.device == "gpu"]
@@ -38,27 +38,27 @@ def check_machines(config: Config) -> Iterator[Finding]:
             usable = [offer for offer in offers if offer.devices >= config.cluster.devices_per_node]
             yield _offer(config, {offer.name: offer.devices for offer in offers}, free_devices(config.cluster.device))
             node_ids = [offer.node_id for offer in usable]
-            facts = ask_every_node(node_ids, _PROBE, arguments, config.deadlines.start_s)
+            facts = run_on_nodes(node_ids, _PROBE, arguments, config.deadlines.start_s)
             found = list(found_models(config))
-            lacks = ask_every_node(node_ids, "mrl.hub:node_lacks", [found, False], config.deadlines.start_s)
+            lacks = run_on_nodes(node_ids, "mrl.hub:node_lacks", [found, False], config.deadlines.start_s)
             with linked_nodes(usable) as nodes:
                 broken = broken_links(nodes, config.deadlines.start_s)
         yield from node_models({offer.name: lack for offer, lack in zip(usable, lacks, strict=True)})
         yield from check_nodes(config, facts, node_facts(canary, with_gpus=False)["versions"])
-        yield from (Finding("fail", "network", line, LINK_FIX) for line in broken)
+        yield from (CheckResult("fail", "network", line, LINK_FIX) for line in broken)
         if not broken:
-            yield Finding("ok", "network", f"each of {len(usable)} nodes reaches every other by TCP")
+            yield CheckResult("ok", "network", f"each of {len(usable)} nodes reaches every other by TCP")
 
 
-def check_slurm(config: Config) -> Iterator[Finding]:
+def check_slurm(config: Config) -> Iterator[CheckResult]:
     """Whether some partition has nodes enough, where Slurm is."""
     if shutil.which(_SINFO[0]) is None:
-        yield Finding("skip", "Slurm", "there is no sinfo on this machine")
+        yield CheckResult("skip", "Slurm", "there is no sinfo on this machine")
         return
     try:
         answer = subprocess.run(_SINFO, capture_output=True, text=True, timeout=_SINFO_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        yield Finding("warn", "Slurm", f"sinfo fails: {error}", "is the controller up?")
+        yield CheckResult("warn", "Slurm", f"sinfo fails: {error}", "is the controller up?")
         return
     cluster = config.cluster
     kinds = [_read(line) for line in answer.stdout.splitlines() if line.count("|") == 5]
@@ -74,13 +74,13 @@ def check_slurm(config: Config) -> Iterator[Finding]:
     ]
     wanted = f"{cluster.nodes} nodes of {cluster.devices_per_node} {'GPUs' if cluster.device == 'gpu' else 'CPUs'}"
     if fit:
-        yield Finding("ok", "Slurm", f"{wanted}: {', '.join(fit)}")
+        yield CheckResult("ok", "Slurm", f"{wanted}: {', '.join(fit)}")
     else:
         has = ", ".join(f"{name} has {nodes}" for name, nodes in enough.items()) or "no partition that is up has any"
-        yield Finding("fail", "Slurm", f"{wanted} are wanted; {has}", "sinfo shows all; or a smaller cluster.nodes")
+        yield CheckResult("fail", "Slurm", f"{wanted} are wanted; {has}", "sinfo shows all; or a smaller cluster.nodes")
 
 
-def _offer(config: Config, devices_of: dict[str, int], free: int) -> Finding:
+def _offer(config: Config, devices_of: dict[str, int], free: int) -> CheckResult:
     cluster = config.cluster
     kind = "CPU slots" if cluster.device == "cpu" else "GPUs"
     num_usable = sum(devices >= cluster.devices_per_node for devices in devices_of.values())
@@ -88,10 +88,14 @@ def _offer(config: Config, devices_of: dict[str, int], free: int) -> Finding:
     what = f"{num_usable} nodes of {cluster.devices_per_node} {kind} or more, {free} {kind} free; the run takes {taken}"
     if num_usable < cluster.nodes:
         listed = ", ".join(f"{name}: {devices}" for name, devices in devices_of.items())
-        return Finding("fail", "Ray", f"{what} on {cluster.nodes} nodes ({listed})", "start Ray on the nodes that lack")
+        return CheckResult(
+            "fail", "Ray", f"{what} on {cluster.nodes} nodes ({listed})", "start Ray on the nodes that lack"
+        )
     if free < taken:
-        return Finding("warn", "Ray", what, "other work holds them; the run waits deadlines.resources_s and then fails")
-    return Finding("ok", "Ray", what)
+        return CheckResult(
+            "warn", "Ray", what, "other work holds them; the run waits deadlines.resources_s and then fails"
+        )
+    return CheckResult("ok", "Ray", what)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def stages(config: Config) -> list[Stage]:
 def column_problems(config: Config) -> list[str]:
     """The columns that a call of a step would miss."""
     # `position` goes along with the call itself; ReMax's baselines come with the scores.
-    there = {*_tuple_of(_TRAINER, "LEARNT_FROM"), "position"}
+    there = {*_tuple_of(_TRAINER, "TRAIN_COLUMNS"), "position"}
     there |= {"baseline_scores"} if config.algorithm.advantage == "remax" else set()
     problems = []
     for stage in stages(config):

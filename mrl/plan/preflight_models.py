@@ -13,13 +13,13 @@ from mrl.hub import is_offline, model_directory
 from mrl.models.families import read_spec
 from mrl.plan.known_models import model_spec
 from mrl.plan.memory import gib
-from mrl.plan.preflight import Finding, guarded
+from mrl.plan.preflight import CheckResult, guarded
 from mrl.trainer.team import check_model, model_setup
 
 _BYTES_PER_PARAMETER = 2  # published weights are bfloat16
 
 
-def check_models(config: Config) -> Iterator[Finding]:
+def check_models(config: Config) -> Iterator[CheckResult]:
     """The files of each role's model, as a run looks at them before it asks for a device: headers alone are read."""
     for role in config.model_roles():
         key, name = config.model_of(role)
@@ -39,28 +39,30 @@ def found_models(config: Config) -> Iterator[str]:
             yield str(model_directory(name))
 
 
-def node_models(lacks: Mapping[str, str]) -> Iterator[Finding]:
+def node_models(lacks: Mapping[str, str]) -> Iterator[CheckResult]:
     """What nodes lack of the models that are here, by node."""
     for node, what in lacks.items():
         if what:
-            yield Finding("warn", "models", f"node {node}: {what}", "a run has such a node fetch them, if it can")
+            yield CheckResult("warn", "models", f"node {node}: {what}", "a run has such a node fetch them, if it can")
     if not any(lacks.values()):
-        yield Finding("ok", "models", "every node has those that are here")
+        yield CheckResult("ok", "models", "every node has those that are here")
 
 
-def _check(about: str, role: str, config: Config, directory: Path) -> Iterator[Finding]:
+def _check(about: str, role: str, config: Config, directory: Path) -> Iterator[CheckResult]:
     check_model(model_setup(role, config))
     files = list(directory.glob("*.safetensors"))
     num_bytes = sum(file.stat().st_size for file in files)
-    yield Finding("ok", about, f"{directory}: {read_spec(directory).family}, {len(files)} files of {gib(num_bytes)}")
+    yield CheckResult(
+        "ok", about, f"{directory}: {read_spec(directory).family}, {len(files)} files of {gib(num_bytes)}"
+    )
 
 
-def _absent(about: str, name: str, error: ModelError) -> Finding:
+def _absent(about: str, name: str, error: ModelError) -> CheckResult:
     what = f"{error.where}: {error.what}" if error.where else error.what
     if is_offline():
-        return Finding("fail", about, what, error.fix)
+        return CheckResult("fail", about, what, error.fix)
     try:
         size = f"about {gib(model_spec(name).num_parameters * _BYTES_PER_PARAMETER)}"
     except ModelError:
         size = "of a size that is not known here"
-    return Finding("warn", about, f"{what}; `mrl train` downloads it, {size}", error.fix)
+    return CheckResult("warn", about, f"{what}; `mrl train` downloads it, {size}", error.fix)

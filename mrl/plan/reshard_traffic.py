@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import cache
 
 from mrl.config.mesh import Mesh
-from mrl.hybrid.overlaps import Holder, Kind, Overlaps
+from mrl.hybrid.overlaps import Kind, ShardIntersections, ShardOwner
 from mrl.models.layout import Layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RankTraffic:
     """Elements that one rank receives for the worker on its device."""
 
     link: int
@@ -27,10 +27,10 @@ class ReshardTraffic:
     def __init__(self, spec: ModelSpec, layout: Layout, mesh: Mesh, tp: int, devices_per_node: int) -> None:
         self._spec, self._mesh, self._tp, self._devices_per_node = spec, mesh, tp, devices_per_node
         self._units = _units(spec, layout)
-        self._parts = Overlaps(spec, layout, EngineSizes(tp)).parts
+        self._parts = ShardIntersections(spec, layout, EngineSizes(tp)).parts
         self._is_near = cache(self._has_copy)
 
-    def received(self, rank: int) -> Traffic:
+    def received(self, rank: int) -> RankTraffic:
         """What a rank receives whose device has a worker; what it holds itself is not moved."""
         link = network = 0
         for (kind, stages), count in self._units.items():
@@ -43,15 +43,15 @@ class ReshardTraffic:
                         link += count * part.num_elements
                     else:
                         network += count * part.num_elements
-        return Traffic(link, network)
+        return RankTraffic(link, network)
 
-    def busiest(self) -> Traffic:
+    def busiest(self) -> RankTraffic:
         """Of the rank for which it takes longest, among the first and the last of each stage."""
         mesh, per_stage = self._mesh, self._mesh.world_size // self._mesh.pp
         ends = {rank for stage in range(mesh.pp) for rank in (stage * per_stage, (stage + 1) * per_stage - 1)}
         return max(map(self.received, ends), key=lambda traffic: (traffic.network, traffic.link))
 
-    def _has_copy(self, holder: Holder, stages: tuple[int, ...], first: int, end: int) -> bool:
+    def _has_copy(self, holder: ShardOwner, stages: tuple[int, ...], first: int, end: int) -> bool:
         """Whether one of these neighbouring ranks holds the part."""
         mesh, per_stage = self._mesh, self._mesh.world_size // self._mesh.pp
         for rank in range(first, min(end, mesh.world_size)):

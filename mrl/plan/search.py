@@ -22,12 +22,12 @@ from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.advice import FULL_RECOMPUTATION, Changes
 from mrl.plan.memory import MemoryPlan, Role, plan_memory, role_stages
-from mrl.plan.subject import Subject
+from mrl.plan.subject import PlanInput
 from mrl.plan.timing import Lengths, TimePlan, plan_time, role_phases, rollout_phase
 
-_SIZES, _CHUNKS, _MOST_STAGES = (1, 2, 4, 8), (1, 2), 32
+_SIZES, _CHUNKS, _MAX_STAGES = (1, 2, 4, 8), (1, 2), 32
 _UTILIZATIONS, _OWN_UTILIZATIONS = (0.5, 0.6, 0.7, 0.8, 0.85), (0.9,)
-_MOST_TRIED = 5_000
+_MAX_TRIED = 5_000
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Placement:
     """Which pools there are, who is in which, and the choices of each part, the fastest first."""
 
     name: str
-    placed: Subject
+    placed: PlanInput
     changes: Changes
     parts: dict[str, list[Option]]
 
 
-def search(subject: Subject, lengths: Lengths, most: int = 2) -> Result:
+def search(subject: PlanInput, lengths: Lengths, most: int = 2) -> Result:
     """The fastest few of each kind of placement that fit."""
     choices = list(placements(subject, lengths))
     results = [
@@ -89,7 +89,7 @@ def _search(choices: list[Placement], lengths: Lengths, most: int) -> Result:
     num_tried = 0
     for bound, placement, chosen in _in_order(choices):
         is_complete = len(found) == most and bound >= found[-1].time.seconds
-        if is_complete or num_tried == _MOST_TRIED:
+        if is_complete or num_tried == _MAX_TRIED:
             return Result(tuple(found), num_tried, is_complete)
         num_tried += 1
         if (one := try_out(placement, chosen, lengths)) is not None:
@@ -102,7 +102,7 @@ def try_out(placement: Placement, chosen: dict[str, Option], lengths: Lengths) -
     sections: dict[str, Any] = {part: option.section for part, option in chosen.items()}
     subject = replace(placement.placed, config=replace(placement.placed.config, **sections))
     memory = plan_memory(subject, {part: option.stages for part, option in chosen.items() if option.stages})
-    if memory.shortages or subject.varied({}) is None:
+    if memory.shortages or subject.with_changes({}) is None:
         return None
     changes = placement.changes | {key: value for option in chosen.values() for key, value in option.changes.items()}
     return Found(placement.name, changes, memory, plan_time(subject, lengths))
@@ -130,7 +130,7 @@ def _in_order(choices: list[Placement]) -> Iterator[tuple[float, Placement, dict
                 heapq.heappush(heap, entry(number, following))
 
 
-def placements(subject: Subject, lengths: Lengths) -> Iterator[Placement]:
+def placements(subject: PlanInput, lengths: Lengths) -> Iterator[Placement]:
     """The four kinds: everything together; the actor's guests apart; the engines apart; everybody apart."""
     config, guests = subject.config, [role for role in subject.specs if role != "actor"]
     total = config.cluster.nodes * config.cluster.devices_per_node
@@ -152,7 +152,7 @@ def placements(subject: Subject, lengths: Lengths) -> Iterator[Placement]:
             kinds.append(("standalone", own, {name: name for name in own}))
     for name, pools, roles in kinds:
         changes = {"placement.pools": pools, "placement.roles": roles, "rollout.replicas": None}
-        placed = subject.unchecked(changes)
+        placed = subject.with_changes_unchecked(changes)
         parts = {role: list(_role_options(placed, role, lengths)) for role in subject.specs}
         parts["rollout"] = list(_engine_options(placed, lengths))
         for options in parts.values():
@@ -160,7 +160,7 @@ def placements(subject: Subject, lengths: Lengths) -> Iterator[Placement]:
         yield Placement(name, placed, changes, parts)
 
 
-def _role_options(placed: Subject, role: str, lengths: Lengths) -> Iterator[Option]:
+def _role_options(placed: PlanInput, role: str, lengths: Lengths) -> Iterator[Option]:
     """The layouts of a role on its pool, with its activations kept and with them computed again."""
     config, memory_bytes = placed.config, placed.hardware.memory_bytes
     devices = config.placement.pools[config.placement.roles[role]]
@@ -169,19 +169,19 @@ def _role_options(placed: Subject, role: str, lengths: Lengths) -> Iterator[Opti
         for recomputation in ways:
             changes = {f"{role}.parallel.{name}": size for name, size in layout.items()}
             changes |= {f"{role}.megatron.{name}": value for name, value in recomputation.items()}
-            subject = placed.unchecked(changes)
+            subject = placed.with_changes_unchecked(changes)
             stages = role_stages(subject, role)
             if all(stage.alone_bytes <= memory_bytes for stage in stages):
                 seconds = sum(phase.seconds for phase in role_phases(subject, role, lengths))
                 yield Option(seconds, subject.config.model_roles()[role], changes, stages)
 
 
-def _layouts(placed: Subject, spec: ModelSpec, role: str, devices: int) -> Iterator[dict[str, Any]]:
+def _layouts(placed: PlanInput, spec: ModelSpec, role: str, devices: int) -> Iterator[dict[str, Any]]:
     config, model = placed.config, placed.config.model_roles()[role]
     here, longest = config.cluster.devices_per_node, longest_sample_tokens(config.rollout)
     samples_per_update = config.batch.samples_per_update
     experts = [n for n in range(1, spec.moe.num_experts + 1) if spec.moe.num_experts % n == 0] if spec.moe else [1]
-    stages = [n for n in range(1, _MOST_STAGES + 1) if spec.num_layers % n == 0]
+    stages = [n for n in range(1, _MAX_STAGES + 1) if spec.num_layers % n == 0]
     # Context parallelism costs more than it brings where a sample fits without.
     cp = next((size for size in _SIZES if longest <= model.max_tokens_per_device * size), _SIZES[-1])
     for tp, pp, vpp, ep in product(_SIZES, stages, _CHUNKS, experts):
@@ -197,7 +197,7 @@ def _layouts(placed: Subject, spec: ModelSpec, role: str, devices: int) -> Itera
         yield {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "ep": ep, "etp": 1, "sequence_parallel": tp > 1}
 
 
-def _engine_options(placed: Subject, lengths: Lengths) -> Iterator[Option]:
+def _engine_options(placed: PlanInput, lengths: Lengths) -> Iterator[Option]:
     """Sizes of engines, and the share of a device that they may take."""
     roles = placed.config.placement.roles
     devices = placed.config.placement.pools[roles.get("rollout", roles["actor"])]
@@ -212,7 +212,7 @@ def _engine_options(placed: Subject, lengths: Lengths) -> Iterator[Option]:
         fastest = float("inf")
         for share in shares:  # a larger one that is no faster only takes memory
             changes = {"rollout.tp": tp, "rollout.vllm.gpu_memory_utilization": share}
-            subject = placed.unchecked(changes)
+            subject = placed.with_changes_unchecked(changes)
             if (seconds := rollout_phase(subject, lengths).seconds) < fastest:
                 fastest = seconds
                 yield Option(seconds, subject.config.rollout, changes)

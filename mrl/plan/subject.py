@@ -24,7 +24,7 @@ _NOT_MODELLED = ("cpu_offloading", "fp8", "distribute_saved_activations")
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlanInput:
     """A configuration with all that a plan needs to know beside it."""
 
     config: Config
@@ -47,9 +47,9 @@ class Subject:
             Layout.of(self.config.model_roles()[role].parallel).check(spec)
         EngineSizes(self.config.rollout.tp).check(self.specs["actor"])
 
-    def varied(self, changes: Mapping[str, Any]) -> Subject | None:
+    def with_changes(self, changes: Mapping[str, Any]) -> PlanInput | None:
         """The same with other values under these dotted keys; None where a rule or the model is against it."""
-        subject = self.unchecked(changes)
+        subject = self.with_changes_unchecked(changes)
         if next(subject.problems(), None) is not None:
             return None
         try:
@@ -58,7 +58,7 @@ class Subject:
             return None
         return subject
 
-    def unchecked(self, changes: Mapping[str, Any]) -> Subject:
+    def with_changes_unchecked(self, changes: Mapping[str, Any]) -> PlanInput:
         """The same, whatever rules and models say."""
         config = self.config
         for key, value in changes.items():
@@ -86,14 +86,14 @@ class Subject:
         yield from (f"rollout.vllm.{name}" for name in names if self.config.rollout.vllm.get(name))
 
 
-def make_subject(resolved: Resolved[Config], hardware_name: str, model: str | None = None) -> Subject:
+def make_plan_input(resolved: Resolved[Config], hardware_name: str, model: str | None = None) -> PlanInput:
     """The subject of a configuration; `model` says whose sizes to take where `model.path` does not tell."""
     config = resolved.config
     if config.cluster.device != "gpu":
         wrong = Problem("", "cluster.device", "this is about GPUs, not CPU slots", "cluster.device=gpu")
         raise ConfigError([_at_origin(wrong, resolved)])
     specs = {role: model_spec(model or config.model_of(role)[1]) for role in config.model_roles()}
-    subject = Subject(config, specs, hardware(hardware_name))
+    subject = PlanInput(config, specs, hardware(hardware_name))
     if problems := list(subject.problems()):
         raise ConfigError([_at_origin(problem, resolved) for problem in problems])
     subject.check_layouts()

@@ -25,7 +25,7 @@ from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.engine_memory import EngineMemory, engine_memory
 from mrl.plan.memory import HEADS, has_reference
 from mrl.plan.reshard_traffic import ReshardTraffic
-from mrl.plan.subject import Subject
+from mrl.plan.subject import PlanInput
 from mrl.plan.weights import ITEM_BYTES, buffers, engine_elements, stage_weights
 
 
@@ -80,7 +80,7 @@ def assumed_lengths(config: Config) -> Lengths:
     return Lengths(prompt, ASSUMPTIONS.mean_response_share * config.rollout.max_response_tokens)
 
 
-def plan_time(subject: Subject, lengths: Lengths) -> TimePlan:
+def plan_time(subject: PlanInput, lengths: Lengths) -> TimePlan:
     """The phases of one step."""
     config = subject.config
     phases = [TimedPhase("weights", _weights(subject)), rollout_phase(subject, lengths)]
@@ -89,7 +89,7 @@ def plan_time(subject: Subject, lengths: Lengths) -> TimePlan:
     return TimePlan(tuple(phases), num_tokens, sum(config.placement.pools.values()))
 
 
-def role_phases(subject: Subject, role: str, lengths: Lengths) -> Iterator[TimedPhase]:
+def role_phases(subject: PlanInput, role: str, lengths: Lengths) -> Iterator[TimedPhase]:
     """The phases in which a role works."""
     config = subject.config
     forward = partial(_work, subject, role, lengths, trains=False)
@@ -108,7 +108,7 @@ def role_phases(subject: Subject, role: str, lengths: Lengths) -> Iterator[Timed
 # --- generation -----------------------------------------------------------------------------------------------------
 
 
-def rollout_phase(subject: Subject, lengths: Lengths) -> TimedPhase:
+def rollout_phase(subject: PlanInput, lengths: Lengths) -> TimedPhase:
     """The engines at work, until the longest sample has ended."""
     config, spec, device = subject.config, subject.specs["actor"], subject.hardware
     engine = engine_memory(config, spec, device)
@@ -133,7 +133,7 @@ def rollout_phase(subject: Subject, lengths: Lengths) -> TimedPhase:
     return TimedPhase("rollout", parts)
 
 
-def _decode_step_s(subject: Subject, engine: EngineMemory, batch: float, lengths: Lengths) -> float:
+def _decode_step_s(subject: PlanInput, engine: EngineMemory, batch: float, lengths: Lengths) -> float:
     """One token of each sample: weights and cache are read, everything is multiplied, and some time goes anyway."""
     spec, device, tp = subject.specs["actor"], subject.hardware, subject.config.rollout.tp
     context = lengths.prompt + lengths.response / 2
@@ -156,7 +156,7 @@ def _decode_step_s(subject: Subject, engine: EngineMemory, batch: float, lengths
 # --- training -------------------------------------------------------------------------------------------------------
 
 
-def _work(subject: Subject, role: str, lengths: Lengths, *, trains: bool) -> dict[str, float]:
+def _work(subject: PlanInput, role: str, lengths: Lengths, *, trains: bool) -> dict[str, float]:
     """Forward, or forward and backward with optimizer steps, of all samples of a step."""
     config, spec, device = subject.config, subject.specs[role], subject.hardware
     model, mesh = config.model_roles()[role], role_mesh(config, role)
@@ -178,7 +178,7 @@ def _work(subject: Subject, role: str, lengths: Lengths, *, trains: bool) -> dic
     return parts
 
 
-def _layer_launches_s(subject: Subject, role: str) -> float:
+def _layer_launches_s(subject: PlanInput, role: str) -> float:
     spec, model = subject.specs[role], subject.config.model_roles()[role]
     num_routed, expert_s = sum(map(spec.has_experts, range(spec.num_layers))), ASSUMPTIONS.expert_layer_s
     if spec.moe and not model.megatron.get("moe_grouped_gemm"):
@@ -186,7 +186,7 @@ def _layer_launches_s(subject: Subject, role: str) -> float:
     return (spec.num_layers - num_routed) * ASSUMPTIONS.train_layer_s + num_routed * expert_s
 
 
-def _link_s_per_token(subject: Subject, role: str, mesh: Mesh) -> float:
+def _link_s_per_token(subject: PlanInput, role: str, mesh: Mesh) -> float:
     """Of one token forward through all layers: what tensor ranks gather and add up, the keys and values that context
     ranks pass around, what goes from stage to stage, what experts are sent and give back."""
     spec, model = subject.specs[role], subject.config.model_roles()[role]
@@ -205,14 +205,14 @@ def _link_s_per_token(subject: Subject, role: str, mesh: Mesh) -> float:
     return total + num_routed * sent * _s_per_byte(subject, mesh.ep * mesh.etp)
 
 
-def _s_per_byte(subject: Subject, span: int) -> float:
+def _s_per_byte(subject: PlanInput, span: int) -> float:
     """Among so many neighbouring devices, of which those of one machine need no network."""
     device, outside = subject.hardware, max(0, span - subject.config.cluster.devices_per_node) / span
     through = outside / device.network_bytes_per_s + (1 - outside) / device.link_bytes_per_s
     return through / ASSUMPTIONS.link_efficiency
 
 
-def _reduction_s(subject: Subject, role: str, mesh: Mesh) -> float:
+def _reduction_s(subject: PlanInput, role: str, mesh: Mesh) -> float:
     """Of one update: gradients to their owners in float32, and weights back."""
     model = subject.config.trained_roles()[role]
     found = buffers(subject.specs[role], model, mesh, HEADS[role], 0)
@@ -223,7 +223,7 @@ def _reduction_s(subject: Subject, role: str, mesh: Mesh) -> float:
 # --- weights --------------------------------------------------------------------------------------------------------
 
 
-def _weights(subject: Subject) -> dict[str, float]:
+def _weights(subject: PlanInput) -> dict[str, float]:
     """The way into the engines, and of the trainer's memory to the host and back."""
     config, device, spec = subject.config, subject.hardware, subject.specs["actor"]
     model, mesh, tp = config.actor, role_mesh(config, "actor"), config.rollout.tp

@@ -20,7 +20,7 @@ from mrl.models.table import Head, dense_shards
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT, _WIDE_BUCKET_ALIGNMENT = 64, 128, 1 << 16  # Megatron's, in elements
-_SMALLEST_BUCKET = 40_000_000
+_MIN_BUCKET = 40_000_000
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
             alone = [dense.pop(0 if first else -1)]
         limit = None
         if first and model.ddp.get("overlap_grad_reduce"):
-            limit = model.ddp.get("bucket_size") or max(_SMALLEST_BUCKET, 1_000_000 * dense_owners)
+            limit = model.ddp.get("bucket_size") or max(_MIN_BUCKET, 1_000_000 * dense_owners)
         groups = [([*dense, *([] if apart else experts)], alone, dense_owners)]
         groups += [([*experts], [], mesh.edp)] if apart else []
         for members, separate, owners in groups:

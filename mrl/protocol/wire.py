@@ -40,7 +40,7 @@ class Wire(NamedTuple):
 
 _MAGIC = b"mrl1"
 _PREFIX = struct.Struct("<4sI")
-_LARGEST_HEADER = 1 << 16
+_MAX_HEADER_BYTES = 1 << 16
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -129,7 +129,7 @@ def _read_header(head: bytes) -> tuple[dict[str, Any], bytes]:
     magic, size = _PREFIX.unpack_from(head)
     if magic != _MAGIC:
         raise WireError(f"not a column of this format: it begins with {magic!r}, not {_MAGIC!r}")
-    if size > _LARGEST_HEADER or _PREFIX.size + size > len(head):
+    if size > _MAX_HEADER_BYTES or _PREFIX.size + size > len(head):
         raise WireError(f"the header claims {size} bytes of a head of {len(head)}")
     try:
         header = json.loads(head[_PREFIX.size : _PREFIX.size + size])

@@ -1,4 +1,4 @@
-"""What travels between the run, the keeper and its workers: a ticket, a length and that many bytes of JSON."""
+"""What travels between the run, the supervisor and its workers: a ticket, a length and that many bytes of JSON."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from mrl.errors import RewardError
 
 CONTROL = 0  # the ticket of what belongs to no sample
-MOST_SAMPLE_BYTES = 64 << 20
-MOST_REPLY_BYTES = 64 << 10
+MAX_SAMPLE_BYTES = 64 << 20
+MAX_REPLY_BYTES = 64 << 10
 _HEADER = struct.Struct(">QI")
 
 

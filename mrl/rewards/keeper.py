@@ -1,4 +1,4 @@
-"""The keeper: a process of its own between a run and its reward workers. `python -m mrl.rewards.keeper`.
+"""The supervisor: a process of its own between a run and its reward workers. `python -m mrl.rewards.keeper`.
 
 It hands one sample to each worker that is ready, starts that sample's clock, kills the worker where the time is up,
 starts another in its place, and answers for every sample that it was given. It runs no code but mrl's, and it ends,
@@ -18,20 +18,20 @@ from collections.abc import Callable
 
 from mrl.errors import MrlError
 from mrl.rewards.catalogue import is_built_in, load_reward_function
-from mrl.rewards.frames import CONTROL, MOST_SAMPLE_BYTES, FrameError, FrameReader, control, frame, to_json
+from mrl.rewards.frames import CONTROL, MAX_SAMPLE_BYTES, FrameError, FrameReader, control, frame, to_json
 from mrl.rewards.outcome import FailureKind, failure_reply
 from mrl.rewards.processes import adopt_orphans, children, describe_status, end_group, reap
 from mrl.rewards.settings import PoolSettings
-from mrl.rewards.slot import Slot
+from mrl.rewards.slot import WorkerHandle
 
 _BEAT_S = 1.0
 _SWEEP_S = 0.01
 _END_S = 5.0
-_MOST_FAILED_STARTS = 3  # in a row: the next would fail as well
+_MAX_FAILED_STARTS = 3  # in a row: the next would fail as well
 _STDIN, _STDOUT = 0, 1
 
 
-class Keeper:
+class Supervisor:
     """One loop over the run's pipes and the workers' channels."""
 
     def __init__(self, settings: PoolSettings, reader: FrameReader) -> None:
@@ -39,7 +39,7 @@ class Keeper:
         self._reader = reader
         self._parent = os.getppid()
         self._queue: deque[tuple[int, bytes]] = deque()
-        self._slots: set[Slot] = set()
+        self._slots: set[WorkerHandle] = set()
         self._outgoing = bytearray()
         self._selector = selectors.DefaultSelector()
         self._is_closing = False
@@ -54,20 +54,20 @@ class Keeper:
         """Work until the run closes its end, or is gone."""
         adopt_orphans()
         while not self._is_closing and os.getppid() == self._parent:
-            while len(self._slots) < self._settings.num_workers and self._failed_starts < _MOST_FAILED_STARTS:
-                self._slots.add(Slot(self._settings))
-            self._hand_out()
+            while len(self._slots) < self._settings.num_workers and self._failed_starts < _MAX_FAILED_STARTS:
+                self._slots.add(WorkerHandle(self._settings))
+            self._dispatch()
             self._set_watches()
             for key, _ in self._selector.select(self._wait_s()):
                 key.data()
             self._check_clocks()
-            self._sweep()
+            self._reap_orphans()
             self._beat()
         for slot in list(self._slots):
-            self._drop(slot)
+            self._stop_worker(slot)
         deadline = time.monotonic() + _END_S
         while self._has_orphans and time.monotonic() < deadline:
-            self._sweep()
+            self._reap_orphans()
             time.sleep(_SWEEP_S)
 
     def _set_watches(self) -> None:
@@ -110,18 +110,18 @@ class Keeper:
 
     # --- the workers --------------------------------------------------------------------------------------------
 
-    def _hand_out(self) -> None:
+    def _dispatch(self) -> None:
         """A sample for each worker that is ready, as far as the rate allows."""
         for slot in self._slots:
             if not self._queue or time.monotonic() < self._next_hand_out:
                 return
             if slot.is_ready:
-                slot.hand(*self._queue.popleft())
+                slot.assign(*self._queue.popleft())
                 if self._settings.max_samples_per_s is not None:
                     begin = max(self._next_hand_out, time.monotonic())
                     self._next_hand_out = begin + 1 / self._settings.max_samples_per_s
 
-    def _read_worker(self, slot: Slot) -> None:
+    def _read_worker(self, slot: WorkerHandle) -> None:
         if slot.is_writing:
             slot.write()
         try:
@@ -129,13 +129,13 @@ class Keeper:
             for ticket, body in frames or ():
                 self._take(slot, ticket, body)
         except (FrameError, ValueError) as error:
-            self._lose(slot, "crashed", f"its process sent something else than an answer: {error}")
+            self._fail_sample(slot, "crashed", f"its process sent something else than an answer: {error}")
             return
         if frames is None:
             slot.end()
-            self._lose(slot, "crashed", describe_status(os.waitpid(slot.pid, 0)[1]))
+            self._fail_sample(slot, "crashed", describe_status(os.waitpid(slot.pid, 0)[1]))
 
-    def _take(self, slot: Slot, ticket: int, body: bytes) -> None:
+    def _take(self, slot: WorkerHandle, ticket: int, body: bytes) -> None:
         if ticket != CONTROL:
             if ticket != slot.ticket:
                 raise FrameError("an answer that nobody asked for")
@@ -144,42 +144,42 @@ class Keeper:
         elif slot.ticket is None and not slot.is_ready:
             said = json.loads(body)
             if "problems" in said:
-                self._give_up(body)
+                self._abort(body)
                 return
             if not slot.started:
                 self._failed_starts = 0
                 self._outgoing += control(ready=True)
             slot.started = slot.is_ready = True
 
-    def _give_up(self, problems: bytes) -> None:
+    def _abort(self, problems: bytes) -> None:
         """Tell the run why no worker can be had, and start no other."""
-        self._failed_starts = _MOST_FAILED_STARTS
+        self._failed_starts = _MAX_FAILED_STARTS
         self._outgoing += frame(CONTROL, problems)
 
     def _check_clocks(self) -> None:
         for slot in list(self._slots):
             if slot.seconds >= slot.limit_s:
                 what = "it was not ready" if slot.ticket is None else "no answer"
-                self._lose(slot, "timeout", f"{what} within {slot.limit_s:g} s")
+                self._fail_sample(slot, "timeout", f"{what} within {slot.limit_s:g} s")
 
-    def _lose(self, slot: Slot, kind: FailureKind, detail: str) -> None:
+    def _fail_sample(self, slot: WorkerHandle, kind: FailureKind, detail: str) -> None:
         """End a worker; whatever it had in hand failed. Between two samples it costs nobody anything."""
-        self._drop(slot)
+        self._stop_worker(slot)
         if slot.ticket is not None:
             self._outgoing += frame(slot.ticket, to_json(failure_reply(kind, detail, slot.seconds)))
-        elif not slot.started and self._failed_starts < _MOST_FAILED_STARTS:
+        elif not slot.started and self._failed_starts < _MAX_FAILED_STARTS:
             self._failed_starts += 1
-            if self._failed_starts == _MOST_FAILED_STARTS:
-                what = f"no reward worker can be started, {_MOST_FAILED_STARTS} in a row failed: {detail}"
-                self._give_up(to_json({"problems": [what]}))
+            if self._failed_starts == _MAX_FAILED_STARTS:
+                what = f"no reward worker can be started, {_MAX_FAILED_STARTS} in a row failed: {detail}"
+                self._abort(to_json({"problems": [what]}))
 
-    def _drop(self, slot: Slot) -> None:
-        self._watch(slot.descriptor, 0, self._sweep)
+    def _stop_worker(self, slot: WorkerHandle) -> None:
+        self._watch(slot.descriptor, 0, self._reap_orphans)
         self._slots.discard(slot)
         slot.end()
         self._has_orphans = True
 
-    def _sweep(self) -> None:
+    def _reap_orphans(self) -> None:
         """End what the workers that are gone have left; each round reaches one generation deeper."""
         if self._has_orphans:
             for child in children() - {slot.pid for slot in self._slots}:
@@ -200,7 +200,7 @@ class Keeper:
 
 def main() -> None:
     """Read the settings, load what is mrl's own so that workers need not, and keep workers."""
-    reader = FrameReader(MOST_SAMPLE_BYTES)
+    reader = FrameReader(MAX_SAMPLE_BYTES)
     frames: list[tuple[int, bytes]] = []
     while not frames:
         data = os.read(_STDIN, 1 << 16)
@@ -212,7 +212,7 @@ def main() -> None:
         if is_built_in(function):
             with contextlib.suppress(MrlError, ImportError):  # the first worker meets the same error, and says so
                 load_reward_function(function)
-    Keeper(settings, reader).run()
+    Supervisor(settings, reader).run()
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-_MOST_CHARACTERS = 1000  # of an answer that is looked at closely; a longer one is compared as it stands
-_MOST_BRACKETS = 8  # inside each other; further in, text is compared as it stands
-_LARGEST_EXPONENT = 300
+_MAX_CHARACTERS = 1000  # of an answer that is looked at closely; a longer one is compared as it stands
+_MAX_BRACKETS = 8  # inside each other; further in, text is compared as it stands
+_MAX_EXPONENT = 300
 
 _SIGNS = {
     "\N{MINUS SIGN}": "-",
@@ -113,7 +113,7 @@ def same_answer(one: str, other: str) -> bool:
 
 def normal_form(answer: str, depth: int = 0) -> Answer:
     """The answer without what does not matter: wrappers, spacing, units, ways to write a number."""
-    if len(answer) > _MOST_CHARACTERS or depth > _MOST_BRACKETS:
+    if len(answer) > _MAX_CHARACTERS or depth > _MAX_BRACKETS:
         return Answer(answer.strip())
     text = _clean(answer)
     without_percent = _PERCENT.sub("", text)
@@ -176,7 +176,7 @@ def _number(text: str) -> Fraction | None:
 
 
 def _scaled(decimal: str, exponent: str) -> Fraction | None:
-    if len(exponent) > len(str(_LARGEST_EXPONENT)) + 1 or abs(int(exponent)) > _LARGEST_EXPONENT:
+    if len(exponent) > len(str(_MAX_EXPONENT)) + 1 or abs(int(exponent)) > _MAX_EXPONENT:
         return None  # ten thousand million digits would be no answer either
     return Fraction(decimal.replace(",", "")) * Fraction(10) ** int(exponent)
 

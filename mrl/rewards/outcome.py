@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 FailureKind = Literal["timeout", "crashed", "raised", "bad_result", "memory"]
 FAILURE_KINDS: tuple[FailureKind, ...] = ("timeout", "crashed", "raised", "bad_result", "memory")
-_LONGEST_DETAIL = 2000
-_LONGEST_NAME = 100
-_MOST_PARTS = 100
+_MAX_DETAIL_LENGTH = 2000
+_MAX_NAME_LENGTH = 100
+_MAX_PARTS = 100
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ def numbers_of(result: Any) -> dict[str, float]:
     """The numbers of what a reward function returned, `score` among them."""
     if isinstance(result, dict):
         if "score" not in result:
-            names = ", ".join(sorted(str(name)[:_LONGEST_NAME] for name in list(result)[:10]))
+            names = ", ".join(sorted(str(name)[:_MAX_NAME_LENGTH] for name in list(result)[:10]))
             raise BadResult(f'the dictionary has no "score"; it has {names or "nothing"}')
-        if len(result) > _MOST_PARTS:
-            raise BadResult(f"the dictionary has {len(result)} entries; at most {_MOST_PARTS}")
+        if len(result) > _MAX_PARTS:
+            raise BadResult(f"the dictionary has {len(result)} entries; at most {_MAX_PARTS}")
         return {_part_name(name): _finite(value, f'"{name}" is ') for name, value in result.items()}
     return {"score": _finite(result, "the result is ")}
 
 
 def _part_name(name: Any) -> str:
-    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
-        raise BadResult(f"{name!r:.100} names a part; names are text of 1 to {_LONGEST_NAME} printable characters")
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME_LENGTH or not name.isprintable():
+        raise BadResult(f"{name!r:.100} names a part; names are text of 1 to {_MAX_NAME_LENGTH} printable characters")
     return name
 
 
@@ -80,7 +80,7 @@ def _finite(value: Any, subject: str) -> float:
 
 def failure_reply(kind: FailureKind, detail: str, seconds: float) -> dict[str, Any]:
     """A failure as it travels, not longer than a reply may be."""
-    clipped = detail if len(detail) <= _LONGEST_DETAIL else f"{detail[:_LONGEST_DETAIL]} ..."
+    clipped = detail if len(detail) <= _MAX_DETAIL_LENGTH else f"{detail[:_MAX_DETAIL_LENGTH]} ..."
     return {"failure": kind, "detail": clipped, "seconds": seconds}
 
 

@@ -1,4 +1,4 @@
-"""The run's side of the keeper: starts it, sends it samples, reads its answers, and ends it."""
+"""The run's side of the supervisor: starts it, sends it samples, reads its answers, and ends it."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ import sysconfig
 from collections.abc import Mapping
 
 from mrl.errors import RewardError, SetupError
-from mrl.rewards.frames import CONTROL, MOST_REPLY_BYTES, FrameReader, control, frame
+from mrl.rewards.frames import CONTROL, MAX_REPLY_BYTES, FrameReader, control, frame
 from mrl.rewards.settings import PoolSettings
 
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
-_SILENCE_S = 30.0  # the keeper says something every second
+_SILENCE_S = 30.0  # the supervisor says something every second
 _END_S = 10.0
 
 
 class RewardPool:
-    """A keeper and its workers. One thread at a time uses it, whichever that is."""
+    """A supervisor and its workers. One thread at a time uses it, whichever that is."""
 
     def __init__(self, settings: PoolSettings, environment: Mapping[str, str]) -> None:
         if sys.platform != "linux":
             raise SetupError("reward workers need Linux: elsewhere nothing ends what a reward function leaves behind")
-        self._reader = FrameReader(MOST_REPLY_BYTES)
+        self._reader = FrameReader(MAX_REPLY_BYTES)
         self._is_ready = False
         self._is_closed = False
-        self._keeper = subprocess.Popen(
+        self._supervisor = subprocess.Popen(
             [sys.executable, "-P", "-m", "mrl.rewards.keeper"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=worker_environment(environment),
             start_new_session=True,  # Ctrl-C is the run's to handle
         )
-        assert self._keeper.stdin is not None, "it was asked for as a pipe"
-        assert self._keeper.stdout is not None, "it was asked for as a pipe"
-        self._to_keeper, self._from_keeper = self._keeper.stdin.fileno(), self._keeper.stdout.fileno()
-        os.set_blocking(self._to_keeper, False)
-        os.set_blocking(self._from_keeper, False)
+        assert self._supervisor.stdin is not None, "it was asked for as a pipe"
+        assert self._supervisor.stdout is not None, "it was asked for as a pipe"
+        self._to_supervisor, self._from_supervisor = self._supervisor.stdin.fileno(), self._supervisor.stdout.fileno()
+        os.set_blocking(self._to_supervisor, False)
+        os.set_blocking(self._from_supervisor, False)
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
             self._write(frame(CONTROL, settings.to_json()))
-            while not self._is_ready:  # the keeper knows the limits, and says where no worker can be had
-                self._wait(self._from_keeper, select.POLLIN)
+            while not self._is_ready:  # the supervisor knows the limits, and says where no worker can be had
+                self._wait(self._from_supervisor, select.POLLIN)
                 for answer in self._reader.feed(self._read()):
                     self._is_control(*answer)
             stack.pop_all()
@@ -65,24 +65,24 @@ class RewardPool:
                 answers += [answer for answer in self._reader.feed(data) if not self._is_control(*answer)]
             if answers or not wait:
                 return answers
-            self._wait(self._from_keeper, select.POLLIN)
+            self._wait(self._from_supervisor, select.POLLIN)
 
     def close(self) -> None:
-        """End the keeper with every worker and all that these have started."""
+        """End the supervisor with every worker and all that these have started."""
         if self._is_closed:
             return
         self._is_closed = True
         with contextlib.suppress(RewardError):  # it is gone already
             self._write(control(close=True))
-        for pipe in (self._keeper.stdin, self._keeper.stdout):
+        for pipe in (self._supervisor.stdin, self._supervisor.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
         try:
-            self._keeper.wait(_END_S)
+            self._supervisor.wait(_END_S)
         except subprocess.TimeoutExpired:
-            os.kill(self._keeper.pid, signal.SIGKILL)  # the workers are told by the kernel
-            self._keeper.wait()
+            os.kill(self._supervisor.pid, signal.SIGKILL)  # the workers are told by the kernel
+            self._supervisor.wait()
 
     def _is_control(self, ticket: int, body: bytes) -> bool:
         """Whether this is no answer; what it tells is heeded here."""
@@ -97,40 +97,40 @@ class RewardPool:
     def _read(self) -> bytes:
         """What the pipe holds; nothing where it is empty."""
         try:
-            data = os.read(self._from_keeper, 1 << 20)
+            data = os.read(self._from_supervisor, 1 << 20)
         except BlockingIOError:
             return b""
         if not data:
-            raise self._keeper_gone()
+            raise self._supervisor_gone()
         return data
 
     def _write(self, data: bytes) -> None:
         left = memoryview(data)
         while left:
             try:
-                left = left[os.write(self._to_keeper, left) :]
+                left = left[os.write(self._to_supervisor, left) :]
             except BlockingIOError:
-                self._wait(self._to_keeper, select.POLLOUT)
+                self._wait(self._to_supervisor, select.POLLOUT)
             except BrokenPipeError:
-                raise self._keeper_gone() from None
+                raise self._supervisor_gone() from None
 
     def _wait(self, pipe: int, event: int) -> None:
         poll = select.poll()
         poll.register(pipe, event)
         if not poll.poll(_SILENCE_S * 1000):
-            what = f"the process that keeps the reward workers (pid {self._keeper.pid}) is silent for {_SILENCE_S:g} s"
+            what = f"the supervisor of the reward workers (pid {self._supervisor.pid}) is silent for {_SILENCE_S:g} s"
             raise RewardError(what, where="reward", fix="was it stopped, or is the machine out of memory?")
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise RewardError("the reward workers were ended already", where="reward")
 
-    def _keeper_gone(self) -> RewardError:
+    def _supervisor_gone(self) -> RewardError:
         try:
-            status = f"left with status {self._keeper.wait(1)}"
+            status = f"left with status {self._supervisor.wait(1)}"
         except subprocess.TimeoutExpired:
             status = "has closed its end"
-        what = f"the process that keeps the reward workers (pid {self._keeper.pid}) {status}"
+        what = f"the supervisor of the reward workers (pid {self._supervisor.pid}) {status}"
         return RewardError(what, where="reward", fix="its last words are on the run's standard error")
 
 

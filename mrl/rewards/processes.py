@@ -1,7 +1,7 @@
 """The few things about processes that Linux offers and Python does not: whose child one is, and how to end a family.
 
-A worker and the keeper adopt the orphans below them, so whatever a reward function starts stays below its worker
-until that is ended, and below the keeper afterwards: a new session or a double fork changes nothing about it.
+A worker and the supervisor adopt the orphans below them, so whatever a reward function starts stays below its worker
+until that is ended, and below the supervisor afterwards: a new session or a double fork changes nothing about it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.errors import RewardError
-from mrl.rewards.frames import MOST_SAMPLE_BYTES, to_json
+from mrl.rewards.frames import MAX_SAMPLE_BYTES, to_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class Sample:
                 where=self.name,
                 fix="ground_truth and extra_info hold text, finite numbers, lists and dictionaries only",
             ) from error
-        if len(body) > MOST_SAMPLE_BYTES:
-            raise RewardError(f"the sample has {len(body)} bytes; at most {MOST_SAMPLE_BYTES}", where=self.name)
+        if len(body) > MAX_SAMPLE_BYTES:
+            raise RewardError(f"the sample has {len(body)} bytes; at most {MAX_SAMPLE_BYTES}", where=self.name)
         return body
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What the keeper and its workers need to know of the configuration, as plain data."""
+"""What the supervisor and its workers need to know of the configuration, as plain data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PoolSettings:
     max_samples_per_s: float | None
 
     def to_json(self) -> bytes:
-        """The settings as they travel to the keeper."""
+        """The settings as they travel to the supervisor."""
         try:
             return to_json(asdict(self))
         except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The keeper's side of one worker: its channel, its sample and its clock."""
+"""The supervisor's side of one worker: its channel, its sample and its clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 
-from mrl.rewards.frames import MOST_REPLY_BYTES, FrameReader, frame
+from mrl.rewards.frames import MAX_REPLY_BYTES, FrameReader, frame
 from mrl.rewards.processes import end_group
 from mrl.rewards.settings import PoolSettings
 from mrl.rewards.worker import run_worker
@@ -16,16 +16,16 @@ from mrl.rewards.worker import run_worker
 _TURN_S = 1.0  # for a worker to be ready again after a sample
 
 
-class Slot:
+class WorkerHandle:
     """A worker that was started; it is thrown away with its process."""
 
     def __init__(self, settings: PoolSettings) -> None:
         self.channel, theirs = socket.socketpair()
         self.descriptor = self.channel.fileno()
-        keeper = os.getpid()
+        supervisor = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            run_worker(theirs, settings, keeper)
+            run_worker(theirs, settings, supervisor)
         theirs.close()
         self.channel.setblocking(False)
         self._settings = settings
@@ -35,7 +35,7 @@ class Slot:
         self.since = time.monotonic()
         """When it got its sample, or, without one, when it was last waited for."""
         self.is_ready = False
-        self._reader = FrameReader(MOST_REPLY_BYTES)
+        self._reader = FrameReader(MAX_REPLY_BYTES)
         self._outgoing = memoryview(b"")
 
     @property
@@ -57,7 +57,7 @@ class Slot:
         """How long its clock has run."""
         return time.monotonic() - self.since
 
-    def hand(self, ticket: int, body: bytes) -> None:
+    def assign(self, ticket: int, body: bytes) -> None:
         """Give it a sample, and start the clock."""
         self.ticket, self.since, self.is_ready = ticket, time.monotonic(), False
         self._outgoing = memoryview(frame(ticket, body))
@@ -79,6 +79,6 @@ class Slot:
         return self._reader.feed(data) if data else None
 
     def end(self) -> None:
-        """Kill the worker with its group; what left the group comes to the keeper as an orphan."""
+        """Kill the worker with its group; what left the group comes to the supervisor as an orphan."""
         self.channel.close()
         end_group(self.pid)

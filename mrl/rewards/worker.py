@@ -1,6 +1,6 @@
 """One worker: a process that scores one sample after another, and may be killed at any time.
 
-It is forked by the keeper, so it starts at once, and it is all that a reward function can harm: it has limits on
+It is forked by the supervisor, so it starts at once, and it is all that a reward function can harm: it has limits on
 memory and files, no secrets in its environment, no way to the run's files but by their names, and what it leaves
 running is ended. This is containment of accidents, not a sandbox: code that means harm needs one around it.
 """
@@ -20,21 +20,21 @@ from typing import Any, NoReturn
 
 from mrl.errors import MrlError
 from mrl.rewards.catalogue import RewardFunction, load_reward_function
-from mrl.rewards.frames import MOST_REPLY_BYTES, MOST_SAMPLE_BYTES, FrameReader, control, frame, to_json
+from mrl.rewards.frames import MAX_REPLY_BYTES, MAX_SAMPLE_BYTES, FrameReader, control, frame, to_json
 from mrl.rewards.outcome import BadResult, FailureKind, failure_reply, numbers_of
 from mrl.rewards.processes import adopt_orphans, children, die_with, end_group, has_children, reap
 from mrl.rewards.sample import Sample
 from mrl.rewards.settings import FunctionSettings, PoolSettings
 
 _SAMPLES_PER_WORKER = 1000  # then a fresh process, so that a function that leaks fails nobody's sample
-_MOST_FILE_BYTES = 256 << 20
+_MAX_FILE_BYTES = 256 << 20
 
 
-def run_worker(channel: socket.socket, settings: PoolSettings, keeper: int) -> NoReturn:
-    """Score what comes through the channel until it closes; never returns into the keeper's code."""
+def run_worker(channel: socket.socket, settings: PoolSettings, supervisor: int) -> NoReturn:
+    """Score what comes through the channel until it closes; never returns into the supervisor's code."""
     status = 1
     try:
-        functions = _start(channel, settings, keeper)
+        functions = _start(channel, settings, supervisor)
         if functions:
             channel.sendall(control(ready=True))
             _serve(channel, functions, settings.memory_bytes)
@@ -43,10 +43,10 @@ def run_worker(channel: socket.socket, settings: PoolSettings, keeper: int) -> N
         os._exit(status)
 
 
-def _start(channel: socket.socket, settings: PoolSettings, keeper: int) -> list[RewardFunction]:
+def _start(channel: socket.socket, settings: PoolSettings, supervisor: int) -> list[RewardFunction]:
     """The functions, loaded within the limits; where that cannot be, none, after every reason was told."""
     try:
-        _settle(channel, settings, keeper)
+        _sandbox_process(channel, settings, supervisor)
     except OSError as error:
         channel.sendall(control(problems=[f"a reward worker cannot take on its limits: {error}"]))
         return []
@@ -58,9 +58,9 @@ def _start(channel: socket.socket, settings: PoolSettings, keeper: int) -> list[
     return [function for function in loaded if isinstance(function, RewardFunction)]
 
 
-def _settle(channel: socket.socket, settings: PoolSettings, keeper: int) -> None:
-    """Leave nothing of the keeper but the channel, and take on the limits."""
-    die_with(keeper)
+def _sandbox_process(channel: socket.socket, settings: PoolSettings, supervisor: int) -> None:
+    """Leave nothing of the supervisor but the channel, and take on the limits."""
+    die_with(supervisor)
     os.setsid()
     adopt_orphans()
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -75,7 +75,7 @@ def _settle(channel: socket.socket, settings: PoolSettings, keeper: int) -> None
     with contextlib.suppress(OSError):  # /proc may be read-only
         Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the run itself goes last
     _lower(resource.RLIMIT_AS, settings.memory_bytes)
-    _lower(resource.RLIMIT_FSIZE, _MOST_FILE_BYTES)
+    _lower(resource.RLIMIT_FSIZE, _MAX_FILE_BYTES)
     _lower(resource.RLIMIT_CORE, 0)
 
 
@@ -94,13 +94,13 @@ def _load(settings: FunctionSettings) -> RewardFunction | str:
 
 def _serve(channel: socket.socket, functions: list[RewardFunction], memory_bytes: int) -> None:
     """One frame in, one frame out; then a word that the next one may come."""
-    reader, scored, home, own = FrameReader(MOST_SAMPLE_BYTES), 0, os.getcwd(), os.getpid()
+    reader, scored, home, own = FrameReader(MAX_SAMPLE_BYTES), 0, os.getcwd(), os.getpid()
     while data := channel.recv(1 << 20):
         for ticket, body in reader.feed(data):
             reply = score_sample(functions, body, memory_bytes)
             if os.getpid() != own:
                 return  # a fork of the reward function that came back out of it
-            _tidy(home)
+            _clean_up(home)
             scored += 1
             stays = scored < _SAMPLES_PER_WORKER and reply.get("failure") != "memory"
             channel.sendall(frame(ticket, to_json(reply)) + (control(ready=True) if stays else b""))
@@ -108,7 +108,7 @@ def _serve(channel: socket.socket, functions: list[RewardFunction], memory_bytes
                 return
 
 
-def _tidy(home: str) -> None:
+def _clean_up(home: str) -> None:
     """End what a reward function left running, and undo what would reach the next sample."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     os.chdir(home)
@@ -133,8 +133,8 @@ def score_sample(functions: list[RewardFunction], body: bytes, memory_bytes: int
         if not math.isfinite(value):
             raise BadResult("the weighted sum is not a finite number")
         reply = {"value": value, "parts": parts, "seconds": time.monotonic() - begin}
-        if (size := len(to_json(reply))) > MOST_REPLY_BYTES:
-            raise BadResult(f"the {len(parts)} parts of all functions take {size} bytes; at most {MOST_REPLY_BYTES}")
+        if (size := len(to_json(reply))) > MAX_REPLY_BYTES:
+            raise BadResult(f"the {len(parts)} parts of all functions take {size} bytes; at most {MAX_REPLY_BYTES}")
         return reply
     except BadResult as error:
         kind, detail = "bad_result", str(error)

@@ -18,7 +18,7 @@ TRANSFER_BACKEND = "mrl"
 
 
 @dataclass(frozen=True)
-class Room:
+class FreeMemory:
     """The memory of one device of an engine that sleeps, as its driver counts it."""
 
     free_bytes: int
@@ -64,7 +64,7 @@ class RolloutEngine(ABC):
         self.weight_version: int | None = None
         """None while what it holds came from a file, or from an update that failed."""
         self.unfinished: set[str] = set()
-        self.full_tensors_because = ""
+        self.full_tensor_reason = ""
         """Why fused and sharded tensors cannot be written into this engine; empty where they can."""
         self._resident: set[Part] = {"weights", "kv_cache"}
 
@@ -117,7 +117,7 @@ class RolloutEngine(ABC):
         self._resident.clear()
         self.weight_version = None
 
-    def wake(self, part: Part) -> list[Room]:
+    def wake(self, part: Part) -> list[FreeMemory]:
         """Take the memory of one part again: first the weights, and the cache once they are there.
 
         Where a device has not got it, the part sleeps on, and the devices of the engine are returned.
@@ -153,7 +153,7 @@ class RolloutEngine(ABC):
     def _sleep(self) -> None: ...
 
     @abstractmethod
-    def _wake(self, part: Part) -> list[Room]: ...
+    def _wake(self, part: Part) -> list[FreeMemory]: ...
 
 
 _ENGINES = {

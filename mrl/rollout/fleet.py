@@ -10,8 +10,8 @@ from typing import Any
 from mrl.controller import RayWorkerGroup
 from mrl.errors import MrlError, RolloutError, WorkerError, WorkerRaised
 from mrl.events import EventLog, ReplicaLost, ReplicaServes
-from mrl.rollout.assignment import Assignment
-from mrl.rollout.engine import EngineSettings, Part, Room, check_request
+from mrl.rollout.assignment import RequestScheduler
+from mrl.rollout.engine import EngineSettings, FreeMemory, Part, check_request
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
 WAIT_S = 0.5
@@ -45,15 +45,15 @@ class RolloutFleet:
         self._start_missing()
 
     @cached_property
-    def full_tensors_because(self) -> str:
+    def full_tensor_reason(self) -> str:
         """Why whole Hugging Face tensors must be sent instead of fused and sharded ones; empty where they need not."""
-        self._settle()
-        return str(self._replicas[0].full_tensors_because())
+        self._wait_until_started()
+        return str(self._replicas[0].full_tensor_reason())
 
     def update(self, version: int) -> None:
         """Bring every replica to this version. One that dies meanwhile is replaced by the next `stream`."""
-        self._settle()
-        self._bring_up_to_date(list(self._replicas), version)
+        self._wait_until_started()
+        self._sync_weights(list(self._replicas), version)
 
     def stream(self, requests: Sequence[GenerationRequest], sampling: Sampling, version: int) -> Iterator[Generated]:
         """The samples as they are finished; whoever stops asking for more makes the replicas forget the rest."""
@@ -61,10 +61,10 @@ class RolloutFleet:
             check_request(request, self._limits)
         if len({request.key for request in requests}) != len(requests):
             raise RolloutError("two requests have the same key")
-        self._settle()
+        self._wait_until_started()
         if stale := [index for index in self._replicas if self._versions[index] != version]:
-            self._bring_up_to_date(stale, version)
-        work = Assignment(requests, len(self._versions))
+            self._sync_weights(stale, version)
+        work = RequestScheduler(requests, len(self._versions))
         asked: dict[Future[Any], int] = {}
         try:
             while work.num_left:
@@ -74,10 +74,10 @@ class RolloutFleet:
                 for future in done & asked.keys():
                     yield from self._collect(future, asked.pop(future), work)
                 if joined := self._join():
-                    self._bring_up_to_date(joined, version)
+                    self._sync_weights(joined, version)
         finally:
             wait(asked)
-            self._call([index for index in self._replicas if work.aboard(index)], "abort")
+            self._call([index for index in self._replicas if work.num_in_flight(index)], "abort")
 
     def probe(
         self, request: GenerationRequest, sampling: Sampling, version: int, *, everyone: bool
@@ -87,7 +87,7 @@ class RolloutFleet:
         One that dies meanwhile has no answer.
         """
         asked = {
-            index: self._threads.submit(_alone, replica, request, sampling, version)
+            index: self._threads.submit(_probe_replica, replica, request, sampling, version)
             for index, replica in self._replicas.items()
             if self._versions[index] == version and (everyone or index in self._unprobed)
         }
@@ -96,17 +96,17 @@ class RolloutFleet:
             try:
                 answers[index] = future.result()
             except WorkerError as error:
-                self._lose(index, error, num_unfinished=1)
+                self._drop_replica(index, error, num_unfinished=1)
         self._unprobed -= answers.keys()
         return answers
 
     def sleep(self) -> None:
         """Have every replica give its memory back."""
-        self._settle()
+        self._wait_until_started()
         self._call(list(self._replicas), "sleep")
         self._versions = dict.fromkeys(self._versions)
 
-    def wake(self, part: Part) -> dict[int, list[Room]]:
+    def wake(self, part: Part) -> dict[int, list[FreeMemory]]:
         """Have every replica take one part of its memory again; by replica its devices, where one has not got it."""
         return self._call(list(self._replicas), "wake", part)
 
@@ -118,28 +118,28 @@ class RolloutFleet:
             replica.shutdown()
         self._threads.shutdown()
 
-    def _ask(self, work: Assignment, asked: dict[Future[Any], int], sampling: Sampling, version: int) -> None:
+    def _ask(self, work: RequestScheduler, asked: dict[Future[Any], int], sampling: Sampling, version: int) -> None:
         """Give every replica that serves, and has answered what it was asked, its share."""
         serving = [index for index in self._replicas if self._versions[index] == version]
         for index in set(serving) - set(asked.values()):
-            requests = work.take(index, len(serving))
-            if work.aboard(index):
-                exchange = self._replicas[index].exchange
-                asked[self._threads.submit(exchange, requests, sampling, version, WAIT_S)] = index
+            requests = work.assign(index, len(serving))
+            if work.num_in_flight(index):
+                submit = self._replicas[index].submit_and_poll
+                asked[self._threads.submit(submit, requests, sampling, version, WAIT_S)] = index
 
-    def _collect(self, future: Future[Any], index: int, work: Assignment) -> Sequence[Generated]:
+    def _collect(self, future: Future[Any], index: int, work: RequestScheduler) -> Sequence[Generated]:
         try:
             answer: list[Generated] | RolloutError = future.result()
         except WorkerError as error:
-            self._lose(index, error, work.aboard(index))
-            work.lose(index, _headline(error))
+            self._drop_replica(index, error, work.num_in_flight(index))
+            work.requeue(index, _headline(error))
             return ()
         if isinstance(answer, RolloutError):
             raise answer
         work.finish(index, answer)
         return answer
 
-    def _bring_up_to_date(self, indices: Sequence[int], version: int) -> None:
+    def _sync_weights(self, indices: Sequence[int], version: int) -> None:
         """Have these replicas receive while the trainer sends; those that die are let go, and the rest tries again."""
         self._versions |= dict.fromkeys(indices)
         calls = {index: self._replicas[index].receive_weights.future(version) for index in indices}
@@ -158,11 +158,11 @@ class RolloutFleet:
                 failures.append(error)
                 raised.append(index)
             except WorkerError as error:
-                self._lose(index, error)
+                self._drop_replica(index, error)
         if failures and all(index in self._replicas for index in indices):
             raise failures[0]
         if raised:
-            self._bring_up_to_date(raised, version)
+            self._sync_weights(raised, version)
 
     def _call(self, indices: Sequence[int], method: str, *args: Any) -> dict[int, Any]:
         """Call these replicas at once; let those go that fail."""
@@ -172,10 +172,10 @@ class RolloutFleet:
             try:
                 answers[index] = call.get()
             except WorkerError as error:
-                self._lose(index, error)
+                self._drop_replica(index, error)
         return answers
 
-    def _lose(self, index: int, error: WorkerError, num_unfinished: int = 0) -> None:
+    def _drop_replica(self, index: int, error: WorkerError, num_unfinished: int = 0) -> None:
         self._events.write(ReplicaLost(index, _headline(error), num_unfinished))
         self._versions[index] = None
         self._replicas.pop(index).shutdown()
@@ -192,17 +192,17 @@ class RolloutFleet:
             self._replicas[index] = self._starting.pop(index).result()
         return joined
 
-    def _settle(self) -> None:
+    def _wait_until_started(self) -> None:
         """Wait for the replicas that are starting."""
         wait(self._starting.values())
         self._join()
 
 
-def _alone(replica: RayWorkerGroup, request: GenerationRequest, sampling: Sampling, version: int) -> Generated:
+def _probe_replica(replica: RayWorkerGroup, request: GenerationRequest, sampling: Sampling, version: int) -> Generated:
     """What one replica answers to one request."""
-    answer: list[Generated] | RolloutError = replica.exchange([request], sampling, version, WAIT_S)
+    answer: list[Generated] | RolloutError = replica.submit_and_poll([request], sampling, version, WAIT_S)
     while not answer:
-        answer = replica.exchange([], sampling, version, WAIT_S)
+        answer = replica.submit_and_poll([], sampling, version, WAIT_S)
     if isinstance(answer, RolloutError):
         raise answer
     return answer[0]

@@ -39,16 +39,16 @@ ALIGNMENT_BYTES = 64
 """Tensors begin at multiples of this in a buffer, so that a view of any dtype is aligned."""
 NUM_SLOTS = 2
 _PROTOCOL = 1
-_LARGEST_FRAME_BYTES = 16 << 20
+_MAX_FRAME_BYTES = 16 << 20
 _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-_LONGEST_PATH_BYTES = 107
+_MAX_PATH_BYTES = 107
 _RETRY_S = 0.02
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 @dataclass(frozen=True)
-class Placed:
+class TensorView:
     """A tensor in a buffer: contiguous from `offset` bytes on."""
 
     name: str
@@ -67,7 +67,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Slot:
+class SharedBuffer:
     """One of the shared buffers, as bytes."""
 
     number: int
@@ -82,22 +82,22 @@ class Bucket:
     tensors: dict[str, Tensor]
 
 
-class HandoverSender:
+class IpcSender:
     """The trainer's side: `begin`, then `slot` and `send` for each bucket, then `end`; `close` whatever happened."""
 
     def __init__(self, path: Path, slot_bytes: int, device: torch.device, deadline_s: float = 120.0) -> None:
         self._path, self._device, self._deadline_s = path, device, deadline_s
         self._slot_bytes = slot_bytes
         self.receiver = f"rollout worker {path.stem}"
-        self._line: _Line | None = None
-        self._slots: list[Slot] = []
-        self._free: list[Slot] = []
+        self._line: _Channel | None = None
+        self._slots: list[SharedBuffer] = []
+        self._free: list[SharedBuffer] = []
 
     def begin(self, version: int) -> None:
         """Meet the receiver, which may not have started to listen yet, and share the buffers."""
-        self._line = line = _Line(_connect(self._path, self._deadline_s), self.receiver)
+        self._line = line = _Channel(_connect(self._path, self._deadline_s), self.receiver)
         shared = [_share(self._slot_bytes, self._device) for _ in range(NUM_SLOTS)]
-        self._slots = [Slot(number, buffer) for number, (buffer, _, _) in enumerate(shared)]
+        self._slots = [SharedBuffer(number, buffer) for number, (buffer, _, _) in enumerate(shared)]
         self._free = list(self._slots)
         descriptors = [descriptor for _, _, descriptor in shared if descriptor is not None]
         hello = {"protocol": _PROTOCOL, "version": version, "slots": [handle for _, handle, _ in shared]}
@@ -108,14 +108,14 @@ class HandoverSender:
                 os.close(descriptor)  # the mappings stay
         line.receive("welcome", self._deadline_s)
 
-    def slot(self) -> Slot:
+    def slot(self) -> SharedBuffer:
         """A buffer that the receiver does not read; waits until it has read one."""
         if not self._free:
             done, _ = self._connected().receive("done", self._deadline_s)
             self._free.append(self._slots[done["slot"]])
         return self._free.pop(0)
 
-    def send(self, slot: Slot, tensors: Sequence[Placed]) -> None:
+    def send(self, slot: SharedBuffer, tensors: Sequence[TensorView]) -> None:
         """Tell the receiver what lies in a slot; it is the receiver's until `slot` returns it again."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -140,12 +140,12 @@ class HandoverSender:
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
-    def _connected(self) -> _Line:
+    def _connected(self) -> _Channel:
         assert self._line is not None, "the sender was used before `begin` or after `close`"
         return self._line
 
 
-class HandoverReceiver:
+class IpcReceiver:
     """The rollout worker's side: listens as long as it lives, and takes one version per round of `buckets`."""
 
     def __init__(self, path: Path, deadline_s: float = 120.0) -> None:
@@ -155,15 +155,15 @@ class HandoverReceiver:
         with _short_address(path) as address:
             self._listener.bind(address)
         self._listener.listen(1)
-        self._line: _Line | None = None
+        self._line: _Channel | None = None
 
     def buckets(self) -> Iterator[Bucket]:
         """What the sender sends, until it says that this was all; then it waits for `reply`."""
         self._hang_up()
-        self._line = line = _Line(self._accept(), "the trainer")
+        self._line = line = _Channel(self._accept(), "the trainer")
         hello, descriptors = line.receive("hello", self._deadline_s, NUM_SLOTS)
         if hello["protocol"] != _PROTOCOL:
-            self.refuse(f"protocol {hello['protocol']} of the trainer is not the rollout worker's {_PROTOCOL}")
+            self.reject(f"protocol {hello['protocol']} of the trainer is not the rollout worker's {_PROTOCOL}")
             raise RolloutError(f"the trainer speaks protocol {hello['protocol']}, not {_PROTOCOL}")
         slots = [_map(handle, descriptors) for handle in hello["slots"]]
         line.send("welcome", {})
@@ -184,7 +184,7 @@ class HandoverReceiver:
         self._line.send("digests", {"digests": digests})
         self._hang_up()
 
-    def refuse(self, reason: str) -> None:
+    def reject(self, reason: str) -> None:
         """Tell the sender why this version was not taken in; ends the round."""
         if self._line is not None:
             with contextlib.suppress(RolloutError):  # it may be the sender's death that is being refused
@@ -213,7 +213,7 @@ class HandoverReceiver:
         self._line = None
 
 
-class _Line:
+class _Channel:
     """A connection as frames: length, JSON; nothing waits for ever, and nobody else's process is listened to."""
 
     def __init__(self, connection: socket.socket, other: str) -> None:
@@ -226,7 +226,7 @@ class _Line:
 
     def send(self, kind: str, frame: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         body = json.dumps({"kind": kind, **frame}).encode()
-        assert len(body) <= _LARGEST_FRAME_BYTES, f"a frame of {len(body)} bytes: buckets hold fewer tensors"
+        assert len(body) <= _MAX_FRAME_BYTES, f"a frame of {len(body)} bytes: buckets hold fewer tensors"
         try:
             socket.send_fds(self._connection, [_LENGTH.pack(len(body))], descriptors)
             self._connection.sendall(body)
@@ -244,7 +244,7 @@ class _Line:
                 self._connection, _LENGTH.size, num_descriptors, socket.MSG_CMSG_CLOEXEC
             )
             (length,) = _LENGTH.unpack(head + self._read(_LENGTH.size - len(head), until))
-            if length > _LARGEST_FRAME_BYTES:
+            if length > _MAX_FRAME_BYTES:
                 raise RolloutError(f"{self._other} announced a frame of {length} bytes")
             frame: dict[str, Any] = json.loads(self._read(length, until))
         except TimeoutError:
@@ -275,7 +275,7 @@ class _Line:
         with contextlib.suppress(OSError, ValueError, struct.error):
             self._connection.settimeout(0.1)
             (length,) = _LENGTH.unpack(self._connection.recv(_LENGTH.size))
-            frame = json.loads(self._read(min(length, _LARGEST_FRAME_BYTES), time.monotonic() + 1))
+            frame = json.loads(self._read(min(length, _MAX_FRAME_BYTES), time.monotonic() + 1))
             if frame["kind"] == "refused":
                 raise RolloutError(f"{self._other} refused the weights: {frame['reason']}")
 
@@ -303,7 +303,7 @@ def _short_address(path: Path) -> Iterator[str]:
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         address = f"/proc/self/fd/{directory}/{path.name}"
-        if len(os.fsencode(address)) > _LONGEST_PATH_BYTES:
+        if len(os.fsencode(address)) > _MAX_PATH_BYTES:
             raise RolloutError(
                 f"the name has too many bytes for a socket: {len(os.fsencode(path.name))}", where=str(path)
             )
@@ -350,12 +350,12 @@ def _uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _placed(row: list[Any], buffer: Tensor) -> Placed:
+def _placed(row: list[Any], buffer: Tensor) -> TensorView:
     """A row of a bucket frame, if it lies in the buffer."""
     name, dtype, shape, offset = row
     if dtype not in DTYPES:
         raise RolloutError(f"{name} has dtype {dtype}; known: {', '.join(DTYPES)}")
-    placed = Placed(name, DTYPES[dtype], tuple(shape), offset)
+    placed = TensorView(name, DTYPES[dtype], tuple(shape), offset)
     if offset < 0 or offset % ALIGNMENT_BYTES or min(shape) < 0 or offset + placed.num_bytes > buffer.numel():
         raise RolloutError(f"{name} {shape} at byte {offset} does not lie in a buffer of {buffer.numel()} bytes")
     return placed

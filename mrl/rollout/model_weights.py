@@ -32,7 +32,7 @@ _PLAIN_MOE_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCH
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSpec:
     """One parameter as it was before vLLM packed it."""
 
     dtype: torch.dtype
@@ -45,18 +45,18 @@ class Slot:
 
 
 @dataclass
-class Owner:
+class ModuleParameters:
     """A module with parameters of its own."""
 
     module: Module
-    slots: dict[str, Slot]
+    slots: dict[str, ParameterSpec]
     sharers: list[Module] = field(default_factory=list)
     """Modules that have the same parameter (tied embeddings): they pack it for themselves."""
     fresh: dict[str, Tensor] = field(default_factory=dict)
     num_written: int = 0
 
 
-def full_tensors_because(model: Module) -> str:
+def full_tensor_reason(model: Module) -> str:
     """Why a model's modules cannot be written directly; empty where they can."""
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -69,7 +69,7 @@ def full_tensors_because(model: Module) -> str:
     return ""
 
 
-class FusedWeights:
+class ParameterWriter:
     """One round of writing fused and sharded tensors: every parameter of the model exactly once."""
 
     def __init__(self, model: Module) -> None:
@@ -87,7 +87,7 @@ class FusedWeights:
             raise RolloutError("the model has no such parameter", where=name, fix=did_you_mean(name, self._missing))
         owner, attribute = self._missing.pop(name)
         slot = owner.slots[attribute]
-        if (sent := Slot(tensor.dtype, tuple(tensor.shape), slot.in_place)) != slot:
+        if (sent := ParameterSpec(tensor.dtype, tuple(tensor.shape), slot.in_place)) != slot:
             raise RolloutError(f"sent as {sent}, but held as {slot}", where=name)
         held = getattr(owner.module, attribute).data
         if slot.in_place:
@@ -143,9 +143,9 @@ def _is_complete(module: Module) -> bool:
     return wanted is None or info.load_numel >= wanted
 
 
-def _owners(model: Module) -> dict[str, Owner]:
-    owners: dict[str, Owner] = {}
-    first: dict[Parameter, Owner] = {}
+def _owners(model: Module) -> dict[str, ModuleParameters]:
+    owners: dict[str, ModuleParameters] = {}
+    first: dict[Parameter, ModuleParameters] = {}
     for prefix, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         shared = [first[parameter] for parameter in own.values() if parameter in first]
@@ -154,16 +154,16 @@ def _owners(model: Module) -> dict[str, Owner]:
         if own and not shared:
             before = get_layerwise_info(module).restore_metadata[0]
             slots = {name: _slot(module, held, before.get(name)) for name, held in own.items()}
-            owners[prefix] = Owner(module, slots)
+            owners[prefix] = ModuleParameters(module, slots)
             first.update(dict.fromkeys(own.values(), owners[prefix]))
     return owners
 
 
-def _slot(module: Module, held: Parameter, before: Tensor | None) -> Slot:
+def _slot(module: Module, held: Parameter, before: Tensor | None) -> ParameterSpec:
     if before is None:  # vLLM keeps no record of biases, and leaves them as they are
-        return Slot(getattr(module, "params_dtype", held.dtype), tuple(held.shape), in_place=True)
+        return ParameterSpec(getattr(module, "params_dtype", held.dtype), tuple(held.shape), in_place=True)
     packed = held.shape != before.shape or (current_platform.is_cpu() and _is_moe(module))
-    return Slot(before.dtype, tuple(before.shape), not packed)
+    return ParameterSpec(before.dtype, tuple(before.shape), not packed)
 
 
 def _is_moe(module: Module) -> bool:
@@ -171,7 +171,7 @@ def _is_moe(module: Module) -> bool:
 
 
 @torch.no_grad()
-def _pack(owner: Owner) -> None:
+def _pack(owner: ModuleParameters) -> None:
     """Have the form that kernels read made from what has arrived."""
     for attribute, tensor in owner.fresh.items():
         setattr(owner.module, attribute, Parameter(tensor, requires_grad=False))

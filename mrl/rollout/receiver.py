@@ -18,23 +18,23 @@ from vllm.distributed.weight_transfer.base import (
 
 from mrl.errors import RolloutError
 from mrl.rollout.engine import socket_path
-from mrl.rollout.handover import HandoverReceiver
-from mrl.rollout.model_weights import FusedWeights, full_tensors_because, load_full_tensors
+from mrl.rollout.handover import IpcReceiver
+from mrl.rollout.model_weights import ParameterWriter, full_tensor_reason, load_full_tensors
 
 
 class WorkerExtension:
     """Methods that vLLM's workers get beside their own."""
 
-    def full_tensors_because(self) -> str:
+    def full_tensor_reason(self) -> str:
         """Why this worker's model cannot be written directly; empty where it can."""
-        return full_tensors_because(self.model_runner.model)  # type: ignore[attr-defined]
+        return full_tensor_reason(self.model_runner.model)  # type: ignore[attr-defined]
 
-    def weights_refused_because(self) -> str:
+    def last_update_error(self) -> str:
         """Why this worker did not take the last version; empty where it did."""
-        receiver: Receiver = self.weight_transfer_engine  # type: ignore[attr-defined]
+        receiver: IpcTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
         return receiver.refused_because
 
-    def room(self, part: str) -> tuple[int, int, int]:
+    def free_memory(self, part: str) -> tuple[int, int, int]:
         """Of this worker's device: free bytes, all, and those that vLLM's allocator takes from the driver to wake."""
         torch.cuda.empty_cache()  # as vLLM does before it wakes
         asleep = [each for each in CuMemAllocator.get_instance().pointer_to_data.values() if each.is_asleep]
@@ -57,7 +57,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     full: bool
 
 
-class Receiver(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type: ignore[misc]
+class IpcTransferEngine(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type: ignore[misc]
     """Listens as long as the worker lives; what it was sent it checks, writes, and answers with digests."""
 
     init_info_cls = ReceiverInfo
@@ -68,7 +68,7 @@ class Receiver(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type: ignore[
         """Listen."""
         self.refused_because = ""
         path = socket_path(Path(init_info.sockets), init_info.replica, get_tensor_model_parallel_rank())
-        self._handover = HandoverReceiver(path)
+        self._ipc = IpcReceiver(path)
 
     def start_weight_update(self) -> None:
         """Nothing to prepare."""
@@ -83,24 +83,24 @@ class Receiver(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type: ignore[
             if update_info.full:
                 digests = load_full_tensors(self.model, self.model_config, self._tensors(update_info.version))
             else:
-                weights = FusedWeights(self.model)
+                weights = ParameterWriter(self.model)
                 for name, tensor in self._tensors(update_info.version):
                     weights.write(name, tensor)
                 digests = weights.finish()
-            self._handover.reply(digests)
+            self._ipc.reply(digests)
         except (RolloutError, RuntimeError, ValueError) as error:
             self.refused_because = str(error)
-            self._handover.refuse(self.refused_because)
+            self._ipc.reject(self.refused_because)
 
     def finish_weight_update(self) -> None:
         """Nothing to finish: modules are packed as soon as all of theirs has arrived."""
 
     def shutdown(self) -> None:
         """Stop listening."""
-        self._handover.close()
+        self._ipc.close()
 
     def _tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        for bucket in self._handover.buckets():
+        for bucket in self._ipc.buckets():
             if bucket.version != version:
                 raise RolloutError(f"the trainer sends version {bucket.version}, but version {version} was asked for")
             yield from bucket.tensors.items()

@@ -6,29 +6,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from mrl.controller import Dispatch, Place, Worker, register
+from mrl.controller import Dispatch, RankInfo, Worker, register
 from mrl.errors import RolloutError
 from mrl.hub import node_copy
-from mrl.rollout.engine import EngineSettings, Part, Room, engine_class
+from mrl.rollout.engine import EngineSettings, FreeMemory, Part, engine_class
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
-from mrl.rollout.stepping import SteppingThread
+from mrl.rollout.stepping import EngineThread
 
 
 class RolloutReplica(Worker):
     """Takes requests at any time and returns samples as they are finished; the engine never waits for the driver."""
 
-    def __init__(self, place: Place, engine: str, settings: EngineSettings, step_deadline_s: float) -> None:
+    def __init__(self, place: RankInfo, engine: str, settings: EngineSettings, step_deadline_s: float) -> None:
         super().__init__(place)
         settings = replace(settings, model=node_copy(str(settings.model)))
-        self._thread = SteppingThread(partial(engine_class(engine), settings), step_deadline_s)
+        self._thread = EngineThread(partial(engine_class(engine), settings), step_deadline_s)
 
     @register(Dispatch.RANK_ZERO)
-    def full_tensors_because(self) -> str:
+    def full_tensor_reason(self) -> str:
         """Why this replica takes whole Hugging Face tensors; empty where it takes fused and sharded ones."""
-        return self._thread.do(lambda engine: engine.full_tensors_because)
+        return self._thread.call(lambda engine: engine.full_tensor_reason)
 
     @register(Dispatch.RANK_ZERO)
-    def exchange(
+    def submit_and_poll(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, version: int, wait_s: float
     ) -> list[Generated] | RolloutError:
         """Start these requests; return what has been finished, after waiting this long for something.
@@ -36,10 +36,10 @@ class RolloutReplica(Worker):
         A rule that was broken is returned, for it would be broken again; what is raised is a broken engine.
         """
         try:
-            self._thread.do(lambda engine: engine.need_version(version))
+            self._thread.call(lambda engine: engine.need_version(version))
             if requests:
-                self._thread.do(lambda engine: engine.start(requests, sampling))
-            return self._thread.finished(wait_s)
+                self._thread.call(lambda engine: engine.start(requests, sampling))
+            return self._thread.poll(wait_s)
         except RolloutError as error:
             return error
 
@@ -51,14 +51,14 @@ class RolloutReplica(Worker):
     @register(Dispatch.RANK_ZERO)
     def receive_weights(self, version: int) -> None:
         """Take in one version, which the trainer ranks of the same devices hand over meanwhile."""
-        self._thread.do(lambda engine: engine.receive_weights(version))
+        self._thread.call(lambda engine: engine.receive_weights(version))
 
     @register(Dispatch.RANK_ZERO)
     def sleep(self) -> None:
         """Give the device's memory back."""
-        self._thread.do(lambda engine: engine.sleep())
+        self._thread.call(lambda engine: engine.sleep())
 
     @register(Dispatch.RANK_ZERO)
-    def wake(self, part: Part) -> list[Room]:
+    def wake(self, part: Part) -> list[FreeMemory]:
         """Take one part of the memory again; the devices, where one of them has not got it."""
-        return self._thread.do(lambda engine: engine.wake(part))
+        return self._thread.call(lambda engine: engine.wake(part))

@@ -15,7 +15,7 @@ from mrl.rollout.requests import Generated
 T = TypeVar("T")
 
 
-class SteppingThread:
+class EngineThread:
     """Everything that an engine does, it does in this thread, its start included."""
 
     def __init__(self, make: Callable[[], RolloutEngine], step_deadline_s: float) -> None:
@@ -27,7 +27,7 @@ class SteppingThread:
         self._stepping.set_result(None)
         self._stepped_at = time.monotonic()
 
-    def do(self, action: Callable[[RolloutEngine], T]) -> T:
+    def call(self, action: Callable[[RolloutEngine], T]) -> T:
         """Have something done after the step under way."""
         result = self._thread.submit(action, self._engine).result()
         if self._engine.unfinished and self._stepping.done():
@@ -36,7 +36,7 @@ class SteppingThread:
             self._stepping = self._thread.submit(self._step)
         return result
 
-    def finished(self, wait_s: float) -> list[Generated]:
+    def poll(self, wait_s: float) -> list[Generated]:
         """What has been finished; waits this long for something."""
         self._raise_failure()
         samples: list[Generated] = []
@@ -53,8 +53,8 @@ class SteppingThread:
 
     def abort(self) -> None:
         """Forget everything under way, and what has been finished of it."""
-        self.do(lambda engine: engine.abort())
-        self.finished(0)
+        self.call(lambda engine: engine.abort())
+        self.poll(0)
 
     def _step(self) -> None:
         if samples := self._engine.step():

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from mrl.errors import RolloutError
 from mrl.rollout.digest import Digests
-from mrl.rollout.engine import EngineSettings, Part, RolloutEngine, Room, socket_path
-from mrl.rollout.handover import HandoverReceiver
+from mrl.rollout.engine import EngineSettings, FreeMemory, Part, RolloutEngine, socket_path
+from mrl.rollout.handover import IpcReceiver
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
 
 @dataclass
-class Row:
+class RowState:
     """One sample under way."""
 
     request: GenerationRequest
@@ -38,20 +38,20 @@ class TransformersEngine(RolloutEngine):
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-        self.full_tensors_because = "a transformers model fuses nothing"
+        self.full_tensor_reason = "a transformers model fuses nothing"
         dtype = getattr(torch, settings.dtype)
         self.model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device)
-        self._handover = HandoverReceiver(socket_path(settings.sockets, settings.replica, 0))
-        self._rows: dict[str, Row] = {}
+        self._ipc = IpcReceiver(socket_path(settings.sockets, settings.replica, 0))
+        self._rows: dict[str, RowState] = {}
 
     def close(self) -> None:
         """Stop listening for weights."""
-        self._handover.close()
+        self._ipc.close()
 
     def _start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
         for request in requests:
             noise = torch.Generator(self.settings.device).manual_seed(request.seed)
-            self._rows[request.key] = Row(request, sampling, noise)
+            self._rows[request.key] = RowState(request, sampling, noise)
 
     @torch.inference_mode()
     def _step(self) -> list[Generated]:
@@ -64,7 +64,7 @@ class TransformersEngine(RolloutEngine):
                 finished.append(self._generated(row, stopped))
         return finished
 
-    def _extend(self, row: Row) -> None:
+    def _extend(self, row: RowState) -> None:
         new = row.token_ids[-1:] or row.request.prompt_ids.tolist()
         output = self.model(torch.tensor([new], device=self.settings.device), past_key_values=row.cache)
         log_probs = sampled_log_probs(output.logits[0, -1], row.sampling)
@@ -73,7 +73,7 @@ class TransformersEngine(RolloutEngine):
         row.token_ids.append(token)
         row.log_probs.append(float(log_probs[token]))
 
-    def _generated(self, row: Row, stopped: bool) -> Generated:
+    def _generated(self, row: RowState, stopped: bool) -> Generated:
         assert self.weight_version is not None, "nothing is generated before weights have arrived"
         token_ids, log_probs = np.asarray(row.token_ids, np.int32), np.asarray(row.log_probs, np.float32)
         return Generated(row.request.key, token_ids, log_probs, "stop" if stopped else "length", self.weight_version)
@@ -84,15 +84,15 @@ class TransformersEngine(RolloutEngine):
 
     def _receive_weights(self, version: int) -> None:
         try:
-            self._handover.reply(self._load(version))
+            self._ipc.reply(self._load(version))
         except RolloutError as error:
-            self._handover.refuse(str(error))
+            self._ipc.reject(str(error))
             raise
 
     def _load(self, version: int) -> dict[str, str]:
         tensors: dict[str, Tensor] = {}
         digests = Digests()
-        for bucket in self._handover.buckets():
+        for bucket in self._ipc.buckets():
             if bucket.version != version:
                 raise RolloutError(f"the trainer sends version {bucket.version}, but version {version} was asked for")
             for name, tensor in bucket.tensors.items():
@@ -110,7 +110,7 @@ class TransformersEngine(RolloutEngine):
     def _sleep(self) -> None:
         """There is no memory to give back."""
 
-    def _wake(self, part: Part) -> list[Room]:
+    def _wake(self, part: Part) -> list[FreeMemory]:
         """There is no memory to take again."""
         return []
 

@@ -24,7 +24,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from mrl.errors import RolloutError, SetupError
-from mrl.rollout.engine import TRANSFER_BACKEND, EngineSettings, Part, RolloutEngine, Room
+from mrl.rollout.engine import TRANSFER_BACKEND, EngineSettings, FreeMemory, Part, RolloutEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
 _DISCARD_EVERYTHING = 2
@@ -45,7 +45,7 @@ class VllmEngine(RolloutEngine):
         self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(settings)))
         where = {"sockets": str(settings.sockets), "replica": settings.replica}
         self._on_workers("init_weight_transfer_engine", init_info=where)
-        self.full_tensors_because = next(filter(None, self._on_workers("full_tensors_because")), "")
+        self.full_tensor_reason = next(filter(None, self._on_workers("full_tensor_reason")), "")
         self._first: str | None = ""
         """The first request since the weights changed, for which nothing can be cached; None once it has ended."""
 
@@ -93,9 +93,9 @@ class VllmEngine(RolloutEngine):
 
     def _receive_weights(self, version: int) -> None:
         self._on_workers("start_weight_update")
-        self._on_workers("update_weights", update_info={"version": version, "full": bool(self.full_tensors_because)})
+        self._on_workers("update_weights", update_info={"version": version, "full": bool(self.full_tensor_reason)})
         self._on_workers("finish_weight_update")
-        if reasons := [reason for reason in self._on_workers("weights_refused_because") if reason]:
+        if reasons := [reason for reason in self._on_workers("last_update_error") if reason]:
             raise RolloutError(reasons[0])
         if not self._engine.reset_prefix_cache():
             raise RolloutError(f"vLLM did not drop its prefix cache after weights {version} had arrived")
@@ -104,9 +104,9 @@ class VllmEngine(RolloutEngine):
     def _sleep(self) -> None:
         self._engine.sleep(_DISCARD_EVERYTHING)
 
-    def _wake(self, part: Part) -> list[Room]:
+    def _wake(self, part: Part) -> list[FreeMemory]:
         if self.settings.device == "cuda":  # on a CPU nothing has slept
-            rooms = [Room(*each) for each in self._on_workers("room", part=part)]
+            rooms = [FreeMemory(*each) for each in self._on_workers("free_memory", part=part)]
             if any(room.lacking_bytes > 0 for room in rooms):
                 return rooms
         self._engine.wake_up([part])

@@ -11,7 +11,7 @@ SAME_POLICY = {"float32": 1e-4, "bfloat16": 2e-2}
 """How far mean log-prob differences of one policy may be from 0: packing and kernels differ between passes."""
 
 
-def audit_step(
+def check_invariants(
     config: Config, step: int, metrics: Mapping[str, float], updates: Sequence[Mapping[str, float]], num_tokens: int
 ) -> None:
     """Check what must hold after a step."""

@@ -32,11 +32,11 @@ from mrl.trainer.demo_model import make_model
 from mrl.trainer.ppo import RayPPOTrainer
 from mrl.trainer.run import open_run
 from mrl.trainer.sft import train_sft
-from mrl.trainer.stopping import Stopping
+from mrl.trainer.stopping import ShutdownSignal
 
 Result = TypeVar("Result")
 
-LARGEST = 49
+MAX_OPERAND = 49
 MISTAKES, SFT_STEPS = 0.64, 340
 WARM_START_AT_MOST, GOAL = 0.40, 0.80
 SOLVED = "val/solved/mean@4"
@@ -138,9 +138,9 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
 
 def warm_model(settings: DemoSettings, console: Console, seconds: dict[str, float]) -> Path:
     """A new model after its SFT."""
-    console.say("making a model of 400,000 parameters that knows nothing")
+    console.print("making a model of 400,000 parameters that knows nothing")
     initial = _timed(seconds, "model", lambda: make_model(settings.directory / "initial", settings.seed))
-    console.say(f"SFT on the answers of a teacher of whom {MISTAKES:.0%} are wrong")
+    console.print(f"SFT on the answers of a teacher of whom {MISTAKES:.0%} are wrong")
     return _timed(seconds, "sft", lambda: _warm_start(settings, initial, console))
 
 
@@ -148,7 +148,7 @@ def learn(settings: DemoSettings, model: Path, console: Console, seconds: dict[s
     """Train a warmed-up model by rewards."""
     config = settings.directory / "demo.yaml"
     config.write_text(demo_yaml(settings, model, config), encoding="utf-8")
-    console.say(f"{settings.algorithm}: {settings.steps} steps of 512 samples, as {config} says")
+    console.print(f"{settings.algorithm}: {settings.steps} steps of 512 samples, as {config} says")
     resolved = load_config(str(config))
     with open_run(resolved, console) as run:
         trainer = RayPPOTrainer(run)
@@ -156,7 +156,9 @@ def learn(settings: DemoSettings, model: Path, console: Console, seconds: dict[s
         with trainer.init_workers():
             seconds["start of workers"] = time.monotonic() - began
             before = _timed(seconds, "validation before", trainer.validate)[SOLVED]
-            console.say(f"right before: {100 * before:.1f} % of sampled answers to problems that are never trained on")
+            console.print(
+                f"right before: {100 * before:.1f} % of sampled answers to problems that are never trained on"
+            )
             after = _timed(seconds, settings.algorithm, trainer.fit).get(SOLVED)
     return DemoResult(before, after if trainer.num_steps_done == settings.steps else None, seconds, config)
 
@@ -172,7 +174,7 @@ def _warm_start(settings: DemoSettings, initial: Path, console: Console) -> Path
     directory = settings.directory / "sft"
     (directory / "logs").mkdir(parents=True, mode=0o700)
     devices = settings.cluster.devices_per_node
-    options = {"part": "train", "largest": LARGEST, "mistakes": MISTAKES}
+    options = {"part": "train", "largest": MAX_OPERAND, "mistakes": MISTAKES}
     config = SftConfig(
         run=RunConfig(name="sft", dir=str(settings.directory)),
         cluster=settings.cluster,
@@ -191,11 +193,11 @@ def _warm_start(settings: DemoSettings, initial: Path, console: Console) -> Path
 
     def on_step(step: int, figures: dict[str, float]) -> None:
         if step % 40 == 0:
-            console.say(f"  update {step}: loss {figures['loss']:.3f}")
+            console.print(f"  update {step}: loss {figures['loss']:.3f}")
 
     events = EventLog(directory / "events.jsonl")
     try:
-        model = train_sft(config, directory, events, Stopping(None), on_step, console.say)
+        model = train_sft(config, directory, events, ShutdownSignal(None), on_step, console.print)
         assert model is not None, "nothing asks it to stop"
         return model
     finally:
@@ -219,7 +221,7 @@ def demo_yaml(settings: DemoSettings, model: Path, path: Path) -> str:
         prompts=256 if has_critic else 64,
         samples=2 if has_critic else 8,
         warmup=", critic_warmup_steps: 2" if has_critic else "",
-        largest=LARGEST,
+        largest=MAX_OPERAND,
         steps=settings.steps,
         updates=max(4 * settings.steps, 21),
         seed=settings.seed,

@@ -8,7 +8,7 @@ import torch
 
 from mrl.data.toy_tokenizer import save_toy_tokenizer
 
-LONGEST = 64
+MAX_LENGTH = 64
 
 
 def make_model(directory: Path, seed: int) -> Path:
@@ -25,7 +25,7 @@ def make_model(directory: Path, seed: int) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=LONGEST,
+        max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=False,
         dtype="float32",
     )

@@ -11,15 +11,15 @@ from mrl.config.schema import Config
 from mrl.data.prompt_loader import PromptLoader
 from mrl.errors import RewardError
 from mrl.protocol import DataProto
-from mrl.trainer.generation import Scored
+from mrl.trainer.generation import ScoredBatch
 
 
-def full_batch(config: Config, prompts: PromptLoader, generate: Callable[[DataProto], Scored]) -> Scored:
+def full_batch(config: Config, prompts: PromptLoader, generate: Callable[[DataProto], ScoredBatch]) -> ScoredBatch:
     """Scored samples of `batch.prompts_per_step` prompts. Rounds that DAPO discards are counted, and bounded."""
     settings, wanted = config.algorithm.dynamic_sampling, config.batch.prompts_per_step
     if settings is None:
         return generate(prompts.next_batch())
-    rounds: list[Scored] = []
+    rounds: list[ScoredBatch] = []
     kept: list[DataProto] = []
     num_kept = num_uniform = 0
     while num_kept < wanted:
@@ -39,7 +39,7 @@ def full_batch(config: Config, prompts: PromptLoader, generate: Callable[[DataPr
         num_uniform += found.num_uniform
     metrics = {name: float(np.mean([each.metrics.get(name, np.nan) for each in rounds])) for name in rounds[-1].metrics}
     metrics |= {"sampling/rounds": len(rounds), "sampling/uniform_prompts": num_uniform}
-    return Scored(DataProto.concat([batch for batch in kept if len(batch)]), metrics)
+    return ScoredBatch(DataProto.concat([batch for batch in kept if len(batch)]), metrics)
 
 
 def _outcomes(batch: DataProto) -> Outcomes:

@@ -21,7 +21,7 @@ from mrl.rollout.requests import Generated, GenerationRequest, Sampling, request
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredBatch:
     """Responses with their scores; samples without a score are gone from the batch and stand in the metrics."""
 
     batch: DataProto
@@ -50,7 +50,7 @@ class Generator:
         self.validation = Sampling(validation.temperature, validation.top_p, 0, stop)
         self.greedy = Sampling(1.0, 1.0, 1, stop)
 
-    def run(self, batch: DataProto, sampling: Sampling, step: int) -> Scored:
+    def run(self, batch: DataProto, sampling: Sampling, step: int) -> ScoredBatch:
         """One response to each row's prompt, with its score. Rows of one uid are its samples, in their order."""
         requests = self._requests(batch, step)
         row_of = {request.key: row for row, request in enumerate(requests)}
@@ -71,7 +71,7 @@ class Generator:
         columns = self._columns(batch, [responses[row] for row in rows], [samples[row] for row in rows], outcomes)
         kept = [row for row in rows if isinstance(outcomes[row], Score)]
         metrics = reward_metrics([samples[row] for row in rows], outcomes) if self._rewards is not None else {}
-        return Scored(batch.union(columns).take(kept), metrics)
+        return ScoredBatch(batch.union(columns).take(kept), metrics)
 
     def _requests(self, batch: DataProto, step: int) -> list[GenerationRequest]:
         uids = batch.non_tensor_batch["uid"]

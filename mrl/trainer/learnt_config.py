@@ -13,18 +13,18 @@ _MAY_CHANGE = ("run", "cluster", "deadlines", "placement", "training", "validati
 """Sections that a resumed run may have otherwise than before without a word: they do not decide what is learnt."""
 
 
-def learnt_config(config: AnyConfig) -> dict[str, Any]:
+def resume_config(config: AnyConfig) -> dict[str, Any]:
     """It as JSON knows it; without secrets, which the environment of rewards may hold."""
     sections = {name: value for name, value in dataclasses.asdict(config).items() if name not in _MAY_CHANGE}
     found: dict[str, Any] = redact(json.loads(json.dumps(sections)))
     return found
 
 
-def changes(before: dict[str, Any], config: AnyConfig, step: int) -> dict[str, str]:
+def describe_changes(before: dict[str, Any], config: AnyConfig, step: int) -> dict[str, str]:
     """What a run that goes on after this step has otherwise than it had; by key, in words."""
     return {
         key: f"was {then} when this run began, and is {now} from step {step + 1} on"
-        for key, (then, now) in _differences(before, learnt_config(config)).items()
+        for key, (then, now) in _differences(before, resume_config(config)).items()
     }
 
 

@@ -11,8 +11,8 @@ from mrl.data.chat import ChatTokenizer, compare_tokenizer
 from mrl.errors import ModelError, RewardError
 from mrl.models.families import read_spec
 from mrl.protocol import DataProto
-from mrl.trainer.generation import Scored
-from mrl.trainer.step_metrics import figures_of
+from mrl.trainer.generation import ScoredBatch
+from mrl.trainer.step_metrics import summary_metrics
 
 
 def check_reward_model(config: Config, tokenizer: ChatTokenizer) -> Iterator[str]:
@@ -27,7 +27,7 @@ def check_reward_model(config: Config, tokenizer: ChatTokenizer) -> Iterator[str
         raise ModelError(what, where=path, fix="a reward model that was made from a model of the policy's family")
 
 
-def add_model_scores(config: Config, samples: Scored, written: DataProto) -> Scored:
+def add_model_scores(config: Config, samples: ScoredBatch, written: DataProto) -> ScoredBatch:
     """The samples with the reward model's scores in theirs; a score that is no number stops the run."""
     assert config.reward_model is not None, "only a reward model that is there scores"
     batch = samples.batch.union(written)
@@ -42,4 +42,4 @@ def add_model_scores(config: Config, samples: Scored, written: DataProto) -> Sco
         )
     scores = batch.pop("scores").batch["scores"] + config.reward_model.weight * model_scores
     batch = batch.union(DataProto.from_dict({"scores": scores}, row_ids=batch.row_ids))
-    return Scored(batch, samples.metrics | figures_of("reward/model", model_scores.numpy()))
+    return ScoredBatch(batch, samples.metrics | summary_metrics("reward/model", model_scores.numpy()))

@@ -20,19 +20,19 @@ from mrl.config.schema import Config
 from mrl.controller.transport import store
 from mrl.protocol import DataProto
 from mrl.trainer import step_metrics
-from mrl.trainer.audit import audit_step
+from mrl.trainer.audit import check_invariants
 from mrl.trainer.dynamic_sampling import full_batch
 from mrl.trainer.engine_probe import Answers
-from mrl.trainer.generation import Scored
+from mrl.trainer.generation import ScoredBatch
 from mrl.trainer.model_role import ModelRole, mean_of
 from mrl.trainer.model_scores import add_model_scores
 from mrl.trainer.run import Run
-from mrl.trainer.starting import told_what_starts
-from mrl.trainer.team import Team, make_team
+from mrl.trainer.starting import start_progress
+from mrl.trainer.team import Components, build_components
 from mrl.workers.messages import WholeBatch
 
-LEARNT_FROM = ("prompts", "responses", "rollout_log_probs", "scores")
-WHERE_THERE = ("baseline_scores", "response_mask")
+TRAIN_COLUMNS = ("prompts", "responses", "rollout_log_probs", "scores")
+OPTIONAL_TRAIN_COLUMNS = ("baseline_scores", "response_mask")
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ class RayPPOTrainer:
         self.num_steps_done = 0
 
     @contextmanager
-    def init_workers(self) -> Iterator[Team]:
+    def init_workers(self) -> Iterator[Components]:
         """Start all roles for the length of the block, and go on from the run's checkpoint where there is one."""
         with ExitStack() as stack:
-            with told_what_starts(self.run):
-                team = make_team(self.config, self.run.directory, self.run.events, self.clock)
+            with start_progress(self.run):
+                team = build_components(self.config, self.run.directory, self.run.events, self.clock)
                 self.team = stack.enter_context(team)
             self.actor, self.critic, self.hybrid = self.team.actor, self.team.critic, self.team.hybrid
             self.reward_model = self.team.reward_model
-            if reason := self.hybrid.full_tensors_because:
+            if reason := self.hybrid.full_tensor_reason:
                 self.run.warn("rollout", f"weights travel as whole tensors: {reason}")
             self.num_steps_done = self.run.resume(self.team)
             yield self.team
@@ -70,7 +70,7 @@ class RayPPOTrainer:
     def fit(self) -> dict[str, float]:
         """All steps that are left; the figures of the last validation."""
         run, validation = self.run, self.config.validation
-        self.clock.lap()  # what came before belongs to no step
+        self.clock.pop_seconds()  # what came before belongs to no step
         validated: dict[str, float] = {}
         if validation.every and validation.first and not self.num_steps_done:
             validated = self.validate()
@@ -81,7 +81,7 @@ class RayPPOTrainer:
             is_due = bool(validation.every) and (is_last or report.step % validation.every == 0)
             figures = self.validate() if is_due else {}  # of this step alone: no other has them, and no checkpoint
             validated = figures or validated
-            stop = run.wants_to_stop()
+            stop = run.should_stop()
             run.record(report.step, report.batch, report.metrics | figures)
             if is_last or stop or run.save_is_due(report.step):
                 run.save(self.team, report.step, figures)
@@ -101,10 +101,10 @@ class RayPPOTrainer:
             with self.clock("reward_model"):
                 written = self.reward_model.run("compute_rm_score", samples.batch)
                 samples = add_model_scores(self.config, samples, written)
-        batch, metrics = store(samples.batch.select(*self._learnt_from(samples.batch))), dict(samples.metrics)
+        batch, metrics = store(samples.batch.select(*self._train_columns(samples.batch))), dict(samples.metrics)
         if needs_old_log_probs(self.config):
             with self.clock("old_log_prob"):
-                batch = batch.union(_said(self.actor.run("compute_log_prob", batch), "mismatch", metrics))
+                batch = batch.union(_pop_metrics(self.actor.run("compute_log_prob", batch), "mismatch", metrics))
         if algorithm.kl.where != "none":
             with self.clock("ref_log_prob"):
                 batch = batch.union(self.actor.run("compute_ref_log_prob", batch))
@@ -113,7 +113,7 @@ class RayPPOTrainer:
                 batch = batch.union(self.critic.run("compute_values", batch))
         with self.clock("advantage"):
             uids = list(samples.batch.non_tensor_batch["uid"])
-            batch = batch.union(_said(self.estimate_advantages(batch, uids), "reward", metrics))
+            batch = batch.union(_pop_metrics(self.estimate_advantages(batch, uids), "reward", metrics))
         updates: dict[str, list[dict[str, float]]] = {}
         if self.critic is not None:
             with self.clock("update_critic"):
@@ -124,15 +124,15 @@ class RayPPOTrainer:
             self.hybrid.weights_changed()
         for role, of_role in updates.items():
             metrics |= mean_of(of_role, role)
-        audit_step(self.config, step, metrics, updates.get("actor", []), _num_written(samples.batch))
+        check_invariants(self.config, step, metrics, updates.get("actor", []), _num_written(samples.batch))
         self.team.kl.update(metrics["reward/kl"], len(batch))
         self.num_steps_done = step
-        metrics |= step_metrics.of_batch(samples.batch, self.config.rollout.max_response_tokens)
-        seconds = self.clock.lap()
-        metrics |= step_metrics.of_time(seconds, samples.batch, self.config.cluster)
+        metrics |= step_metrics.batch_metrics(samples.batch, self.config.rollout.max_response_tokens)
+        seconds = self.clock.pop_seconds()
+        metrics |= step_metrics.timing_metrics(seconds, samples.batch, self.config.cluster)
         num_trained = int(metrics["perf/total_num_tokens"]) * self.config.batch.epochs_per_step
         for name, trained in self.team.roles.items():
-            metrics |= step_metrics.of_training(trained, name, seconds.get(f"update_{name}", 0.0), num_trained)
+            metrics |= step_metrics.training_metrics(trained, name, seconds.get(f"update_{name}", 0.0), num_trained)
         return StepReport(step, samples.batch, metrics | self.hybrid.metrics())
 
     def validate(self) -> dict[str, float]:
@@ -149,7 +149,7 @@ class RayPPOTrainer:
             with self.clock("probe"):
                 self.team.engine_probe.compare(step, answers)
 
-    def collect(self, step: int) -> Scored:
+    def collect(self, step: int) -> ScoredBatch:
         """The step's samples with their scores."""
         scored = full_batch(self.config, self.team.prompts, lambda prompts: self.generate(prompts, step))
         overlong = self.config.algorithm.overlong
@@ -161,9 +161,9 @@ class RayPPOTrainer:
         batch = scored.batch
         scores_B = batch.pop("scores").batch["scores"] + penalty_B
         batch = batch.union(DataProto.from_dict({"scores": scores_B}, row_ids=batch.row_ids))
-        return Scored(batch, scored.metrics | {"reward/overlong_penalty": float(penalty_B.mean())})
+        return ScoredBatch(batch, scored.metrics | {"reward/overlong_penalty": float(penalty_B.mean())})
 
-    def generate(self, prompts: DataProto, step: int) -> Scored:
+    def generate(self, prompts: DataProto, step: int) -> ScoredBatch:
         """Samples of these prompts; for ReMax also the greedy answer, whose score is the baseline."""
         generator = self.team.generator
         scored = generator.run(prompts.repeat(self.config.batch.samples_per_prompt), generator.training, step)
@@ -175,7 +175,7 @@ class RayPPOTrainer:
         kept = scored.batch.take([row for row, uid in enumerate(uids) if uid in baseline])
         scores = torch.tensor([baseline[uid] for uid in kept.non_tensor_batch["uid"]], dtype=torch.float64)
         column = DataProto.from_dict({"baseline_scores": scores}, row_ids=kept.row_ids)
-        return Scored(kept.union(column), scored.metrics | {"reward/greedy/mean": float(scores.mean())})
+        return ScoredBatch(kept.union(column), scored.metrics | {"reward/greedy/mean": float(scores.mean())})
 
     def estimate_advantages(self, batch: DataProto, uids: list[str]) -> DataProto:
         """Advantages, on the critic's ranks where there is one: its values are there."""
@@ -203,8 +203,8 @@ class RayPPOTrainer:
         return parts
 
     @staticmethod
-    def _learnt_from(batch: DataProto) -> list[str]:
-        return [*LEARNT_FROM, *(name for name in WHERE_THERE if name in batch.columns())]
+    def _train_columns(batch: DataProto) -> list[str]:
+        return [*TRAIN_COLUMNS, *(name for name in OPTIONAL_TRAIN_COLUMNS if name in batch.columns())]
 
 
 def _num_written(batch: DataProto) -> int:
@@ -214,7 +214,7 @@ def _num_written(batch: DataProto) -> int:
     return int(batch.lengths("responses").sum())
 
 
-def _said(written: DataProto, prefix: str, metrics: dict[str, Any]) -> DataProto:
+def _pop_metrics(written: DataProto, prefix: str, metrics: dict[str, Any]) -> DataProto:
     """The columns that workers wrote; what they said beside them goes into the metrics."""
     metrics |= {f"{prefix}/{name}": value for name, value in written.meta_info.items()}
     written.meta_info = {}

@@ -15,16 +15,16 @@ from mrl.config.run_directory import open_run_directory
 from mrl.config.schema import Config
 from mrl.data.sample_files import write_samples
 from mrl.events import EventLog, RunStarted, Warned
-from mrl.observe.clock import Clock
+from mrl.observe.clock import StepTimer
 from mrl.observe.console import Console
 from mrl.observe.metrics import MetricsFile
-from mrl.observe.panel import Shown
+from mrl.observe.panel import SamplePreview
 from mrl.observe.trackers import Tracker, open_trackers
 from mrl.protocol import DataProto
-from mrl.trainer.learnt_config import changes, learnt_config
-from mrl.trainer.snapshot import Snapshots
-from mrl.trainer.stopping import Stopping
-from mrl.trainer.team import Team
+from mrl.trainer.learnt_config import describe_changes, resume_config
+from mrl.trainer.snapshot import CheckpointManager
+from mrl.trainer.stopping import ShutdownSignal
+from mrl.trainer.team import Components
 
 
 class Run:
@@ -36,10 +36,10 @@ class Run:
         self.directory, self.console = directory, console
         self.config = resolved.config
         self.events = EventLog(directory / "events.jsonl")
-        self.clock = Clock(self.events, console.phase, console.progress)
-        self.snapshots = Snapshots(directory / "checkpoints", self.config.training.keep, self.events)
+        self.clock = StepTimer(self.events, console.phase, console.progress)
+        self.snapshots = CheckpointManager(directory / "checkpoints", self.config.training.keep, self.events)
         self._metrics: MetricsFile
-        self.stopping = Stopping(self.config.training.time_limit_s)
+        self.stopping = ShutdownSignal(self.config.training.time_limit_s)
         self.trackers: list[Tracker] = []
         self._best = -np.inf
         self.events.write(RunStarted(self.config.run.name, mrl.__version__))
@@ -49,9 +49,9 @@ class Run:
     def warn(self, about: str, message: str) -> None:
         """Say it and write it down."""
         self.events.write(Warned(about, message))
-        self.console.say(f"warning: {about}: {message}")
+        self.console.print(f"warning: {about}: {message}")
 
-    def resume(self, team: Team) -> int:
+    def resume(self, team: Components) -> int:
         """Put the team into the state of the newest checkpoint; how many steps are done."""
         found = self.snapshots.newest() if self.config.training.resume == "auto" else None
         metrics = self.directory / "metrics.jsonl"
@@ -60,22 +60,22 @@ class Run:
         next_step = 1 if found is None else found.step + 1
         self._metrics = MetricsFile(metrics, next_step)
         which, name = self.config.training.tracker, self.config.run.name
-        self.trackers = open_trackers(which, name, self.directory, learnt_config(self.config), next_step)
+        self.trackers = open_trackers(which, name, self.directory, resume_config(self.config), next_step)
         if found is None:
             return 0
-        for key, change in changes(found.state["config"], self.config, found.step).items():
+        for key, change in describe_changes(found.state["config"], self.config, found.step).items():
             self.warn(key, change)
         for name, role in team.roles.items():
             role.group.load_checkpoint(str(found.path / name))
         team.load_state_dict(found.state["team"])
         self._best = -np.inf if found.state["best"] is None else found.state["best"]
-        self.console.say(f"resumed from {found.path}")
+        self.console.print(f"resumed from {found.path}")
         return found.step
 
     def record(self, step: int, batch: DataProto, metrics: Mapping[str, float]) -> None:
         """Write down what a step did."""
         self._metrics.write(step, metrics)
-        self.console.step(step, metrics, _shown(batch))
+        self.console.step(step, metrics, _preview(batch))
         for tracker in self.trackers:
             tracker.log(step, metrics)
         every = self.config.training.samples_every
@@ -93,24 +93,24 @@ class Run:
         every = self.config.training.save_every
         return bool(every) and step % every == 0
 
-    def save(self, team: Team, step: int, validated: Mapping[str, float]) -> None:
+    def save(self, team: Components, step: int, validated: Mapping[str, float]) -> None:
         """Save everything. It is the best so far if it was validated itself, and scored higher than any before."""
         score = validated.get(f"val/score/mean@{self.config.validation.samples_per_prompt}", -np.inf)
         is_best = score > self._best
         self._best = max(self._best, score)
         state = {
-            "config": learnt_config(self.config),
+            "config": resume_config(self.config),
             "team": team.state_dict(),
             "best": None if np.isneginf(self._best) else self._best,
         }
         with self.clock("save"):
             self.snapshots.save(step, team.roles, state, is_best)
 
-    def wants_to_stop(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether a signal came or the time is up; what it was is said."""
         reason = self.stopping.reason()
         if reason:
-            self.console.say(f"{reason}: saving and stopping")
+            self.console.print(f"{reason}: saving and stopping")
         return bool(reason)
 
 
@@ -128,9 +128,9 @@ def open_run(resolved: Resolved[Config], console: Console) -> Iterator[Run]:
             run.events.close()
 
 
-def _shown(batch: DataProto) -> Shown:
+def _preview(batch: DataProto) -> SamplePreview:
     columns = batch.non_tensor_batch
-    return Shown(columns["prompt_text"][0], columns["response_text"][0], float(batch.batch["scores"][0]))
+    return SamplePreview(columns["prompt_text"][0], columns["response_text"][0], float(batch.batch["scores"][0]))
 
 
 def _texts(batch: DataProto) -> dict[str, Any]:

@@ -26,11 +26,11 @@ from mrl.data.sources import open_source
 from mrl.events import EventLog, Warned
 from mrl.observe.metrics import MetricsFile
 from mrl.protocol import DataProto
-from mrl.trainer.learnt_config import changes, learnt_config
+from mrl.trainer.learnt_config import describe_changes, resume_config
 from mrl.trainer.model_role import ModelRole
-from mrl.trainer.node_models import bring_models
-from mrl.trainer.snapshot import Snapshots
-from mrl.trainer.stopping import Stopping
+from mrl.trainer.node_models import fetch_models
+from mrl.trainer.snapshot import CheckpointManager
+from mrl.trainer.stopping import ShutdownSignal
 from mrl.workers.messages import ModelSetup
 
 MODEL, ROLE = "model", "actor"
@@ -41,7 +41,7 @@ def train_sft(
     config: SftConfig,
     directory: Path,
     events: EventLog,
-    stopping: Stopping,
+    stopping: ShutdownSignal,
     on_step: Callable[[int, dict[str, float]], None],
     say: Callable[[str], None],
 ) -> Path | None:
@@ -59,7 +59,7 @@ def train_sft(
         resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
         resources.create(directory, events)
         stack.callback(resources.release)
-        bring_models(local, resources, events)
+        fetch_models(local, resources, events)
         setup = ModelSetup(local.model.path, "lm", config.actor, config.training.seed, config.deadlines.call_s)
         worker = RayClassWithInitArgs("mrl.workers.sft:SftWorker", setup)
         context = RunContext(directory, events, config.deadlines, resources)
@@ -105,7 +105,7 @@ class _SftRun:
         self, config: SftConfig, directory: Path, events: EventLog, rows: PromptLoader, role: ModelRole
     ) -> None:
         self._config, self._events, self._rows, self._role = config, events, rows, role
-        self._snapshots = Snapshots(directory / CHECKPOINTS, config.training.keep, events)
+        self._snapshots = CheckpointManager(directory / CHECKPOINTS, config.training.keep, events)
         self._metrics_path = directory / "metrics.jsonl"
         self._metrics: MetricsFile
         self._losses: deque[float] = deque(maxlen=_AVERAGED)
@@ -114,7 +114,7 @@ class _SftRun:
     def resume(self, say: Callable[[str], None]) -> None:
         """Go on from the newest checkpoint, where there is one."""
         found = self._snapshots.newest() if self._config.training.resume == "auto" else None
-        warnings = changes(found.state["config"], self._config, found.step) if found is not None else {}
+        warnings = describe_changes(found.state["config"], self._config, found.step) if found is not None else {}
         if found is None and self._metrics_path.exists():
             warnings["resume"] = "this run began here before and left no checkpoint: it begins again"
         for about, warning in warnings.items():
@@ -155,7 +155,7 @@ class _SftRun:
 
     def save(self, read: _Read) -> None:
         """Write a checkpoint after the update with these rows."""
-        state = {"config": learnt_config(self._config), "rows": read.state, "losses": list(self._losses)}
+        state = {"config": resume_config(self._config), "rows": read.state, "losses": list(self._losses)}
         self._snapshots.save(self.num_done, {ROLE: self._role}, state, is_best=False)
 
 

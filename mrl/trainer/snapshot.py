@@ -27,7 +27,7 @@ _STAGED = ".saving"
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Checkpoint:
     """A checkpoint whose manifests agree; the hashes of its files are checked where they are loaded."""
 
     path: Path
@@ -35,7 +35,7 @@ class Snapshot:
     state: dict[str, Any]
 
 
-def find_snapshot(directory: Path, which: str) -> Path:
+def find_checkpoint(directory: Path, which: str) -> Path:
     """The checkpoint that is called `latest`, `best`, or by its step, whole as far as its manifests tell."""
     steps = steps_in(directory)
     best = directory / "best"
@@ -52,7 +52,7 @@ def find_snapshot(directory: Path, which: str) -> Path:
     return _read(directory, int(path.name.removeprefix("step-"))).path
 
 
-class Snapshots:
+class CheckpointManager:
     """The checkpoints of a run, oldest first."""
 
     def __init__(self, directory: Path, keep: int, events: EventLog) -> None:
@@ -90,12 +90,12 @@ class Snapshots:
         if is_best:
             _write_durably(self._directory / "best", target.name)
         _write_durably(self._directory / "latest", target.name)
-        self._forget()
+        self._delete_old()
         num_bytes = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
         self._events.write(Saved("checkpoint", step, str(target), num_bytes, time.monotonic() - began))
         return target
 
-    def newest(self) -> Snapshot | None:
+    def newest(self) -> Checkpoint | None:
         """The newest checkpoint, or none where there is none. A damaged one is an error: nothing is lost in silence.
 
         The `latest` file is for people: what is there is what counts.
@@ -103,7 +103,7 @@ class Snapshots:
         steps = self.steps()
         return _read(self._directory, steps[-1]) if steps else None
 
-    def _forget(self) -> None:
+    def _delete_old(self) -> None:
         pointer = self._directory / "best"
         best = pointer.read_text(encoding="utf-8") if pointer.exists() else ""
         for step in self.steps()[: -self._keep]:
@@ -111,7 +111,7 @@ class Snapshots:
                 shutil.rmtree(checkpoint_of(self._directory, step))
 
 
-def _read(directory: Path, step: int) -> Snapshot:
+def _read(directory: Path, step: int) -> Checkpoint:
     path = checkpoint_of(directory, step)
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -120,7 +120,7 @@ def _read(directory: Path, step: int) -> Snapshot:
         for name, sha256 in manifest["roles"].items():
             if _sha256(path / name / MANIFEST) != sha256:
                 raise ValueError(f"{name}/{MANIFEST} is not what was saved")
-        return Snapshot(path, step, dict(manifest["state"]))
+        return Checkpoint(path, step, dict(manifest["state"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         older = f"; the one before is step {steps_in(directory)[-2]}" if len(steps_in(directory)) > 1 else ""
         raise CheckpointError(

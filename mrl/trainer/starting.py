@@ -12,7 +12,7 @@ from mrl.config.arithmetic import has_own_rollout_pool, num_engines
 from mrl.config.schema import Config
 from mrl.controller.worker_log import last_words, log_path
 from mrl.events import Event, ModelLoaded, PoolReady, WorkersStarted
-from mrl.hybrid.hybrid_engine import PORTER, REPLICA
+from mrl.hybrid.hybrid_engine import RECEIVER, REPLICA
 from mrl.trainer.run import Run
 
 EVERY_S = 10.0
@@ -21,7 +21,7 @@ _LETTERS = 80
 
 
 @contextmanager
-def told_what_starts(run: Run) -> Iterator[None]:
+def start_progress(run: Run) -> Iterator[None]:
     """Say every few seconds what is awaited, for the length of the block in which everything starts."""
     progress = StartProgress(run, parts_of(run.config))
     run.events.listeners.append(progress.on_event)
@@ -40,8 +40,8 @@ def parts_of(config: Config) -> list[str]:
     """All that must be up before the first step: Ray's devices, processes by their role, models."""
     pools = map(_pool, config.placement.pools)
     engines = [REPLICA.format(index) for index in range(num_engines(config))]
-    porters = [PORTER] if has_own_rollout_pool(config) else []
-    return [*pools, *config.model_roles(), *porters, *engines, *map(_model_of, config.model_roles())]
+    receivers = [RECEIVER] if has_own_rollout_pool(config) else []
+    return [*pools, *config.model_roles(), *receivers, *engines, *map(_model_of, config.model_roles())]
 
 
 class StartProgress:

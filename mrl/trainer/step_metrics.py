@@ -13,11 +13,11 @@ from mrl.protocol import DataProto
 from mrl.trainer.model_role import ModelRole
 
 
-def of_batch(batch: DataProto, max_response_tokens: int) -> dict[str, float]:
+def batch_metrics(batch: DataProto, max_response_tokens: int) -> dict[str, float]:
     """Scores, lengths, and how many groups teach nothing."""
     scores = np.asarray(batch.packed("scores"), dtype=np.float64)
-    figures = figures_of("critic/score", scores) | figures_of("response_length", batch.lengths("responses"))
-    figures |= figures_of("prompt_length", batch.lengths("prompts"))
+    figures = summary_metrics("critic/score", scores) | summary_metrics("response_length", batch.lengths("responses"))
+    figures |= summary_metrics("prompt_length", batch.lengths("prompts"))
     figures["response_length/clip_ratio"] = float((batch.lengths("responses") >= max_response_tokens).mean())
     uids, group = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)
     lowest, highest = np.full(len(uids), np.inf), np.full(len(uids), -np.inf)
@@ -28,7 +28,7 @@ def of_batch(batch: DataProto, max_response_tokens: int) -> dict[str, float]:
     return figures
 
 
-def of_time(seconds: Mapping[str, float], batch: DataProto, cluster: ClusterConfig) -> dict[str, float]:
+def timing_metrics(seconds: Mapping[str, float], batch: DataProto, cluster: ClusterConfig) -> dict[str, float]:
     """Seconds of each phase, and tokens per second and device."""
     tokens = int(batch.lengths("prompts").sum()) + int(batch.lengths("responses").sum())
     devices = cluster.nodes * cluster.devices_per_node
@@ -40,7 +40,7 @@ def of_time(seconds: Mapping[str, float], batch: DataProto, cluster: ClusterConf
     return figures
 
 
-def of_training(role: ModelRole, name: str, seconds: float, num_tokens: int) -> dict[str, float]:
+def training_metrics(role: ModelRole, name: str, seconds: float, num_tokens: int) -> dict[str, float]:
     """What a role's updates of a step reached: floating-point operations per second and device, and, where the device
     is a known one, the share of what it could. Attention over other tokens is not counted."""
     if not seconds:
@@ -50,7 +50,7 @@ def of_training(role: ModelRole, name: str, seconds: float, num_tokens: int) -> 
     return {f"perf/{name}_tflops": rate / 1e12} | ({f"perf/{name}_mfu": rate / peak} if peak else {})
 
 
-def figures_of(name: str, values: npt.NDArray[np.generic]) -> dict[str, float]:
+def summary_metrics(name: str, values: npt.NDArray[np.generic]) -> dict[str, float]:
     """Mean, largest and smallest."""
     return {
         f"{name}/mean": float(values.mean()),

@@ -11,7 +11,7 @@ from types import FrameType
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class Stopping:
+class ShutdownSignal:
     """Asked between steps."""
 
     def __init__(self, time_limit_s: float | None) -> None:

@@ -17,25 +17,25 @@ from mrl.config.model_names import in_directories
 from mrl.config.schema import Config
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
 from mrl.data.chat import load_tokenizer
-from mrl.data.prompt_loader import PromptLoader, Skips
+from mrl.data.prompt_loader import PromptLoader, SkipLog
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.events import EventLog, ModelLoaded, Warned
 from mrl.hybrid.hybrid_engine import HybridEngine
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
-from mrl.observe.clock import Clock
+from mrl.observe.clock import StepTimer
 from mrl.rewards.manager import RewardManager
 from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator
 from mrl.trainer.model_role import ModelRole
 from mrl.trainer.model_scores import check_reward_model
-from mrl.trainer.node_models import bring_models
+from mrl.trainer.node_models import fetch_models
 from mrl.trainer.validation import Validator
 from mrl.workers.messages import ModelSetup
 
 
 @dataclass
-class Team:
+class Components:
     """What a step calls."""
 
     actor: ModelRole
@@ -64,7 +64,7 @@ class Team:
 
 
 @contextmanager
-def make_team(config: Config, directory: Path, events: EventLog, clock: Clock) -> Iterator[Team]:
+def build_components(config: Config, directory: Path, events: EventLog, clock: StepTimer) -> Iterator[Components]:
     """Start everything. What can fail cheaply comes first: prompts and rewards before any device is asked for."""
     config = in_directories(config)
     with ExitStack() as stack:
@@ -83,7 +83,7 @@ def make_team(config: Config, directory: Path, events: EventLog, clock: Clock) -
             resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
             resources.create(directory, events)
             stack.callback(resources.release)
-            bring_models(config, resources, events)
+            fetch_models(config, resources, events)
             context = RunContext(directory, events, config.deadlines, resources)
             groups = stack.enter_context(_started(config, context))
             hybrid = HybridEngine(config, groups, context)  # the engines sleep before the models load
@@ -91,8 +91,8 @@ def make_team(config: Config, directory: Path, events: EventLog, clock: Clock) -
             roles = _with_models(config, groups, events)
             hybrid.connect()
         generator = Generator(config, hybrid, rewards, tokenizer, clock.progress)
-        validator = Validator(config, validation, generator, Skips(config.data.max_bad_rows, events))
-        yield Team(
+        validator = Validator(config, validation, generator, SkipLog(config.data.max_bad_rows, events))
+        yield Components(
             actor=roles["actor"],
             critic=roles.get("critic"),
             reward_model=roles.get("reward_model"),

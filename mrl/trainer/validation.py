@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mrl.config.schema import Config
-from mrl.data.prompt_loader import Skips, one_pass
+from mrl.data.prompt_loader import SkipLog, one_pass
 from mrl.data.rlhf_dataset import RLHFDataset
 from mrl.trainer.generation import Generator
 
@@ -19,7 +19,7 @@ Answers = list[tuple[str, float]]
 class Validator:
     """Goes through the validation prompts."""
 
-    def __init__(self, config: Config, dataset: RLHFDataset, generator: Generator, skips: Skips) -> None:
+    def __init__(self, config: Config, dataset: RLHFDataset, generator: Generator, skips: SkipLog) -> None:
         self._config = config
         self._dataset = dataset
         self._generator = generator
@@ -39,12 +39,12 @@ class Validator:
         metrics: dict[str, float] = {}
         together: dict[str, Answers] = {}
         for source, by_prompt in answers.items():
-            metrics |= figures(f"val/{source}", by_prompt, num_samples, self._config.validation.solved_at)
+            metrics |= validation_metrics(f"val/{source}", by_prompt, num_samples, self._config.validation.solved_at)
             together |= {f"{source} {uid}": found for uid, found in by_prompt.items()}
-        return metrics | figures("val", together, num_samples, self._config.validation.solved_at)
+        return metrics | validation_metrics("val", together, num_samples, self._config.validation.solved_at)
 
 
-def figures(prefix: str, by_prompt: Mapping[str, Answers], k: int, solved_at: float) -> dict[str, float]:
+def validation_metrics(prefix: str, by_prompt: Mapping[str, Answers], k: int, solved_at: float) -> dict[str, float]:
     """mean@k: mean score; pass@k: any sample right; maj@k: the commonest answer right (the first of equals)."""
     scores = [[score for _, score in answers] for answers in by_prompt.values()]
     found = {

@@ -12,7 +12,7 @@ from mrl.algos.core_algos import (
     ActorSettings,
     BatchTotals,
     CorrectionSettings,
-    Normaliser,
+    LossNormalizer,
     PolicySettings,
     PolicyTokens,
     RolloutPair,
@@ -22,13 +22,13 @@ from mrl.algos.core_algos import (
     mismatch_metrics,
 )
 from mrl.config.algorithm import AlgorithmConfig
-from mrl.controller import Dispatch, Place, register
+from mrl.controller import Dispatch, RankInfo, register
 from mrl.engine.loss import LossInput, LossOutput
 from mrl.engine.scores import ScoreRequest
 from mrl.engine.weights import held_tensors
-from mrl.hybrid.layout import Planner
+from mrl.hybrid.layout import ReshardPlanner
 from mrl.hybrid.reshard import Resharder, ReshardReport
-from mrl.hybrid.route import WeightRoute
+from mrl.hybrid.route import WeightSyncSpec
 from mrl.models.layout import Layout
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
@@ -42,7 +42,7 @@ class ActorRolloutRefWorker(ModelWorker):
     """A rank of the actor."""
 
     def __init__(
-        self, place: Place, setup: ModelSetup, algorithm: AlgorithmConfig, temperature: float, horizon_tokens: int
+        self, place: RankInfo, setup: ModelSetup, algorithm: AlgorithmConfig, temperature: float, horizon_tokens: int
     ) -> None:
         super().__init__(place, setup)
         self._resharder: Resharder
@@ -90,19 +90,19 @@ class ActorRolloutRefWorker(ModelWorker):
         rows = token_rows(batch, columns)
         mask_T = rows.columns["response_mask"]
         totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), mask_T, self.sum_over_shards)
-        norm = Normaliser(self._algorithm.loss.aggregation, totals, self._horizon_tokens)
+        norm = LossNormalizer(self._algorithm.loss.aggregation, totals, self._horizon_tokens)
         request = ScoreRequest(self._temperature, "grad" if self._algorithm.loss.entropy_coef else "value")
         return self.update(rows, sizes, partial(policy_loss, self._algorithm, norm), request)
 
     @register(Dispatch.ONE_TO_ALL)
-    def prepare_sending(self, route: WeightRoute) -> None:
+    def prepare_sending(self, route: WeightSyncSpec) -> None:
         """Plan how this rank's weights get into the engines."""
         groups, spec = self.engine.groups, self.engine.request.spec
         shards = held_tensors(self.engine.models, spec, "lm", groups)
         held = {(shard.chunk, shard.name): tensor for shard, tensor in shards}
-        planner = Planner(spec, Layout.of(groups.parallel), groups.mesh, route.layout)
-        wires = route.wires(self.rank, groups.device)
-        self._resharder = Resharder(planner, wires, held, route.channels(), route.settings())
+        planner = ReshardPlanner(spec, Layout.of(groups.parallel), groups.mesh, route.layout)
+        transport = route.transport(self.rank, groups.device)
+        self._resharder = Resharder(planner, transport, held, route.socket_paths(), route.settings())
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int, workers: list[int]) -> ReshardReport:
@@ -115,7 +115,7 @@ class ActorRolloutRefWorker(ModelWorker):
         return None if scores is None else scores.log_probs_T
 
 
-def policy_loss(config: AlgorithmConfig, norm: Normaliser, batch: LossInput) -> LossOutput:
+def policy_loss(config: AlgorithmConfig, norm: LossNormalizer, batch: LossInput) -> LossOutput:
     """The actor's loss on a micro-batch, and its part of what to report."""
     loss, columns, log_probs_T = config.loss, batch.columns, batch.scores.log_probs_T
     assert log_probs_T is not None, "a policy gives log-probs"
@@ -139,7 +139,7 @@ def policy_loss(config: AlgorithmConfig, norm: Normaliser, batch: LossInput) -> 
     return LossOutput(objective.loss, {"loss": objective.loss.detach()} | objective.reports | _means(batch, norm))
 
 
-def _means(batch: LossInput, norm: Normaliser) -> dict[str, Tensor]:
+def _means(batch: LossInput, norm: LossNormalizer) -> dict[str, Tensor]:
     """Means over the update's tokens of what the loss itself does not report."""
     mask_T, log_probs_T, entropy_T = batch.columns["response_mask"], batch.scores.log_probs_T, batch.scores.entropy_T
     assert log_probs_T is not None, "a policy gives log-probs"

@@ -11,11 +11,11 @@ from mrl.algos.core_algos import (
     Outcomes,
     Reduce,
     Rows,
+    apply_kl_penalty,
     estimate_advantages,
+    kl_penalized_scores,
     mean_row_kl,
-    penalise,
-    penalised_scores,
-    place_scores,
+    scores_to_token_rewards,
     token_kl,
 )
 from mrl.config.algorithm import AlgorithmConfig
@@ -34,11 +34,11 @@ def shard_advantages(
     rows, mask_T = Rows.of(torch.from_numpy(batch.lengths("responses").copy())), response_mask(batch)
     columns = optional_values(batch, "values", "old_log_probs", "ref_log_probs")
     scores_B, position_B = _numbers(batch, "scores"), _numbers(batch, "position")
-    rewards_T, kl = place_scores(scores_B, rows, mask_T), 0.0
+    rewards_T, kl = scores_to_token_rewards(scores_B, rows, mask_T), 0.0
     if config.kl.where in ("reward", "both"):
         kl_T = token_kl(config.kl.in_reward, columns["old_log_probs"], columns["ref_log_probs"], mask_T)
-        rewards_T = penalise(rewards_T, kl_T, mask_T, whole.kl_coef)
-        scores_B = penalised_scores(scores_B, kl_T, rows, mask_T, whole.kl_coef)
+        rewards_T = apply_kl_penalty(rewards_T, kl_T, mask_T, whole.kl_coef)
+        scores_B = kl_penalized_scores(scores_B, kl_T, rows, mask_T, whole.kl_coef)
         kl = mean_row_kl(kl_T, rows, mask_T, sum_over_shards)
     mine = torch.zeros(2, len(whole.uids), dtype=torch.float64)
     mine[:, position_B] = torch.stack([scores_B.double(), rows.count(mask_T).double()])

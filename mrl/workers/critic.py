@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 
-from mrl.algos.core_algos import BatchTotals, Normaliser, Rows, ValueTokens, critic_objective
+from mrl.algos.core_algos import BatchTotals, LossNormalizer, Rows, ValueTokens, critic_objective
 from mrl.config.algorithm import AlgorithmConfig
-from mrl.controller import Dispatch, Place, register
+from mrl.controller import Dispatch, RankInfo, register
 from mrl.engine.loss import LossInput, LossOutput
 from mrl.engine.scores import ScoreRequest
 from mrl.protocol import DataProto
@@ -22,7 +22,7 @@ from mrl.workers.model_worker import ModelWorker, optional_values, response_colu
 class CriticWorker(ModelWorker):
     """A rank of the critic."""
 
-    def __init__(self, place: Place, setup: ModelSetup, algorithm: AlgorithmConfig, horizon_tokens: int) -> None:
+    def __init__(self, place: RankInfo, setup: ModelSetup, algorithm: AlgorithmConfig, horizon_tokens: int) -> None:
         super().__init__(place, setup)
         self._algorithm = algorithm
         self._horizon_tokens = algorithm.loss.horizon_tokens or horizon_tokens
@@ -54,12 +54,12 @@ class CriticWorker(ModelWorker):
         rows = token_rows(batch, optional_values(batch, "values", "returns"))
         mask_T = rows.columns["response_mask"]
         totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), mask_T, self.sum_over_shards)
-        norm = Normaliser(self._algorithm.loss.aggregation, totals, self._horizon_tokens)
+        norm = LossNormalizer(self._algorithm.loss.aggregation, totals, self._horizon_tokens)
         loss = partial(value_loss, self._algorithm.loss.value_clip, norm)
         return self.update(rows, sizes, loss, ScoreRequest())
 
 
-def value_loss(clip: float | None, norm: Normaliser, batch: LossInput) -> LossOutput:
+def value_loss(clip: float | None, norm: LossNormalizer, batch: LossInput) -> LossOutput:
     """The critic's loss on a micro-batch."""
     values_T, columns = batch.scores.values_T, batch.columns
     assert values_T is not None, "a critic gives values"

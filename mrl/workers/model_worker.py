@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mrl.controller import Dispatch, Place, Worker, register
+from mrl.controller import Dispatch, RankInfo, Worker, register
 from mrl.engine import checkpoint
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.export import export
@@ -21,7 +21,7 @@ from mrl.engine.packed_rows import TokenRows
 from mrl.engine.parallel import model_parallel, take_device
 from mrl.engine.scores import ScoreRequest
 from mrl.hub import node_copy
-from mrl.hybrid.device_room import Held
+from mrl.hybrid.device_room import RoleMemory
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.protocol import DataProto
@@ -32,7 +32,7 @@ from mrl.workers.messages import MicroBatchSizes, ModelFacts, ModelSetup, Update
 class ModelWorker(Worker):
     """One rank of a model. `init_model` makes the engine."""
 
-    def __init__(self, place: Place, setup: ModelSetup) -> None:
+    def __init__(self, place: RankInfo, setup: ModelSetup) -> None:
         super().__init__(place)
         self.setup = replace(setup, path=str(node_copy(setup.path)))
         self.engine: MegatronEngine
@@ -79,9 +79,9 @@ class ModelWorker(Worker):
         self.engine.memory.onload(*parts)
 
     @register(Dispatch.ONE_TO_ALL)
-    def device_memory(self) -> Held:
+    def device_memory(self) -> RoleMemory:
         """What this process holds of its GPU."""
-        return Held(torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
+        return RoleMemory(torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
 
     def micro_batches(self, sizes: MicroBatchSizes) -> list[npt.NDArray[np.int64]]:
         """The positions of this rank's rows in each of its micro-batches."""

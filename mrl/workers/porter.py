@@ -1,4 +1,4 @@
-"""`WeightPorter`: stands on a device of engines that have a pool of their own, and takes the trainer's weights in."""
+"""`WeightReceiver`: stands on a device of engines that have a pool of their own, and takes the trainer's weights in."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ import torch
 
 from mrl.config.arithmetic import make_mesh
 from mrl.config.schema import ParallelConfig
-from mrl.controller import Dispatch, Place, Rendezvous, Worker, register
+from mrl.controller import Dispatch, RankInfo, Rendezvous, Worker, register
 from mrl.hub import node_copy
-from mrl.hybrid.layout import Planner
+from mrl.hybrid.layout import ReshardPlanner
 from mrl.hybrid.reshard import Resharder, ReshardReport
-from mrl.hybrid.route import WeightRoute
+from mrl.hybrid.route import WeightSyncSpec
 from mrl.models.families import read_spec
 from mrl.models.layout import Layout
 
 
-class WeightPorter(Worker):
+class WeightReceiver(Worker):
     """A rank that holds no weights: what it receives, it hands to the engine's worker on its device."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankInfo) -> None:
         super().__init__(place)
         self._resharder: Resharder
 
     @register(Dispatch.RANK_ZERO)
-    def meeting(self) -> Rendezvous:
-        """Where the trainer's ranks meet the porters: at the first porter's socket, of which this is the address."""
+    def rendezvous(self) -> Rendezvous:
+        """Address of the first receiver's socket, where the trainer's ranks and the receivers meet."""
         return replace(self.place.rendezvous, listener=None)
 
     @register(Dispatch.ONE_TO_ALL)
-    def prepare_receiving(self, model: str, parallel: ParallelConfig, num_trainers: int, route: WeightRoute) -> None:
+    def prepare_receiving(self, model: str, parallel: ParallelConfig, num_trainers: int, route: WeightSyncSpec) -> None:
         """Plan what comes in; all trainer ranks prepare their sending meanwhile."""
         on_gpu = torch.cuda.is_available()
         device = torch.device("cuda", self.place.local_rank % torch.cuda.device_count()) if on_gpu else "cpu"
-        # The first porter serves the store, from the socket that only it has.
-        route = replace(route, meeting=self.place.rendezvous)
-        wires = route.wires(num_trainers + self.rank, torch.device(device))
+        # The first receiver serves the store, from the socket that only it has.
+        route = replace(route, rendezvous=self.place.rendezvous)
+        transport = route.transport(num_trainers + self.rank, torch.device(device))
         spec = read_spec(node_copy(model))
-        planner = Planner(spec, Layout.of(parallel), make_mesh(parallel, num_trainers), route.layout)
-        self._resharder = Resharder(planner, wires, {}, route.channels(), route.settings())
+        planner = ReshardPlanner(spec, Layout.of(parallel), make_mesh(parallel, num_trainers), route.layout)
+        self._resharder = Resharder(planner, transport, {}, route.socket_paths(), route.settings())
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int, workers: list[int]) -> ReshardReport:

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from mrl.algos.core_algos import BatchTotals, Normaliser, Rows
+from mrl.algos.core_algos import BatchTotals, LossNormalizer, Rows
 from mrl.controller import Dispatch, register
 from mrl.engine.loss import LossInput, LossOutput
 from mrl.engine.scores import ScoreRequest
@@ -24,10 +24,10 @@ class SftWorker(ModelWorker):
         rows = token_rows(batch, {})
         mask_T = rows.columns["response_mask"]
         totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), mask_T, self.sum_over_shards)
-        return self.update(rows, sizes, partial(likelihood_loss, Normaliser("token-mean", totals)), ScoreRequest())
+        return self.update(rows, sizes, partial(likelihood_loss, LossNormalizer("token-mean", totals)), ScoreRequest())
 
 
-def likelihood_loss(norm: Normaliser, batch: LossInput) -> LossOutput:
+def likelihood_loss(norm: LossNormalizer, batch: LossInput) -> LossOutput:
     """Minus the mean log-prob of the response tokens."""
     log_probs_T = batch.scores.log_probs_T
     assert log_probs_T is not None, "a language model gives log-probs"

@@ -23,23 +23,23 @@ from mrl.algos.core_algos import (
     AdvantageSettings,
     BatchTotals,
     CorrectionSettings,
-    Groups,
-    Normaliser,
+    LossNormalizer,
     PolicySettings,
+    PromptGroups,
     ValueTokens,
     actor_objective,
+    apply_kl_penalty,
     correction_metrics,
     correction_weights,
     critic_objective,
     estimate_advantages,
     filter_groups,
     global_moments,
+    kl_penalized_scores,
     mean_row_kl,
     mismatch_metrics,
     overlong_penalty,
-    penalise,
-    penalised_scores,
-    place_scores,
+    scores_to_token_rewards,
     token_kl,
     whiten,
 )
@@ -63,8 +63,8 @@ def assert_tokens(case: Case, found_T: torch.Tensor, expected: list[oracles.Row]
     assert not found_T[~case.mask_T].any()
 
 
-def norm_of(case: Case, mode: str) -> Normaliser:
-    return Normaliser(mode, BatchTotals.of(case.rows, case.mask_T), HORIZON)
+def norm_of(case: Case, mode: str) -> LossNormalizer:
+    return LossNormalizer(mode, BatchTotals.of(case.rows, case.mask_T), HORIZON)
 
 
 def test_all_names_are_tested() -> None:
@@ -207,7 +207,7 @@ def test_group_advantages(name: str) -> None:
         scores_B = outcomes.scores_B * scale + offset
         expected = expected_rows(case, name, scores_B.tolist())
         row_advantage = getattr(adv, name)
-        found_B = row_advantage(scores_B, Groups.of(case.uids), outcomes, AdvantageSettings())
+        found_B = row_advantage(scores_B, PromptGroups.of(case.uids), outcomes, AdvantageSettings())
         written = [i for i, row in enumerate(case.mask) if any(row)]
         tolerance = {"rel": 1e-8, "abs": 1e-12} if scale == 1.0 and offset == 0.0 else {"rel": 1e-5, "abs": 1e-8}
         assert [float(found_B[i]) for i in written] == pytest.approx([expected[i] for i in written], **tolerance)
@@ -276,12 +276,12 @@ def test_token_rewards() -> None:
         scores_B = torch.tensor(case.scores, dtype=torch.float64)
         rows = zip(case.written("old"), case.scores, strict=True)
         placed = [[0.0] * (len(row) - 1) + [s] if row else [] for row, s in rows]
-        scores_T = place_scores(scores_B, case.rows, case.mask_T)
+        scores_T = scores_to_token_rewards(scores_B, case.rows, case.mask_T)
         assert_tokens(case, scores_T, placed)
         kl = case.written("values")
         expected = [[s - 0.3 * k for s, k in zip(*row, strict=True)] for row in zip(placed, kl, strict=True)]
-        assert_tokens(case, penalise(scores_T, case.column("values"), case.mask_T, 0.3), expected)
-        found_B = penalised_scores(scores_B, case.column("values"), case.rows, case.mask_T, 0.3)
+        assert_tokens(case, apply_kl_penalty(scores_T, case.column("values"), case.mask_T, 0.3), expected)
+        found_B = kl_penalized_scores(scores_B, case.column("values"), case.rows, case.mask_T, 0.3)
         assert found_B.tolist() == pytest.approx([s - 0.3 * math.fsum(k) for s, k in zip(case.scores, kl, strict=True)])
 
 

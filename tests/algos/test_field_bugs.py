@@ -26,28 +26,28 @@ from mrl.algos.core_algos import (
     BatchTotals,
     CorrectionSettings,
     FixedKLController,
-    Groups,
-    Normaliser,
+    LossNormalizer,
     Outcomes,
     PolicySettings,
     PolicyTokens,
+    PromptGroups,
     RolloutPair,
     Rows,
     ValueTokens,
     actor_objective,
+    apply_kl_penalty,
     correction_metrics,
     correction_weights,
     critic_objective,
     estimate_advantages,
     filter_groups,
     global_moments,
+    kl_penalized_scores,
     mean_row_kl,
     mismatch_metrics,
     overlong_penalty,
-    penalise,
-    penalised_scores,
-    place_scores,
     scores_of,
+    scores_to_token_rewards,
     token_kl,
     value_loss,
     whiten,
@@ -84,7 +84,7 @@ def group_advantages(
 def test_token_mean_does_not_depend_on_micro_batches() -> None:
     """A mean per micro-batch, then the mean of means, would give 3.25 or 2.5 here."""
     rows, losses_T = Rows.of([3, 1]), column(1, 2, 3, 4.5)
-    norm = Normaliser("token-mean", BatchTotals.of(rows, everything(rows)))
+    norm = LossNormalizer("token-mean", BatchTotals.of(rows, everything(rows)))
     whole = norm.aggregate(losses_T, rows, everything(rows))
     parts = 0.0
     for chosen in ([0], [1]):
@@ -96,7 +96,7 @@ def test_token_mean_does_not_depend_on_micro_batches() -> None:
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
 def test_nothing_is_left_to_divide_by_for_gradient_accumulation(num_micro_batches: int) -> None:
     rows = Rows.of([2] * 4)
-    norm = Normaliser("seq-mean-token-mean", BatchTotals.of(rows, everything(rows)))
+    norm = LossNormalizer("seq-mean-token-mean", BatchTotals.of(rows, everything(rows)))
     leaf_T = torch.ones(8, dtype=torch.float64, requires_grad=True)
     size = 4 // num_micro_batches
     for start in range(0, 4, size):
@@ -122,7 +122,7 @@ def _gloo_rank(rank: int, folder: str) -> None:
     values_T = column(1, -2, 5, 0.5, 7, 1e3)[start : start + sum(lengths)]
     rows = Rows.of(lengths)
     totals = BatchTotals.of(rows, everything(rows), sum_over_ranks)
-    loss = sum_over_ranks(Normaliser("token-mean", totals).aggregate(values_T, rows, everything(rows)))
+    loss = sum_over_ranks(LossNormalizer("token-mean", totals).aggregate(values_T, rows, everything(rows)))
     whitened_T = whiten(values_T, everything(rows), sum_over_ranks)
     Path(folder, f"{rank}.json").write_text(json.dumps([totals.num_tokens, loss.item(), whitened_T.tolist()]))
     dist.destroy_process_group()
@@ -141,7 +141,7 @@ def test_unequal_and_empty_ranks_over_gloo(tmp_path: Path) -> None:
 
 def test_losses_are_summed_in_float32_at_least() -> None:
     rows = Rows.of([1000])
-    norm = Normaliser("token-sum", BatchTotals.of(rows, everything(rows)))
+    norm = LossNormalizer("token-sum", BatchTotals.of(rows, everything(rows)))
     loss = norm.aggregate(torch.full((1000,), 1.0078125, dtype=torch.bfloat16), rows, everything(rows))
     assert loss.dtype == torch.float32
     assert loss.item() == 1007.8125
@@ -149,18 +149,18 @@ def test_losses_are_summed_in_float32_at_least() -> None:
 
 def test_constant_horizon_not_the_batch_width() -> None:
     rows = Rows.of([2, 1])
-    norm = Normaliser("seq-mean-token-sum-norm", BatchTotals.of(rows, everything(rows)), horizon_tokens=100)
+    norm = LossNormalizer("seq-mean-token-sum-norm", BatchTotals.of(rows, everything(rows)), horizon_tokens=100)
     assert norm.aggregate(column(1, 1, 1), rows, everything(rows)).item() == pytest.approx(3 / 2 / 100)
     for horizon in (None, 0):
         with pytest.raises(ConfigError, match="horizon_tokens"):
-            Normaliser(norm.mode, norm.totals, horizon).weights(rows, everything(rows))
+            LossNormalizer(norm.mode, norm.totals, horizon).weights(rows, everything(rows))
 
 
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))
 def test_context_parallel_ranks_share_out_the_weights_of_whole_rows(mode: str) -> None:
     """A row's tokens lie on several ranks: weights are made before the cut, and are 0 under the mask."""
     rows, mask_T = Rows.of([5, 2]), torch.tensor([True, True, False, True, True, False, True])
-    norm = Normaliser(mode, BatchTotals.of(rows, mask_T), horizon_tokens=9)
+    norm = LossNormalizer(mode, BatchTotals.of(rows, mask_T), horizon_tokens=9)
     losses_T, weights_T = column(1, 2, 3, 4, 5, 6, 7), norm.weights(rows, mask_T)
     assert not weights_T[~mask_T].any()
     ranks = [[0, 1, 5], [2, 3, 4, 6]]
@@ -172,7 +172,9 @@ def test_fully_masked_rows_are_in_no_denominator() -> None:
     rows, mask_T = Rows.of([2, 2, 0]), torch.tensor([True, True, False, False])
     assert BatchTotals.of(rows, mask_T) == BatchTotals(num_tokens=2, num_rows=1)
     for mode in ("seq-mean-token-sum", "seq-mean-token-mean"):
-        loss = Normaliser(mode, BatchTotals.of(rows, mask_T)).aggregate(column(1, 1, math.nan, math.nan), rows, mask_T)
+        loss = LossNormalizer(mode, BatchTotals.of(rows, mask_T)).aggregate(
+            column(1, 1, math.nan, math.nan), rows, mask_T
+        )
         assert loss.item() == (2 if mode == "seq-mean-token-sum" else 1)
 
 
@@ -181,7 +183,7 @@ def test_a_fully_masked_batch_has_loss_zero_and_gradient_zero(mode: str) -> None
     rows = Rows.of([2, 1])
     mask_T = torch.zeros(3, dtype=torch.bool)
     leaf_T = column(1, 2, math.inf).requires_grad_()
-    loss = Normaliser(mode, BatchTotals.of(rows, mask_T)).aggregate(leaf_T, rows, mask_T)
+    loss = LossNormalizer(mode, BatchTotals.of(rows, mask_T)).aggregate(leaf_T, rows, mask_T)
     loss.backward()
     assert loss.item() == 0
     assert leaf_T.grad is not None
@@ -197,7 +199,7 @@ def test_filtered_groups_leave_the_denominator() -> None:
     losses = []
     for chosen in ([0, 1, 2, 3], filter_groups(outcomes).take(1).tolist()):
         part, (lp_T, ref, a_T) = take_rows(rows, chosen, log_probs_T, ref_T, advantages_T)
-        norm = Normaliser("token-mean", BatchTotals.of(part, everything(part)))
+        norm = LossNormalizer("token-mean", BatchTotals.of(part, everything(part)))
         tokens = PolicyTokens(part, everything(part), lp_T, lp_T, a_T)
         reports = actor_objective(tokens, ActorSettings("gpg", kl_coef=1.0), norm, ActorColumns(ref)).reports
         losses.append((reports["pg_loss"].item(), reports["kl_loss"].item()))
@@ -255,8 +257,8 @@ def test_numeric_uids_do_not_merge(name: str) -> None:
 
 def test_a_group_that_wrote_nothing_has_finite_advantages() -> None:
     """OPO weighs by tokens; a group of fully masked rows has none."""
-    groups = Groups.of(["a", "a", "b", "b"])
-    centred_B = groups.centred(column(1, 0, 3, 1), torch.tensor([0, 0, 1, 1]))
+    groups = PromptGroups.of(["a", "a", "b", "b"])
+    centred_B = groups.centered(column(1, 0, 3, 1), torch.tensor([0, 0, 1, 1]))
     assert torch.isfinite(centred_B).all()
     assert centred_B[2:].tolist() == [1, -1]
 
@@ -291,7 +293,7 @@ def test_small_differences_survive_float32_scores_and_bf16_is_widened() -> None:
     gae = estimate_advantages("gae", inputs, AdvantageSettings(gamma=0.999, lam=0.95, whiten=False))
     assert gae.advantages_T.dtype == torch.float32
     assert gae.advantages_T[1].item() == pytest.approx(0.999)  # bf16 would say 1
-    rewards_T = penalise(torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([0.001]), mask_T[:1], 1.0)
+    rewards_T = apply_kl_penalty(torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([0.001]), mask_T[:1], 1.0)
     assert rewards_T.item() == pytest.approx(0.999)
 
 
@@ -327,7 +329,7 @@ def test_scores_land_on_the_last_written_token() -> None:
     """Ragged rows, no end-of-sequence token, an observation at the end, an empty row, a fully masked one."""
     rows = Rows.of([3, 1, 3, 0, 2, 2])
     mask_T = torch.tensor([True, True, True, True, True, True, False, False, False, True, False])
-    placed_T = place_scores(column(1, 2, 3, 4, 5, 6), rows, mask_T)
+    placed_T = scores_to_token_rewards(column(1, 2, 3, 4, 5, 6), rows, mask_T)
     assert placed_T.tolist() == [0, 0, 1, 2, 0, 3, 0, 0, 0, 6, 0]
 
 
@@ -342,24 +344,24 @@ def test_rewards_cross_observations_without_losing_a_discount() -> None:
 
 def test_the_critic_learns_from_the_rewards_after_kl() -> None:
     rows, mask_T = Rows.of([2]), torch.ones(2, dtype=torch.bool)
-    scores_T = place_scores(column(1.0), rows, mask_T)
+    scores_T = scores_to_token_rewards(column(1.0), rows, mask_T)
     kl_T = column(0.5, 0.25)
-    rewards_T = penalise(scores_T, kl_T, mask_T, 0.1)
+    rewards_T = apply_kl_penalty(scores_T, kl_T, mask_T, 0.1)
     found = estimate_advantages("gae", AdvantageInputs(rows, mask_T, rewards_T, column(0, 0)), PLAIN)
     assert found.returns_T is not None
     assert found.returns_T.tolist() == pytest.approx([0.925, 0.975])
-    assert penalised_scores(column(1.0), kl_T, rows, mask_T, 0.1).item() == pytest.approx(0.925)
+    assert kl_penalized_scores(column(1.0), kl_T, rows, mask_T, 0.1).item() == pytest.approx(0.925)
 
 
 def test_kl_in_reward_and_in_loss_at_once() -> None:
     rows, mask_T = Rows.of([1]), torch.ones(1, dtype=torch.bool)
     log_probs_T, ref_T = column(-1.0).requires_grad_(), column(-2.0)
     kl_T = token_kl("k1", log_probs_T, ref_T, mask_T)
-    rewards_T = penalise(column(1.0), kl_T, mask_T, 0.1)
+    rewards_T = apply_kl_penalty(column(1.0), kl_T, mask_T, 0.1)
     assert not rewards_T.requires_grad
     assert rewards_T.item() == pytest.approx(0.9)
     tokens = PolicyTokens(rows, mask_T, log_probs_T, log_probs_T.detach(), rewards_T)
-    norm = Normaliser("token-mean", BatchTotals.of(rows, mask_T))
+    norm = LossNormalizer("token-mean", BatchTotals.of(rows, mask_T))
     settings = ActorSettings(kl_coef=0.5, kl_estimator="k2")
     (gradient_T,) = torch.autograd.grad(actor_objective(tokens, settings, norm, ActorColumns(ref_T)).loss, log_probs_T)
     assert gradient_T.item() == pytest.approx(-0.9 + 0.5 * 1.0)
@@ -475,7 +477,7 @@ def test_the_adaptive_coefficient_moves_the_right_way_and_never_to_nan() -> None
 def test_dual_clip_bounds_and_clip_higher_widen_one_side_only() -> None:
     rows, mask_T = Rows.of([4]), torch.ones(4, dtype=torch.bool)
     ratio, advantages_T = column(1.25, 1.25, 0.75, 0.75), column(1, -1, 1, -1)
-    norm = Normaliser("token-mean", BatchTotals(1, 1))
+    norm = LossNormalizer("token-mean", BatchTotals(1, 1))
     expected = {
         (0.2, 0.2): [-1.2, 1.25, -0.75, 0.8],
         (0.2, 0.3): [-1.25, 1.25, -0.75, 0.8],
@@ -497,7 +499,7 @@ def test_only_the_new_policy_is_differentiated(name: str) -> None:
     rows, mask_T = Rows.of([2]), torch.ones(2, dtype=torch.bool)
     old_T, advantages_T, log_probs_T, weights_T, ref_T = (column(-1, -2).requires_grad_() for _ in range(5))
     tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, advantages_T)
-    norm = Normaliser("token-mean", BatchTotals.of(rows, mask_T))
+    norm = LossNormalizer("token-mean", BatchTotals.of(rows, mask_T))
     extra = ActorColumns(ref_T, rollout_weights_T=weights_T)
     actor_objective(tokens, ActorSettings(name, kl_coef=1.0), norm, extra).loss.backward()
     assert log_probs_T.grad is not None
@@ -563,7 +565,7 @@ def test_the_entropy_bonus_raises_entropy_over_written_tokens_only() -> None:
     log_p = logits.log_softmax(-1)
     entropy_T = -(log_p.exp() * log_p).sum(-1)
     tokens = PolicyTokens(rows, mask_T, log_p[:, 0], log_p[:, 0].detach(), torch.zeros(3))
-    norm = Normaliser("token-mean", BatchTotals.of(rows, mask_T))
+    norm = LossNormalizer("token-mean", BatchTotals.of(rows, mask_T))
     objective = actor_objective(tokens, ActorSettings(entropy_coef=0.5), norm, ActorColumns(entropy_T=entropy_T))
     mean = (entropy_T[0] + entropy_T[2]).item() / 2
     assert objective.reports["entropy"].item() == pytest.approx(mean)
@@ -583,7 +585,7 @@ def test_inputs_are_not_modified() -> None:
     before = [x.clone() for x in watched]
     for name in ADVANTAGES:
         estimate_advantages(name, inputs, PLAIN)
-    norm = Normaliser("token-mean", BatchTotals.of(case.rows, mask_T))
+    norm = LossNormalizer("token-mean", BatchTotals.of(case.rows, mask_T))
     tokens = PolicyTokens(case.rows, mask_T, columns["log_probs"], columns["old"], columns["advantages"])
     extra = ActorColumns(columns["ref"], columns["entropy"], columns["values"])
     for name in POLICY_LOSSES:
@@ -594,8 +596,8 @@ def test_inputs_are_not_modified() -> None:
     pair = RolloutPair(case.rows, mask_T, columns["log_probs"], columns["rollout"])
     correction_weights(pair, CorrectionSettings())
     mismatch_metrics(pair)
-    penalise(columns["rewards"], columns["values"], mask_T, 0.1)
-    place_scores(outcomes.scores_B, case.rows, mask_T)
+    apply_kl_penalty(columns["rewards"], columns["values"], mask_T, 0.1)
+    scores_to_token_rewards(outcomes.scores_B, case.rows, mask_T)
     filter_groups(outcomes)
     for now, then in zip(watched, before, strict=True):
         assert torch.equal(now.nan_to_num(7), then.nan_to_num(7))
@@ -618,7 +620,7 @@ def test_missing_columns_and_unknown_names_are_typed_errors() -> None:
     with pytest.raises(NameUnknown, match='did you mean "grpo"'):
         estimate_advantages("grop", AdvantageInputs(rows, mask_T), PLAIN)
     tokens = PolicyTokens(rows, mask_T, column(-1), column(-1), column(1))
-    norm = Normaliser("token-mean", BatchTotals.of(rows, mask_T))
+    norm = LossNormalizer("token-mean", BatchTotals.of(rows, mask_T))
     with pytest.raises(BatchError, match="ref_log_probs_T"):
         actor_objective(tokens, ActorSettings(kl_coef=0.1), norm)
     with pytest.raises(BatchError, match="entropy_T"):

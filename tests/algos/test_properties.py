@@ -20,11 +20,11 @@ from mrl.algos.core_algos import (
     AdvantageSettings,
     BatchTotals,
     CorrectionSettings,
-    Groups,
-    Normaliser,
+    LossNormalizer,
     Objective,
     PolicySettings,
     PolicyTokens,
+    PromptGroups,
     RolloutPair,
     Rows,
     ValueTokens,
@@ -59,7 +59,7 @@ def split(case: Case, rng: random.Random, parts: int) -> list[list[int]]:
     return dealt
 
 
-def actor_part(case: Case, chosen: list[int], norm: Normaliser, name: str, leaf_T: Tensor) -> Objective:
+def actor_part(case: Case, chosen: list[int], norm: LossNormalizer, name: str, leaf_T: Tensor) -> Objective:
     columns = ("old", "advantages", "ref", "entropy", "values")
     rows, (mask_T, log_probs_T, old_T, advantages_T, ref_T, entropy_T, weights_T) = take_rows(
         case.rows, chosen, case.mask_T, leaf_T, *(case.column(column) for column in columns)
@@ -76,7 +76,7 @@ def actor_part(case: Case, chosen: list[int], norm: Normaliser, name: str, leaf_
 @given(seed=seeds, parts=st.integers(2, 6))
 def test_splits_change_no_loss_no_gradient_and_no_report(name: str, mode: str, seed: int, parts: int) -> None:
     case = make_case(seed)
-    norm = Normaliser(mode, BatchTotals.of(case.rows, case.mask_T), horizon_tokens=5)
+    norm = LossNormalizer(mode, BatchTotals.of(case.rows, case.mask_T), horizon_tokens=5)
     whole_T = case.column("log_probs").requires_grad_()
     whole = actor_part(case, list(range(case.rows.num_rows)), norm, name, whole_T)
     whole.loss.backward()
@@ -172,7 +172,7 @@ def test_permuting_samples_permutes_advantages(name: str, seed: int) -> None:
 
 
 def row_advantage(case: Case, name: str, scores_B: Tensor, floor: float = 1e-6) -> Tensor:
-    outcomes, groups = case.outcomes, Groups.of(case.uids)
+    outcomes, groups = case.outcomes, PromptGroups.of(case.uids)
     result: Tensor = getattr(adv, name)(scores_B, groups, outcomes, AdvantageSettings(std_floor=floor))
     return result
 
@@ -190,7 +190,7 @@ def test_laws_of_group_advantages(name: str, seed: int, shift: float, scale: flo
     scaled_B = row_advantage(case, name, scores_B * scale, floor=0.0).nan_to_num()
     assert torch.allclose(scaled_B, plain_B if name == "grpo" else plain_B * scale, atol=1e-8)
     if name in ("grpo", "dr_grpo", "rloo"):
-        assert Groups.of(case.uids).sum(plain_B).abs().max() < 1e-9
+        assert PromptGroups.of(case.uids).sum(plain_B).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -200,7 +200,7 @@ def test_zero_advantage_gives_zero_policy_gradient(name: str, seed: int) -> None
     case = make_case(seed)
     tokens = case.policy_tokens
     zero = PolicyTokens(case.rows, case.mask_T, tokens.log_probs_T, tokens.old_log_probs_T, tokens.advantages_T * 0)
-    norm = Normaliser("token-mean", BatchTotals.of(case.rows, case.mask_T))
+    norm = LossNormalizer("token-mean", BatchTotals.of(case.rows, case.mask_T))
     (gradient_T,) = torch.autograd.grad(actor_objective(zero, ActorSettings(name), norm).loss, tokens.log_probs_T)
     assert not gradient_T.any()
 
@@ -213,7 +213,7 @@ def test_at_ratio_one_the_loss_is_minus_the_mean_advantage_and_its_gradient_rein
     log_probs_T = case.column("log_probs").requires_grad_()
     row_level_T = case.rows.expand(torch.tensor(case.scores, dtype=torch.float64) + 0.1)
     tokens = PolicyTokens(case.rows, case.mask_T, log_probs_T, log_probs_T, row_level_T)
-    norm = Normaliser("token-mean", BatchTotals.of(case.rows, case.mask_T))
+    norm = LossNormalizer("token-mean", BatchTotals.of(case.rows, case.mask_T))
     objective = actor_objective(tokens, ActorSettings(name), norm)
     count = max(1, int(case.mask_T.sum()))
     assert objective.loss.item() == pytest.approx(-row_level_T[case.mask_T].sum().item() / count)
@@ -228,7 +228,7 @@ def test_at_ratio_one_the_loss_is_minus_the_mean_advantage_and_its_gradient_rein
 @given(seed=seeds)
 def test_gradients_agree_with_finite_differences(name: str, seed: int) -> None:
     case = make_case(seed)
-    norm = Normaliser("seq-mean-token-mean", BatchTotals.of(case.rows, case.mask_T))
+    norm = LossNormalizer("seq-mean-token-mean", BatchTotals.of(case.rows, case.mask_T))
 
     def loss(x_T: Tensor) -> Tensor:
         if name == "value":
@@ -282,7 +282,7 @@ def test_appended_observation_tokens_change_no_loss(seed: int) -> None:
         for mode in MODES:
             losses = []
             for each in (case, longer):
-                norm = Normaliser(mode, BatchTotals.of(each.rows, each.mask_T), horizon_tokens=3)
+                norm = LossNormalizer(mode, BatchTotals.of(each.rows, each.mask_T), horizon_tokens=3)
                 losses.append(actor_objective(each.policy_tokens, ActorSettings(loss), norm).loss.item())
             assert losses[0] == pytest.approx(losses[1], rel=1e-12, abs=1e-12)
 

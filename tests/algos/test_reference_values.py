@@ -15,7 +15,7 @@ from mrl.algos.core_algos import (
     AdvantageInputs,
     AdvantageSettings,
     BatchTotals,
-    Normaliser,
+    LossNormalizer,
     Outcomes,
     PolicySettings,
     PolicyTokens,
@@ -48,7 +48,7 @@ def policy_tokens() -> PolicyTokens:
 
 
 def objective(name: str, mode: str, tokens: PolicyTokens, settings: PolicySettings):  # type: ignore[no-untyped-def]
-    norm = Normaliser(mode, BatchTotals.of(tokens.rows, tokens.mask_T))
+    norm = LossNormalizer(mode, BatchTotals.of(tokens.rows, tokens.mask_T))
     return actor_objective(tokens, ActorSettings(name, settings), norm)
 
 
@@ -113,7 +113,7 @@ def test_value_loss() -> None:
     mask_T = torch.tensor([1, 1, 1, 0], dtype=torch.bool)
     tokens = ValueTokens(mask_T, tensor([0.5, 0.9, 0.1, 0]), tensor([0.4] * 4), tensor([1, 1, 0, 0]))
     rows = Rows.of([4])
-    found = critic_objective(tokens, rows, Normaliser("token-mean", BatchTotals.of(rows, mask_T)), clip=0.2)
+    found = critic_objective(tokens, rows, LossNormalizer("token-mean", BatchTotals.of(rows, mask_T)), clip=0.2)
     assert found.loss.item() == pytest.approx(0.075)
     assert found.reports["vf_clipfrac"].item() == pytest.approx(2 / 3)
 
@@ -168,7 +168,7 @@ def test_group_advantages(name: str, expected: list[float]) -> None:
 
 
 def test_reinforce_plus_plus_baseline() -> None:
-    # The reference's batch has a group of one, centred to its raw .25: take its centred scores as given.
+    # The reference's batch has a group of one, centered to its raw .25: take its centered scores as given.
     rows = Rows.of(LENGTHS)
     centred_T = rows.expand(tensor([0.5, -0.5, 0.0, -0.5, 0.5, 0.25]))
     found_T = whiten(centred_T, torch.ones(rows.num_tokens, dtype=torch.bool))
@@ -205,6 +205,6 @@ def test_reinforce_plus_plus_over_observations() -> None:
 def test_aggregation(mode: str, expected: float) -> None:
     rows = Rows.of([4, 4, 4])
     mask_T = torch.tensor([1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0], dtype=torch.bool)
-    norm = Normaliser(mode, BatchTotals.of(rows, mask_T), horizon_tokens=4)
+    norm = LossNormalizer(mode, BatchTotals.of(rows, mask_T), horizon_tokens=4)
     loss = norm.aggregate(tensor([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9]), rows, mask_T)
     assert loss.item() == pytest.approx(expected, abs=5e-8)

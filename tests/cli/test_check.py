@@ -22,7 +22,7 @@ from mrl.config.load import load_config
 from mrl.config.schema import Config
 from mrl.errors import ConfigError
 from mrl.plan import preflight_columns
-from mrl.plan.preflight import Finding, refuse
+from mrl.plan.preflight import CheckResult, refuse
 from mrl.plan.preflight_cluster import check_slurm
 from mrl.plan.preflight_facts import node_facts
 from mrl.plan.preflight_machine import check_disk, check_nodes
@@ -383,8 +383,8 @@ def test_a_full_disk_fails(model: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_train_refuses_what_fails_and_keeps_the_warnings() -> None:
-    warning, bad = Finding("warn", "limits", "few"), Finding("fail", "disk", "full", "free some")
-    assert refuse("config.yaml", [Finding("ok", "batch", "fine"), warning]) == [warning]
+    warning, bad = CheckResult("warn", "limits", "few"), CheckResult("fail", "disk", "full", "free some")
+    assert refuse("config.yaml", [CheckResult("ok", "batch", "fine"), warning]) == [warning]
     with pytest.raises(ConfigError, match=r"config.yaml: disk: full \(free some\)"):
         refuse("config.yaml", [warning, bad])
 

@@ -32,7 +32,7 @@ def test_ranks_stand_where_megatron_puts_them(world: int, tp: int, cp: int, pp: 
 
 def test_one_rank_answers_for_each_shard() -> None:
     mesh = Mesh(16, tp=2, cp=2, pp=2)
-    speakers = [rank for rank in range(16) if mesh.holds_answer(rank)]
+    speakers = [rank for rank in range(16) if mesh.is_output_rank(rank)]
     assert [mesh.coordinates(rank).dp for rank in speakers] == [0, 1]
     assert all(mesh.coordinates(rank).pp == 1 for rank in speakers)
 

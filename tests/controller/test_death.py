@@ -17,7 +17,7 @@ import pytest
 from mrl.config.mesh import Mesh
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext, call, greeting, worker_group
 from mrl.controller.death import NodeMemory, cause, said_by_ray
-from mrl.controller.greeting import greet
+from mrl.controller.greeting import collect_handshakes
 from mrl.errors import WorkerDied, WorkerError
 from mrl.events import EventLog
 
@@ -69,9 +69,9 @@ def test_rays_memory_monitor_may_end_a_process_before_it_is_up(tmp_path: Path, m
     monkeypatch.setattr(greeting.ray, "kill", lambda actor, no_restart: None)
     node = SimpleNamespace(name="host", network=SimpleNamespace(address="127.0.0.1"))
     monkeypatch.setattr(greeting, "ask", lambda node, question: "")
-    actor, events = SimpleNamespace(hello=SimpleNamespace(remote=str)), EventLog(tmp_path / "events")
+    actor, events = SimpleNamespace(handshake=SimpleNamespace(remote=str)), EventLog(tmp_path / "events")
     with pytest.raises(WorkerDied) as caught:
-        greet("rollout-0", [actor], [node], 9, events)  # type: ignore[list-item]
+        collect_handshakes("rollout-0", [actor], [node], 9, events)  # type: ignore[list-item]
     first, *rest = str(caught.value).splitlines()
     assert first.startswith("rollout-0 rank 0 on node host died before it was up, after 0.0 s: Ray's memory monitor")
     assert rest == ["  fix: `mrl plan` says who takes how much, and which key would make it fit"]
@@ -94,7 +94,7 @@ def test_a_process_that_never_comes_up_says_why_and_what_to_do(
             if how == "import":
                 raise ModuleNotFoundError("No module named 'megatron'")
 
-        def hello(self, address: str | None) -> None:
+        def handshake(self, address: str | None) -> None:
             if how == "raise":
                 raise OSError("cannot assign requested address")
             if how == "hang":
@@ -103,17 +103,17 @@ def test_a_process_that_never_comes_up_says_why_and_what_to_do(
 
     monkeypatch.setattr(worker_group, "WorkerHost", Host)
     context = replace(run_context, deadlines=replace(run_context.deadlines, start_s=3 if how == "hang" else 60))
-    seats = context.resources.seats("critic")
+    slots = context.resources.device_slots("critic")
     with pytest.raises(WorkerError) as caught:
         RayWorkerGroup(
-            "critic", RayClassWithInitArgs("none:None"), Mesh(1), context, replace(seats, devices=seats.devices[:1])
+            "critic", RayClassWithInitArgs("none:None"), Mesh(1), context, replace(slots, devices=slots.devices[:1])
         )
     first, *rest = str(caught.value).splitlines()
     assert re.search(named, first), caught.value
     fix = "give the node more" if how == "bus" else r"`mrl env` on \S+ (says what|shows how long) "
     assert len([line for line in rest if re.match(f"  fix: {fix}", line)]) == 1
     assert caught.value.ranks == (0,)
-    assert ("in hello" in str(caught.value)) == (how == "bus"), "the frames of a crash are shown"
+    assert ("in handshake" in str(caught.value)) == (how == "bus"), "the frames of a crash are shown"
 
 
 @pytest.mark.parametrize(

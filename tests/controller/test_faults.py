@@ -15,7 +15,7 @@ import pytest
 
 from mrl.config.mesh import Mesh
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext
-from mrl.controller.call import Fault, blame
+from mrl.controller.call import RankFailure, root_causes
 from mrl.controller.node_agent import read_process
 from mrl.errors import WorkerDied, WorkerError, WorkerRaised, WorkerSilent
 from mrl.events import Event, RanksReleased, WorkerFault, WorkersStarted, read_events
@@ -140,9 +140,9 @@ def test_one_that_hangs_is_told_from_those_that_wait_for_it(run_context: RunCont
 @pytest.mark.parametrize("holds_gil", [True, False], ids=["with the GIL", "without it"])
 def test_one_that_hangs_in_c_shows_where(holds_gil: bool, run_context: RunContext) -> None:
     context = replace(run_context, deadlines=replace(run_context.deadlines, call_s=2))
-    seats = context.resources.seats("critic")
+    slots = context.resources.device_slots("critic")
     worker = RayClassWithInitArgs("tests.rank_workers:RankWorker")
-    group = RayWorkerGroup("critic", worker, Mesh(1), context, replace(seats, devices=seats.devices[:1]))
+    group = RayWorkerGroup("critic", worker, Mesh(1), context, replace(slots, devices=slots.devices[:1]))
     with pytest.raises(WorkerSilent) as caught:
         group.hang_in_c(holds_gil)
     _, stacks, native, kernel, _ = re.split(
@@ -203,8 +203,8 @@ def test_secrets_stay_out_of_worker_logs(
     assert not any("canary-in-a-coal-mine" in text for text in texts)
 
 
-def fault(rank: int, kind: str, at: float = 0.0, trace: str = "") -> Fault:
-    return Fault(rank, kind, "", at, trace)
+def fault(rank: int, kind: str, at: float = 0.0, trace: str = "") -> RankFailure:
+    return RankFailure(rank, kind, "", at, trace)
 
 
 @pytest.mark.parametrize(
@@ -221,5 +221,5 @@ def fault(rank: int, kind: str, at: float = 0.0, trace: str = "") -> Fault:
         ([fault(0, "died"), fault(3, "died")], [0, 3]),
     ],
 )
-def test_blame_falls_on_what_explains_the_rest(faults: list[Fault], culprits: list[int]) -> None:
-    assert [found.rank for found in blame(faults)] == culprits
+def test_blame_falls_on_what_explains_the_rest(faults: list[RankFailure], culprits: list[int]) -> None:
+    assert [found.rank for found in root_causes(faults)] == culprits

@@ -77,19 +77,19 @@ def test_processes_that_do_not_end_are_ended(sleeper: subprocess.Popen[bytes]) -
     agent, process = NodeAgent(), id_of(sleeper)
     other = ProcessId(process.pid, process.start_ticks + 1)
     begin = time.monotonic()
-    agent.end([other])
+    agent.kill_all([other])
     assert time.monotonic() - begin < 0.3, "what is gone is not waited for"
     assert sleeper.poll() is None, "and not ended either"
-    agent.end([process])
+    agent.kill_all([process])
     assert sleeper.wait(5) == -signal.SIGKILL
 
 
 def test_without_its_raylet_a_node_is_lost() -> None:
     agent = NodeAgent()
-    assert not agent.look([own_process()])[0].is_gone
+    assert not agent.poll_states([own_process()])[0].is_gone
     assert agent.memory().kills >= 0
     agent._raylet += 1
-    assert agent.look([own_process(), own_process()]) == [ProcessView(None)] * 2
+    assert agent.poll_states([own_process(), own_process()]) == [ProcessView(None)] * 2
     with pytest.raises(NodeLost):
         agent.memory()
 

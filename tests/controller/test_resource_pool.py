@@ -28,10 +28,12 @@ def test_devices_are_ordered_and_on_a_node_that_has_a_name(run_context: RunConte
 
 
 def test_roles_that_share_a_pool_share_its_devices(run_context: RunContext) -> None:
-    assert run_context.resources.seats("actor").share == 0.333, "actor, critic, and the engines with the actor"
+    assert run_context.resources.device_slots("actor").fraction == 0.333, (
+        "actor, critic, and the engines with the actor"
+    )
     placement = PlacementConfig(pools={"all": 2}, roles=dict.fromkeys("abc", "all"))
     cluster = ClusterConfig(devices_per_node=2, device="cpu")
-    assert 3 * ResourcePoolManager(placement, cluster, DeadlinesConfig()).seats("a").share <= 1
+    assert 3 * ResourcePoolManager(placement, cluster, DeadlinesConfig()).device_slots("a").fraction <= 1
 
 
 def test_a_role_without_a_pool_is_named(run_context: RunContext) -> None:

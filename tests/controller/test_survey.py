@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from mrl.controller import RunContext
-from mrl.controller.survey import ask_every_node, free_devices, offered_nodes, wait_for_nodes
+from mrl.controller.survey import free_devices, offered_nodes, run_on_nodes, wait_for_nodes
 from mrl.errors import PlacementError
 from tests.conftest import NUM_DEVICES
 
@@ -17,7 +17,7 @@ def test_nodes_are_offered_asked_and_awaited(run_context: RunContext) -> None:
     assert offer.devices == NUM_DEVICES
     assert offered_nodes("gpu")[0].devices == 0
     assert free_devices("cpu") == 0, "the pool of the tests has them"
-    assert ask_every_node([offer.node_id], "socket:gethostname", [], 60) == [socket.gethostname()]
+    assert run_on_nodes([offer.node_id], "socket:gethostname", [], 60) == [socket.gethostname()]
     wait_for_nodes([offer.name], "cpu", NUM_DEVICES, 0)
 
 
@@ -31,4 +31,4 @@ def test_nodes_that_are_absent_or_short_are_named(run_context: RunContext) -> No
 
 def test_a_node_that_cannot_answer_is_an_error(run_context: RunContext) -> None:
     with pytest.raises(PlacementError, match="a node does not answer"):
-        ask_every_node([offered_nodes("cpu")[0].node_id], "socket:gethostbyname", ["a..b"], 60)
+        run_on_nodes([offered_nodes("cpu")[0].node_id], "socket:gethostbyname", ["a..b"], 60)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mrl.controller import transport
-from mrl.controller.transport import Bundle, assemble_shard, pack_answer, plan_shard, unpack_answer
+from mrl.controller.transport import ColumnStore, assemble_shard, pack_result, plan_shard, unpack_result
 from mrl.errors import BatchError, WireError
 from mrl.protocol import DataProto, RemoteColumn
 from mrl.protocol.columns import Jagged, from_rows
@@ -35,14 +35,14 @@ def answer_of(number: int) -> DataProto:
 WRITES = ("responses", "scores", "hidden", "uid")
 
 
-def stored(num_parts: int) -> tuple[DataProto, dict[str, Bundle]]:
+def stored(num_parts: int) -> tuple[DataProto, dict[str, ColumnStore]]:
     """The answers of several workers on the driver, and what is stored of them."""
-    bundles: dict[str, Bundle] = {}
+    bundles: dict[str, ColumnStore] = {}
     batches = []
     for number in range(num_parts):
         made = answer_of(number)
-        answer, bundles[f"part {number}"] = pack_answer(made, made.row_ids, WRITES, "generate")
-        batch = unpack_answer(answer, f"part {number}", made.row_ids)  # type: ignore[arg-type]
+        answer, bundles[f"part {number}"] = pack_result(made, made.row_ids, WRITES, "generate")
+        batch = unpack_result(answer, f"part {number}", made.row_ids)  # type: ignore[arg-type]
         assert batch.meta_info == {"rank": number}
         batch.meta_info = {}
         batches.append(batch)
@@ -101,9 +101,9 @@ def test_only_what_is_read_is_sent() -> None:
 
 
 def test_large_columns_are_stored_once_and_small_ones_ride_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Bundle] = []
+    kept: list[ColumnStore] = []
 
-    def put(bundle: Bundle) -> str:
+    def put(bundle: ColumnStore) -> str:
         kept.append(bundle)
         return f"put {len(kept)}"
 
@@ -124,11 +124,11 @@ def test_large_columns_are_stored_once_and_small_ones_ride_along(monkeypatch: py
 def test_an_answer_is_what_was_promised_for_the_rows_that_were_given() -> None:
     made = answer_of(1)
     with pytest.raises(BatchError, match=r"generate promises to write .*; missing \['scores'\]"):
-        pack_answer(made.select("responses", "hidden", "uid"), made.row_ids, WRITES, "generate")
+        pack_result(made.select("responses", "hidden", "uid"), made.row_ids, WRITES, "generate")
     with pytest.raises(BatchError, match=r"; undeclared \['uid'\]"):
-        pack_answer(made, made.row_ids, WRITES[:-1], "generate")
+        pack_result(made, made.row_ids, WRITES[:-1], "generate")
     with pytest.raises(BatchError, match="generate returned other rows than it was given"):
-        pack_answer(made.reorder([1, 0, 2, 3]), made.row_ids, WRITES, "generate")
+        pack_result(made.reorder([1, 0, 2, 3]), made.row_ids, WRITES, "generate")
 
 
 def test_a_plan_of_another_shape_is_refused() -> None:

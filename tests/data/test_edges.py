@@ -52,7 +52,7 @@ def test_shares_follow_the_weights_or_else_the_sizes() -> None:
 
 
 def test_a_usable_row_ends_a_drought(here: Path, loader_of: OpenLoader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_loader, "LONGEST_DROUGHT", 3)
+    monkeypatch.setattr(prompt_loader, "MAX_CONSECUTIVE_SKIPS", 3)
     rows = [LONG, LONG, good_row(1), LONG, LONG, good_row(2)]
     Path("rows.jsonl").write_bytes(jsonl(*rows))
     loader = loader_of(train="rows.jsonl", overlong="drop", shuffle=False, prompts_per_step=1)

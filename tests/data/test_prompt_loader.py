@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.schema import SourceConfig
-from mrl.data.prompt_loader import PromptLoader, Skips, one_pass
+from mrl.data.prompt_loader import PromptLoader, SkipLog, one_pass
 from mrl.errors import BadRow, DataError
 from mrl.events import EventLog, SampleSkipped, read_events
 from tests.data.conftest import OpenDataset, OpenLoader, good_row, jsonl
@@ -111,7 +111,7 @@ def test_fewer_prompts_than_a_step(here: Path, loader_of: OpenLoader) -> None:
 def test_one_pass_gives_every_prompt_once_and_in_order(here: Path, dataset_of: OpenDataset, events: EventLog) -> None:
     Path("rows.jsonl").write_bytes(jsonl(good_row(0), LONG, good_row(2), b"", good_row(4)))
     dataset = dataset_of(train={"a": "rows.jsonl", "b": "rows.jsonl"}, overlong="drop")
-    skips = Skips(2, events)
+    skips = SkipLog(2, events)
     batches = list(one_pass(dataset, 4, skips))
     assert [len(batch) for batch in batches] == [4, 2]
     assert [uid for batch in batches for uid in batch["uid"]] == [
@@ -119,4 +119,4 @@ def test_one_pass_gives_every_prompt_once_and_in_order(here: Path, dataset_of: O
     ]
     assert skips.overlong == {"a": 1, "b": 1}
     with pytest.raises(BadRow, match=r"^rows.jsonl:4: the line is empty"):
-        list(one_pass(dataset, 4, Skips(0, events)))
+        list(one_pass(dataset, 4, SkipLog(0, events)))

@@ -30,11 +30,11 @@ from tests.docs.blocks import ROOT, pages
 from tests.docs.pictures import IMAGES, PICTURES, SOLVED, recorded
 from tests.house_rules import (
     LAYERS,
+    MAX_FILE_LINES,
+    MAX_FUNCTION_LINES,
+    MAX_METHODS,
+    MAX_PARAMETERS,
     MEDIAN_FILE_LINES,
-    MOST_FILE_LINES,
-    MOST_FUNCTION_LINES,
-    MOST_METHODS,
-    MOST_PARAMETERS,
     SHORT_FUNCTION_LINES,
     SHORT_FUNCTIONS,
 )
@@ -227,10 +227,10 @@ def layers() -> str:
 def budgets() -> str:
     """How large what may be."""
     rows = (
-        ("file", f"{MOST_FILE_LINES} lines", f"median {MEDIAN_FILE_LINES}"),
-        ("function", f"{MOST_FUNCTION_LINES} lines", f"{SHORT_FUNCTIONS:.0%} under {SHORT_FUNCTION_LINES}"),
-        ("class", f"{MOST_METHODS} methods", ""),
-        ("parameters", f"{MOST_PARAMETERS}", ""),
+        ("file", f"{MAX_FILE_LINES} lines", f"median {MEDIAN_FILE_LINES}"),
+        ("function", f"{MAX_FUNCTION_LINES} lines", f"{SHORT_FUNCTIONS:.0%} under {SHORT_FUNCTION_LINES}"),
+        ("class", f"{MAX_METHODS} methods", ""),
+        ("parameters", f"{MAX_PARAMETERS}", ""),
     )
     return table(("", "at most", "usual"), iter(rows))
 
@@ -317,7 +317,7 @@ def compare() -> str:
     """mrl beside its peers."""
     lines = sum(file.read_text(encoding="utf-8").count("\n") for file in (ROOT / "mrl").rglob("*.py"))
     keys = len(list(_leaves(read_chain(str(ROOT / "configs/ppo-llama3.1-70b-8n8g.yaml")).values)))
-    longest = (f"<= {MOST_FILE_LINES}", f"<= {MOST_FUNCTION_LINES}")
+    longest = (f"<= {MAX_FILE_LINES}", f"<= {MAX_FUNCTION_LINES}")
     ours = ("this", "-", f"{round(lines, -3):,}", *longest, str(keys), "yes", "`mrl plan`")
     columns = {"mrl": ours} | PEERS
     rows = ((said, *(column[number] for column in columns.values())) for number, said in enumerate(COMPARED))
@@ -334,7 +334,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 # --- docs/benchmarks.md -----------------------------------------------------------------------------------------
 
-MOST_ROWS = 40
+MAX_ROWS = 40
 
 
 @dataclass(frozen=True)
@@ -407,9 +407,9 @@ def _rows(report: dict[str, Any]) -> Iterator[str]:
     before, after = (about[f"load_average_{when}"][0] for when in ("before", "after"))
     yield f"{about['cpu']}, {about['cores']} cores; load {before:.1f} before, {after:.1f} after.\n"
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    yield table(columns, ([shown(row.get(column, "")) for column in columns] for row in rows[:MOST_ROWS]))
-    if len(rows) > MOST_ROWS:
-        yield f"{len(rows) - MOST_ROWS} more rows are in the file of results.\n"
+    yield table(columns, ([shown(row.get(column, "")) for column in columns] for row in rows[:MAX_ROWS]))
+    if len(rows) > MAX_ROWS:
+        yield f"{len(rows) - MAX_ROWS} more rows are in the file of results.\n"
 
 
 def _command(report: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from html import escape
 from typing import Any
 
 from mrl.observe.console import Console
-from mrl.observe.panel import Panel, Shown
+from mrl.observe.panel import Panel, SamplePreview
 from tests.docs.blocks import DOCS
 
 IMAGES = DOCS / "images"
@@ -37,7 +37,7 @@ def panel() -> str:
     run = recorded()
     moment, steps = run["moment"], run["steps"][1:]
     printed, drawn = io.StringIO(), Panel(len(steps))
-    console, sample = Console(len(steps), printed), Shown(**moment["sample"])
+    console, sample = Console(len(steps), printed), SamplePreview(**moment["sample"])
     for metrics in steps[: moment["after_step"]]:
         console.step(metrics["step"], metrics)
         drawn.finish(metrics["step"], metrics, sample)

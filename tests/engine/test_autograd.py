@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mrl.config.schema import ParallelConfig as Layout
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import run_distributed
 from mrl.engine.parallel import model_parallel
 from mrl.engine.scores import ScoreRequest
 from mrl.engine.weights import held_tensors
@@ -20,7 +20,7 @@ from mrl.models.table import Head, hf_tensors
 from tests.engine.tiny_training import build, negative_score, share
 
 LIMIT_S = 300.0
-MOST_RELATIVE = 2e-5
+MAX_RELATIVE = 2e-5
 Gradients = dict[str, npt.NDArray[np.float32]]
 
 
@@ -77,7 +77,7 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Gradi
     heads: list[tuple[str, Head]] = [(family, "lm") for family in TINY_FAMILIES]
     heads += [("llama", "score"), ("qwen3_moe", "score")]
     models = [(str(make_tiny(family, directory / f"{family}-{head}", 0, head)), head) for family, head in heads]
-    (ours,) = run_on_ranks(1, engine_gradients, models, timeout_s=LIMIT_S)
+    (ours,) = run_distributed(1, engine_gradients, models, timeout_s=LIMIT_S)
     theirs = [transformers_gradients(path, head, Path(f"{path}-gradients")) for path, head in models]
     names = [f"{family} {head}" for family, head in heads]
     return dict(zip(names, zip(ours, theirs, strict=True), strict=True))
@@ -91,4 +91,4 @@ def test_gradients_are_those_of_transformers(gradients: dict[str, tuple[Gradient
             scale = np.abs(expected).max()
             assert scale > 0, f"{model}: {name} has no gradient, so nothing is compared"
             worst[model, name] = float(np.abs(ours[name] - expected).max() / scale)
-    assert max(worst.values()) < MOST_RELATIVE, sorted(worst.items(), key=lambda item: -item[1])[:5]
+    assert max(worst.values()) < MAX_RELATIVE, sorted(worst.items(), key=lambda item: -item[1])[:5]

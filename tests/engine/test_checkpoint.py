@@ -14,7 +14,7 @@ import torch
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine import checkpoint
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import run_distributed
 from mrl.engine.parallel import model_parallel
 from mrl.errors import EngineError
 from mrl.models.table import Head
@@ -111,7 +111,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     with_own = [(model, [model.saved_by, *others]) for model, others in cases]
     (directory / "refused").mkdir()
     arguments = (with_own, tiny("qwen3"), tiny("mistral"), str(directory / "refused"))
-    ranks = run_on_ranks(4, everything, *arguments, timeout_s=LIMIT_S)
+    ranks = run_distributed(4, everything, *arguments, timeout_s=LIMIT_S)
     runs = [(model, layouts, [rank[0][number] for rank in ranks]) for number, (model, layouts) in enumerate(with_own)]
     return Outcome(runs, [rank[1] for rank in ranks], directory / "refused")
 
@@ -134,7 +134,7 @@ def test_other_layouts_go_on_as_well(outcome: Outcome) -> None:
 
 def test_one_rank_goes_on_with_what_four_have_saved(outcome: Outcome) -> None:
     cases = [(model, Layout()) for model, _, _ in outcome.runs]
-    (alone,) = run_on_ranks(1, resume_all, cases, timeout_s=LIMIT_S)
+    (alone,) = run_distributed(1, resume_all, cases, timeout_s=LIMIT_S)
     for (model, _, ranks), (found, _) in zip(outcome.runs, alone, strict=True):
         tolerance = 1e-5 if model.dtype == "float32" else 2e-2
         assert_goes_on([expected for expected, _ in ranks], [found], tolerance)

@@ -18,13 +18,13 @@ from mrl.engine.checkpoint_files import FORMAT, MANIFEST, RANDOM, SavedFiles, en
 from mrl.errors import EngineError, ModelError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader, slices
-from mrl.models.parameters import Box
+from mrl.models.parameters import Region
 from mrl.models.table import hf_tensors
 from tests.models.tiny_models import make_tiny
 
 WHOLE = torch.arange(24, dtype=torch.float32).view(6, 4)
 MOMENTS = WHOLE * -2
-BOXES: list[tuple[int, Box]] = [
+BOXES: list[tuple[int, Region]] = [
     (0, ((0, 2), (0, 4))),
     (1, ((2, 3), (0, 1))),
     (1, ((2, 3), (1, 4))),
@@ -85,7 +85,7 @@ def test_names_say_which_box_of_which_tensor() -> None:
     assert [file_name(0), file_name(12)] == ["rank-00000.safetensors", "rank-00012.safetensors"]
 
 
-WANTED: list[Box] = [
+WANTED: list[Region] = [
     ((0, 6), (0, 4)),
     ((1, 4), (0, 4)),
     ((2, 3), (0, 4)),
@@ -96,7 +96,7 @@ WANTED: list[Box] = [
 
 
 @pytest.mark.parametrize("box", WANTED, ids=str)
-def test_a_box_is_read_from_however_many_it_was_saved_as(tmp_path: Path, box: Box) -> None:
+def test_a_box_is_read_from_however_many_it_was_saved_as(tmp_path: Path, box: Region) -> None:
     saved = SavedFiles(write(tmp_path))
     shape = [stop - start for start, stop in box]
     views = {"param": torch.full(shape, torch.nan), "exp_avg": torch.full(shape, torch.nan)}
@@ -195,7 +195,7 @@ def save_model(model: Path, directory: Path) -> None:
         whole = reader.read(name, tuple((0, size) for size in shape)).float() + 1 / (3 + number)
         middle = shape[0] // 2
         rest = tuple((0, size) for size in shape[1:])
-        boxes: list[Box] = [((0, middle), *rest), ((middle, shape[0]), *rest)]
+        boxes: list[Region] = [((0, middle), *rest), ((middle, shape[0]), *rest)]
         for box in boxes:
             tensors[entry("param", name, box)] = whole[slices(box)]
             tensors[entry("exp_avg", name, box)] = torch.full_like(whole[slices(box)], 9.0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mrl.config.schema import ParallelConfig
-from mrl.engine.parity import Difference, Held, ParityCase, ParityResult, RankResult, make_rows, together
+from mrl.engine.parity import Difference, HeldParameter, ParityCase, ParityResult, RankResult, make_rows, merge_ranks
 from mrl.engine.verify import FLOAT32, Tolerance, Verified, fewest_ranks, score_difference, tolerance
 from mrl.models.families import read_spec
 from tests.models.tiny_models import make_tiny
@@ -22,19 +22,19 @@ ONE = ParityResult(
     entropies=np.array([1.0, 2.0, 3.0]),
     losses=(4.0, 0.5),
     grad_norms=(2.0, 8.0),
-    held=[Held("w", ((0, 3), (0, 2)), WEIGHT), Held("b", ((0, 2),), np.array([1, 2], np.float32))],
+    held=[HeldParameter("w", ((0, 3), (0, 2)), WEIGHT), HeldParameter("b", ((0, 2),), np.array([1, 2], np.float32))],
 )
 
 
 def test_equal_results_do_not_differ_however_they_are_held() -> None:
     parts = [
-        Held("w", ((2, 3), (0, 2)), WEIGHT[2:]),
-        Held("w", ((0, 2), (1, 2)), WEIGHT[:2, 1:]),
-        Held("b", ((1, 2),), np.array([2], np.float32)),
+        HeldParameter("w", ((2, 3), (0, 2)), WEIGHT[2:]),
+        HeldParameter("w", ((0, 2), (1, 2)), WEIGHT[:2, 1:]),
+        HeldParameter("b", ((1, 2),), np.array([2], np.float32)),
     ]
     assert Difference.between(ONE, ONE) == Difference(0, 0, 0, 0, 0)
     assert Difference.between(ONE, replace(ONE, held=parts)) == Difference(0, 0, 0, 0, 0)
-    in_parts = replace(ONE, held=[*parts, Held("w", ((0, 2), (0, 1)), WEIGHT[:2, :1])])
+    in_parts = replace(ONE, held=[*parts, HeldParameter("w", ((0, 2), (0, 1)), WEIGHT[:2, :1])])
     assert Difference.between(in_parts, ONE).parameters == 1  # nobody holds the first of b
 
 
@@ -47,8 +47,8 @@ def test_equal_results_do_not_differ_however_they_are_held() -> None:
         ({"losses": (4.0, 0.25)}, Difference(0, 0, 0.5, 0, 0)),
         ({"losses": (5.0, 0.5)}, Difference(0, 0, 0.25, 0, 0)),
         ({"grad_norms": (2.0, 9.0)}, Difference(0, 0, 0, 0.125, 0)),
-        ({"held": [Held("w", ((1, 2), (0, 2)), WEIGHT[1:2] + 0.5)]}, Difference(0, 0, 0, 0, 0.5)),
-        ({"held": [Held("b", ((1, 2),), np.array([1.75], np.float32))]}, Difference(0, 0, 0, 0, 0.25)),
+        ({"held": [HeldParameter("w", ((1, 2), (0, 2)), WEIGHT[1:2] + 0.5)]}, Difference(0, 0, 0, 0, 0.5)),
+        ({"held": [HeldParameter("b", ((1, 2),), np.array([1.75], np.float32))]}, Difference(0, 0, 0, 0, 0.25)),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -60,11 +60,13 @@ def test_ranks_are_put_together_by_row() -> None:
     def rank(rows: dict[int, list[float]], losses: tuple[float, float], name: str) -> RankResult:
         scores = {number: np.array(values) for number, values in rows.items()}
         entropies = {number: -values for number, values in scores.items()}
-        return RankResult(scores, entropies, losses, (7.0, 8.0), [Held(name, ((0, 1),), np.zeros(1, np.float32))])
+        return RankResult(
+            scores, entropies, losses, (7.0, 8.0), [HeldParameter(name, ((0, 1),), np.zeros(1, np.float32))]
+        )
 
     first = rank({10: [3.0], 2: [1.0, 2.0]}, (0.5, 1.0), "a")
     second = rank({1: [0.5], 3: []}, (0.25, 2.0), "b")
-    whole = together([first, second, rank({}, (0.0, 0.0), "c")])
+    whole = merge_ranks([first, second, rank({}, (0.0, 0.0), "c")])
     assert whole.scores.tolist() == [0.5, 1.0, 2.0, 3.0]
     assert whole.entropies.tolist() == [-0.5, -1.0, -2.0, -3.0]
     assert whole.losses == (0.75, 3.0)

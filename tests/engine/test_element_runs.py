@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from mrl.engine.element_runs import boxes_of, is_exact_cover, overlap, relative, volume
+from mrl.engine.element_runs import flat_shard_regions, is_exact_cover, overlap, relative, volume
 from mrl.models.hf_reader import slices
-from mrl.models.parameters import Box, Piece
+from mrl.models.parameters import Piece, Region
 from mrl.models.table import Shard
 
 HF = {"q": torch.arange(1, 61).view(10, 6), "k": torch.arange(101, 161).view(10, 6)}
@@ -41,7 +41,7 @@ def test_each_element_of_a_run_is_in_one_box_at_its_place(start: int, stop: int)
     flat = local().flatten()[start:stop].clone()
     state = {"param": flat, "exp_avg": -flat}
     seen: list[int] = []
-    for name, box, views in boxes_of(QKV, start, state):
+    for name, box, views in flat_shard_regions(QKV, start, state):
         assert torch.equal(views["param"], HF[name][slices(box)])
         assert torch.equal(views["exp_avg"], -views["param"])
         seen += views["param"].flatten().tolist()
@@ -49,7 +49,7 @@ def test_each_element_of_a_run_is_in_one_box_at_its_place(start: int, stop: int)
 
 
 def test_a_long_run_is_an_end_whole_rows_and_a_beginning() -> None:
-    boxes = [(name, box) for name, box, _ in boxes_of(QKV, 2, {"param": local().flatten()[2:23]})]
+    boxes = [(name, box) for name, box, _ in flat_shard_regions(QKV, 2, {"param": local().flatten()[2:23]})]
     assert boxes == [
         ("q", ((5, 6), (3, 5))),
         ("q", ((6, 8), (1, 5))),
@@ -60,14 +60,14 @@ def test_a_long_run_is_an_end_whole_rows_and_a_beginning() -> None:
 
 def test_a_run_of_a_vector() -> None:
     values = torch.tensor([1.0, 2.0, 3.0])
-    ((name, box, views),) = boxes_of(NORM, 2, {"param": values})
+    ((name, box, views),) = flat_shard_regions(NORM, 2, {"param": values})
     assert (name, box) == ("v", ((6, 9),))
     assert torch.equal(views["param"], values)
 
 
 def test_what_is_written_to_a_view_is_in_the_run() -> None:
     state = {"param": torch.zeros(21)}
-    for _, _, views in boxes_of(QKV, 2, state):
+    for _, _, views in flat_shard_regions(QKV, 2, state):
         views["param"].fill_(1)
     assert state["param"].tolist() == [1.0] * 21
 
@@ -83,7 +83,7 @@ def test_what_is_written_to_a_view_is_in_the_run() -> None:
         (((0, 2),), ((1, 1),), None),
     ],
 )
-def test_what_two_boxes_have_in_common(one: Box, other: Box, common: Box | None) -> None:
+def test_what_two_boxes_have_in_common(one: Region, other: Region, common: Region | None) -> None:
     assert overlap(one, other) == common
 
 
@@ -113,6 +113,6 @@ def test_a_box_is_counted_from_another_and_measured() -> None:
         ([((0, 4), (0, 1)), ((0, 1), (1, 3)), ((3, 4), (0, 3)), ((1, 3), (1, 3))], False),
     ],
 )
-def test_a_cover_is_exact_or_none(boxes: list[Box], is_cover: bool) -> None:
+def test_a_cover_is_exact_or_none(boxes: list[Region], is_cover: bool) -> None:
     assert is_exact_cover((4, 3), boxes) is is_cover
     assert is_exact_cover((4, 3), boxes[::-1]) is is_cover

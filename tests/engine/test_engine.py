@@ -15,11 +15,11 @@ import torch.distributed as dist
 from mrl.config.schema import MegatronModelConfig
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine import checkpoint
-from mrl.engine.agreement import all_or_none
+from mrl.engine.agreement import raise_on_all_ranks
 from mrl.engine.engine import EngineRequest, MegatronEngine
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import run_distributed
 from mrl.engine.loss import LossInput, LossOutput
-from mrl.engine.parallel import Groups, model_parallel
+from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.engine.random_states import random_states, set_random_states
 from mrl.engine.scores import ScoreRequest
 from mrl.engine.weights import held_tensors
@@ -48,7 +48,7 @@ def agreeing() -> list[tuple[str, str]]:
     """What each rank is told where nobody, one or everybody fails."""
 
     def together(errors: dict[int, Exception]) -> None:
-        with all_or_none("the work"):
+        with raise_on_all_ranks("the work"):
             if dist.get_rank() in errors:
                 raise errors[dist.get_rank()]
 
@@ -62,7 +62,7 @@ def agreeing() -> list[tuple[str, str]]:
     return [raised(lambda errors=errors: together(errors)) for errors in cases]  # type: ignore[misc]
 
 
-def drawing(groups: Groups) -> Found:
+def drawing(groups: ParallelGroups) -> Found:
     """Random numbers before and after states are put back, from torch and from Megatron's own generator."""
     from megatron.core import tensor_parallel
 
@@ -90,7 +90,7 @@ def marks(path: str, layout: Layout) -> dict[str, tuple[bool, bool | None]]:
         }
 
 
-def scoring(path: str, groups: Groups) -> Found:
+def scoring(path: str, groups: ParallelGroups) -> Found:
     """The same rows in micro-batches of several kinds."""
     engine = build(path, Layout(), groups)
     rows, _ = share(engine)
@@ -128,7 +128,7 @@ def scoring(path: str, groups: Groups) -> Found:
     return found
 
 
-def moving(path: str, directory: str, groups: Groups) -> Found:
+def moving(path: str, directory: str, groups: ParallelGroups) -> Found:
     """Copies on the host that are out of date, or are not."""
     engine = build(path, Layout(), groups)
     memory, traffic = engine.memory, engine.memory.traffic
@@ -174,7 +174,7 @@ def moving(path: str, directory: str, groups: Groups) -> Found:
     return found
 
 
-def tables(path: str, groups: Groups) -> list[tuple[str, str]]:
+def tables(path: str, groups: ParallelGroups) -> list[tuple[str, str]]:
     """A table and a model that do not fit each other."""
     engine = build(path, Layout(), groups, trained=False)
     spec, model = engine.request.spec, engine.models[0]
@@ -192,7 +192,7 @@ def tables(path: str, groups: Groups) -> list[tuple[str, str]]:
     return found
 
 
-def new_heads(path: str, groups: Groups) -> Found:
+def new_heads(path: str, groups: ParallelGroups) -> Found:
     def critic(new_head: bool) -> MegatronEngine:
         settings = MegatronModelConfig(max_tokens_per_device=64)
         engine = MegatronEngine(EngineRequest(read_spec(path), "score", settings, new_head), groups)
@@ -252,7 +252,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 
     directory = tmp_path_factory.mktemp("engine")
     models = [str(make_tiny(family, directory / family)) for family in ("llama", "mixtral")]
-    return run_on_ranks(2, everything, *models, str(directory / "saved"), timeout_s=LIMIT_S)
+    return run_distributed(2, everything, *models, str(directory / "saved"), timeout_s=LIMIT_S)
 
 
 # --- what they must have found ----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine.export import export
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import run_distributed
 from mrl.engine.parallel import model_parallel
 from mrl.errors import EngineError, ModelError
 from mrl.models.families import read_spec
@@ -77,7 +77,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     cases = make_cases(directory, LAYOUTS, MOE_LAYOUTS)
     (directory / "mine").mkdir()
     cases.append(Case(cases[0].source, str(directory / "mine"), "lm", Layout(tp=2)))
-    return Outcome(cases, run_on_ranks(4, all_of, cases, timeout_s=LIMIT_S))
+    return Outcome(cases, run_distributed(4, all_of, cases, timeout_s=LIMIT_S))
 
 
 def weights(path: str) -> dict[str, torch.Tensor]:
@@ -99,7 +99,7 @@ def test_what_comes_out_is_what_went_in(outcome: Outcome) -> None:
 @pytest.mark.slow
 def test_so_it_is_for_the_other_layouts(tmp_path: Path) -> None:
     cases = make_cases(tmp_path, OTHER_LAYOUTS, OTHER_MOE_LAYOUTS)
-    run_on_ranks(4, all_of, cases, timeout_s=LIMIT_S)
+    run_distributed(4, all_of, cases, timeout_s=LIMIT_S)
     for case in cases:
         assert_same_weights(case)
 

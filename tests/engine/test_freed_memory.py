@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mrl.engine import freed_memory
-from mrl.engine.freed_memory import give_back
-from mrl.engine.movable import Movable
+from mrl.engine.freed_memory import free_unused_memory
+from mrl.engine.movable import HostMirroredStorage
 from mrl.engine.offload import DeviceMemory
 
 MIB = 1 << 20
@@ -45,7 +45,7 @@ def test_a_process_on_a_cpu_shrinks_by_what_it_freed_and_keeps_what_it_uses() ->
 
 def test_a_c_library_without_a_trim_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(freed_memory, "_C", SimpleNamespace())
-    give_back(torch.device("cpu"))
+    free_unused_memory(torch.device("cpu"))
 
 
 @pytest.fixture
@@ -54,13 +54,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     noted: list[str] = []
     for name in CALLS:
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: noted.append(name))
-    release = Movable.release
+    release = HostMirroredStorage.free
 
-    def releasing(self: Movable) -> None:
+    def releasing(self: HostMirroredStorage) -> None:
         noted.append("release")
         release(self)
 
-    monkeypatch.setattr(Movable, "release", releasing)
+    monkeypatch.setattr(HostMirroredStorage, "free", releasing)
     return noted
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import run_distributed
 from mrl.errors import EngineError
 
 
@@ -31,13 +31,13 @@ def test_every_rank_answers_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     before = dict(os.environ)
-    assert run_on_ranks(2, meet, "", timeout_s=300) == [(rank, 2, 3.0, 1, "1", "") for rank in range(2)]
+    assert run_distributed(2, meet, "", timeout_s=300) == [(rank, 2, 3.0, 1, "1", "") for rank in range(2)]
     assert dict(os.environ) == before
 
 
 def test_on_gpus_a_rank_sees_what_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert run_on_ranks(1, meet, "", timeout_s=300, device="gpu") == [(0, 1, 1.0, 1, "1", "4,5")]
+    assert run_distributed(1, meet, "", timeout_s=300, device="gpu") == [(0, 1, 1.0, 1, "1", "4,5")]
 
 
 def environment(name: str) -> str | None:
@@ -47,9 +47,9 @@ def environment(name: str) -> str | None:
 def test_a_rank_has_the_environment_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("earlier", "later"):
         monkeypatch.setenv("MRL_TEST_SETTING", value)
-        assert run_on_ranks(1, environment, "MRL_TEST_SETTING", timeout_s=300) == [value]
+        assert run_distributed(1, environment, "MRL_TEST_SETTING", timeout_s=300) == [value]
     monkeypatch.delenv("MRL_TEST_SETTING")
-    assert run_on_ranks(1, environment, "MRL_TEST_SETTING", timeout_s=300) == [None]
+    assert run_distributed(1, environment, "MRL_TEST_SETTING", timeout_s=300) == [None]
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_a_rank_has_the_environment_of_its_time(monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_rank_that_fails_is_named(fault: str, message: str, limit_s: float) -> None:
     with pytest.raises(EngineError, match=message):
-        run_on_ranks(1, meet, fault, timeout_s=limit_s)
+        run_distributed(1, meet, fault, timeout_s=limit_s)

@@ -17,9 +17,9 @@ from mrl.config import megatron_fields
 from mrl.config.megatron_fields import FieldRules
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
 from mrl.engine.engine import EngineRequest, MegatronEngine
-from mrl.engine.local_world import run_on_ranks
-from mrl.engine.parallel import Groups, model_parallel
-from mrl.engine.parity import Difference, ParityCase, ParityResult, measure, together
+from mrl.engine.local_world import run_distributed
+from mrl.engine.parallel import ParallelGroups, model_parallel
+from mrl.engine.parity import Difference, ParityCase, ParityResult, measure, merge_ranks
 from mrl.engine.scores import ScoreRequest
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
@@ -77,7 +77,7 @@ def test_every_field_is_proven_or_refused_with_a_reason(cls: Any) -> None:
 Steps = list[tuple[float, float]]
 
 
-def steps(path: str, layout: ParallelConfig, groups: Groups, ddp: Settings) -> Steps:
+def steps(path: str, layout: ParallelConfig, groups: ParallelGroups, ddp: Settings) -> Steps:
     """Gradient norm of each step, and what all parameters of this rank add up to right after it."""
     settings = TrainedModelConfig(
         parallel=layout, dtype="float32", max_tokens_per_device=64, ddp=known(ddp), optimizer={"lr": 1e-2}
@@ -116,7 +116,7 @@ def all_steps(path: str, layout: ParallelConfig) -> dict[str, Steps]:
 )
 def test_a_setting_changes_no_number(family: str, ranks: int, layout: ParallelConfig, tmp_path: Path) -> None:
     path = str(make_tiny(family, tmp_path / family))
-    for found in run_on_ranks(ranks, all_steps, path, layout, timeout_s=LIMIT_S):
+    for found in run_distributed(ranks, all_steps, path, layout, timeout_s=LIMIT_S):
         for name in DDP:
             for number, (seen, expected) in enumerate(zip(found[name], found["plain"], strict=True), 1):
                 assert seen == pytest.approx(expected, rel=1e-6), f"{name}: step {number}"
@@ -126,8 +126,8 @@ def test_a_setting_changes_no_number(family: str, ranks: int, layout: ParallelCo
 
 
 def results(size: int, cases: list[ParityCase]) -> list[ParityResult]:
-    by_rank = run_on_ranks(size, measure, cases, timeout_s=LIMIT_S)
-    return [together(list(ranks)) for ranks in zip(*by_rank, strict=True)]
+    by_rank = run_distributed(size, measure, cases, timeout_s=LIMIT_S)
+    return [merge_ranks(list(ranks)) for ranks in zip(*by_rank, strict=True)]
 
 
 def test_an_optimizer_is_the_same_in_every_layout(tmp_path: Path) -> None:

@@ -14,19 +14,19 @@ from mrl.config.schema import MegatronModelConfig, ParallelConfig
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.layer_spec import RmsNorm, _has_experts
 from mrl.engine.model import ModelRequest, transformer_config
-from mrl.engine.packed_rows import Cut
-from mrl.engine.parallel import Groups
+from mrl.engine.packed_rows import SequenceSharding
+from mrl.engine.parallel import ParallelGroups
 from mrl.models.families import read_spec
 from mrl.models.spec import ModelSpec
 
 LARGE = ParallelConfig(tp=2, cp=2, pp=2, vpp=2, ep=2, etp=1, sequence_parallel=True)
 
 
-def groups_of(parallel: ParallelConfig, rank: int = 0, world_size: int = 8) -> Groups:
+def groups_of(parallel: ParallelConfig, rank: int = 0, world_size: int = 8) -> ParallelGroups:
     """A rank's place; nothing here talks to its groups."""
     mesh = Mesh(world_size, parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp)
     nobody: Any = None
-    return Groups(parallel, mesh.coordinates(rank), mesh, torch.device("cpu"), nobody, nobody, nobody, nobody)
+    return ParallelGroups(parallel, mesh.coordinates(rank), mesh, torch.device("cpu"), nobody, nobody, nobody, nobody)
 
 
 def config_of(spec: ModelSpec, parallel: ParallelConfig, dtype: str = "float32", **megatron: Any) -> TransformerConfig:
@@ -121,9 +121,11 @@ def test_each_rank_knows_its_stage_and_its_cut() -> None:
     for rank in range(8):
         groups = groups_of(LARGE, rank)
         assert (groups.is_first_stage, groups.is_last_stage) == (rank < 4, rank >= 4)
-        assert groups.cut == Cut(2, rank // 2 % 2, 2)
+        assert groups.sequence_sharding == SequenceSharding(2, rank // 2 % 2, 2)
     plain = groups_of(ParallelConfig(tp=4, pp=2), 5)
-    assert plain.cut == Cut(1, 0, 1)  # tensor ranks split the sequence only where they are told to
+    assert plain.sequence_sharding == SequenceSharding(
+        1, 0, 1
+    )  # tensor ranks split the sequence only where they are told to
     alone = groups_of(ParallelConfig(), 3)
     assert (alone.is_first_stage, alone.is_last_stage) == (True, True)
 

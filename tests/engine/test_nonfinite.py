@@ -11,7 +11,7 @@ import torch
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine.engine import MegatronEngine
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import run_distributed
 from mrl.engine.loss import LossInput, LossOutput
 from mrl.engine.parallel import model_parallel
 from mrl.errors import EngineError
@@ -78,7 +78,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]
     from tests.models.tiny_models import make_tiny  # transformers is not for the ranks, which import this module
 
     path = make_tiny("qwen3", tmp_path_factory.mktemp("model") / "qwen3")
-    by_rank = run_on_ranks(2, poisoned_steps, str(path), LAYOUTS, timeout_s=LIMIT_S)
+    by_rank = run_distributed(2, poisoned_steps, str(path), LAYOUTS, timeout_s=LIMIT_S)
     return [list(found) for found in zip(*by_rank, strict=True)]
 
 

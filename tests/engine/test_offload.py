@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mrl.config.schema import ParallelConfig as Layout
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import run_distributed
 from mrl.engine.offload import PartName
 from mrl.engine.parallel import model_parallel
 from tests.engine.tiny_training import build, log_probs, refusal, step
@@ -114,7 +114,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Ways:
         Case(qwen, Layout(pp=2), "bfloat16"),
         Case(mixtral, Layout(ep=2), "bfloat16"),
     ]
-    ranks = run_on_ranks(2, each_way, cases, timeout_s=LIMIT_S)
+    ranks = run_distributed(2, each_way, cases, timeout_s=LIMIT_S)
     return [ways for rank in ranks for ways in rank]
 
 

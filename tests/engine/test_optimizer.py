@@ -13,10 +13,10 @@ import torch
 from mrl.config.schema import ParallelConfig, ScheduleConfig, TrainedModelConfig
 from mrl.engine import checkpoint
 from mrl.engine.engine import EngineRequest, MegatronEngine
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import run_distributed
 from mrl.engine.loss import LossInput, LossOutput
-from mrl.engine.optimizer import MOST_SKIPPED_IN_A_ROW, Optimizer
-from mrl.engine.parallel import Groups, model_parallel
+from mrl.engine.optimizer import MAX_CONSECUTIVE_SKIPPED_UPDATES, Optimizer
+from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.engine.scores import ScoreRequest
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
@@ -30,13 +30,15 @@ NUM_BEFORE = 3
 Found = dict[str, Any]
 
 
-def make(path: str, groups: Groups, *, dtype: Literal["float32", "bfloat16"] = "float32", **settings: Any) -> Optimizer:
+def make(
+    path: str, groups: ParallelGroups, *, dtype: Literal["float32", "bfloat16"] = "float32", **settings: Any
+) -> Optimizer:
     """The optimizer of an engine with these settings."""
     return of(make_engine(path, groups, dtype=dtype, **settings))
 
 
 def make_engine(
-    path: str, groups: Groups, *, dtype: Literal["float32", "bfloat16"] = "float32", **settings: Any
+    path: str, groups: ParallelGroups, *, dtype: Literal["float32", "bfloat16"] = "float32", **settings: Any
 ) -> MegatronEngine:
     settings = {"optimizer": {"lr": PEAK, "weight_decay": 0.0}, **settings}
     config = TrainedModelConfig(max_tokens_per_device=64, dtype=dtype, **settings)
@@ -82,7 +84,7 @@ def adam_steps(engine: MegatronEngine) -> list[float]:
 # --- on the rank ------------------------------------------------------------------------------------------------------
 
 
-def going_on(path: str, directory: Path, groups: Groups) -> Found:
+def going_on(path: str, directory: Path, groups: ParallelGroups) -> Found:
     """A run with a schedule beside the same run that is saved and resumed twice, and resumed into what ran further."""
 
     def rate_and_steps(engine: MegatronEngine, num: int) -> list[tuple[float, float, float]]:
@@ -112,7 +114,7 @@ def going_on(path: str, directory: Path, groups: Groups) -> Found:
     }
 
 
-def from_the_start(path: str, directory: Path, groups: Groups) -> Found:
+def from_the_start(path: str, directory: Path, groups: ParallelGroups) -> Found:
     """The checkpoint of an engine that has done nothing, loaded into one that has."""
     fresh = build(path, ParallelConfig(), groups, schedule=SCHEDULE)
     checkpoint.save(fresh, directory / "start", {})
@@ -124,7 +126,7 @@ def from_the_start(path: str, directory: Path, groups: Groups) -> Found:
     return {"expected": expected, "found": found, "moments": moments, "num_steps": num_steps}
 
 
-def skipping(path: str, directory: Path, groups: Groups) -> Found:
+def skipping(path: str, directory: Path, groups: ParallelGroups) -> Found:
     """Skips before and after a checkpoint: they are counted on, and the schedule waits."""
     engine = build(path, ParallelConfig(), groups, schedule=SCHEDULE)
     step(engine)
@@ -145,7 +147,7 @@ def skipping(path: str, directory: Path, groups: Groups) -> Found:
     }
 
 
-def clipping(path: str, groups: Groups) -> Found:
+def clipping(path: str, groups: ParallelGroups) -> Found:
     """First moments after one step, whose size is a tenth of the gradient's that was applied."""
     found: Found = {}
     for clip in (0.0, 0.5, 1e6):
@@ -155,7 +157,7 @@ def clipping(path: str, groups: Groups) -> Found:
     return found
 
 
-def decaying(path: str, groups: Groups) -> dict[str, float]:
+def decaying(path: str, groups: ParallelGroups) -> dict[str, float]:
     """Of each parameter by how much one step without a gradient made it smaller."""
     engine = make_engine(path, groups, optimizer={"lr": PEAK, "weight_decay": 0.25})
     before = {name: parameter.detach().clone() for name, parameter in engine.models[0].named_parameters()}
@@ -164,7 +166,7 @@ def decaying(path: str, groups: Groups) -> dict[str, float]:
     return {name: float((after[name] / old).nanmean()) for name, old in before.items()}
 
 
-def adding_up(path: str, groups: Groups) -> Found:
+def adding_up(path: str, groups: ParallelGroups) -> Found:
     """Gradients of calls are added, an update begins without any, and rates are those of the step."""
     engine = make_engine(path, groups, schedule=SCHEDULE)
     optimizer = of(engine)
@@ -185,7 +187,7 @@ def adding_up(path: str, groups: Groups) -> Found:
     }
 
 
-def in_bfloat16(path: str, groups: Groups) -> Found:
+def in_bfloat16(path: str, groups: ParallelGroups) -> Found:
     """Float32 weights and two moments of every element, and the model's own are their rounding."""
     engine = make_engine(path, groups, dtype="bfloat16")
     num_elements = sum(parameter.numel() for parameter in engine.models[0].parameters())
@@ -210,7 +212,7 @@ def in_bfloat16(path: str, groups: Groups) -> Found:
     }
 
 
-def refused(path: str, groups: Groups) -> list[str]:
+def refused(path: str, groups: ParallelGroups) -> list[str]:
     untrained = build(path, ParallelConfig(), groups, trained=False)
     return [
         refusal(lambda: make(path, groups, optimizer={})),
@@ -240,7 +242,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
     directory = tmp_path_factory.mktemp("optimizer")
     path = str(make_tiny("llama", directory / "llama"))
-    (seen,) = run_on_ranks(1, everything, path, str(directory), timeout_s=LIMIT_S)
+    (seen,) = run_distributed(1, everything, path, str(directory), timeout_s=LIMIT_S)
     return dict(seen)
 
 
@@ -272,7 +274,7 @@ def test_a_checkpoint_from_before_the_first_step_forgets_all_moments(found: Foun
 def test_skipped_updates_are_counted_across_a_checkpoint(found: Found) -> None:
     run = found["skipping"]
     assert run["counted"] == (3, 2, 2)
-    assert run["error"].startswith(f"{MOST_SKIPPED_IN_A_ROW} updates in a row had no finite gradient norm")
+    assert run["error"].startswith(f"{MAX_CONSECUTIVE_SKIPPED_UPDATES} updates in a row had no finite gradient norm")
 
 
 def test_a_skipped_update_leaves_the_schedule_where_it_is(found: Found) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.engine.packed_rows import Cut, MicroBatch, TokenRows, concat, pack
+from mrl.engine.packed_rows import MicroBatch, SequenceSharding, TokenRows, concat, pack
 from mrl.errors import BatchError
 
 CPU = torch.device("cpu")
@@ -24,21 +24,21 @@ def rows_of(lengths: list[int], responses: list[int], before: bool = True) -> To
 @pytest.mark.parametrize(
     ("cut", "row_multiple", "pack_multiple"),
     [
-        (Cut(), 1, 1),
-        (Cut(1, 0, 2), 1, 2),
-        (Cut(1, 0, 8), 1, 8),
-        (Cut(2, 0, 1), 4, 4),
-        (Cut(2, 1, 2), 4, 4),
-        (Cut(2, 0, 4), 4, 8),
-        (Cut(2, 1, 8), 4, 16),
-        (Cut(3, 2, 1), 6, 6),
-        (Cut(3, 0, 4), 6, 12),
-        (Cut(4, 0, 4), 8, 16),
+        (SequenceSharding(), 1, 1),
+        (SequenceSharding(1, 0, 2), 1, 2),
+        (SequenceSharding(1, 0, 8), 1, 8),
+        (SequenceSharding(2, 0, 1), 4, 4),
+        (SequenceSharding(2, 1, 2), 4, 4),
+        (SequenceSharding(2, 0, 4), 4, 8),
+        (SequenceSharding(2, 1, 8), 4, 16),
+        (SequenceSharding(3, 2, 1), 6, 6),
+        (SequenceSharding(3, 0, 4), 6, 12),
+        (SequenceSharding(4, 0, 4), 8, 16),
     ],
     ids=str,
 )
 def test_a_row_divides_into_two_pieces_a_rank_and_the_whole_among_tensor_ranks(
-    cut: Cut, row_multiple: int, pack_multiple: int
+    cut: SequenceSharding, row_multiple: int, pack_multiple: int
 ) -> None:
     assert (cut.row_multiple, cut.pack_multiple) == (row_multiple, pack_multiple)
 
@@ -54,7 +54,7 @@ BATCHES = [
 
 
 def sharing(rows: TokenRows, cp: int, parts: int) -> list[MicroBatch]:
-    return [pack(rows, Cut(cp, rank, parts), CPU) for rank in range(cp)]
+    return [pack(rows, SequenceSharding(cp, rank, parts), CPU) for rank in range(cp)]
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["predicted", "judged"])
@@ -94,7 +94,7 @@ def test_ranks_share_the_tokens_evenly_and_hold_all_of_them(
     assert here > 0
     tokens = torch.cat([batch.tokens[0] for batch in batches])
     assert sorted(tokens[tokens > 0].tolist()) == list(range(100, 100 + sum(lengths)))
-    row_multiple = Cut(cp, 0, parts).row_multiple
+    row_multiple = SequenceSharding(cp, 0, parts).row_multiple
     for batch in batches:
         ends = batch.params.cu_seqlens_q
         assert ends.dtype == torch.int32
@@ -105,7 +105,7 @@ def test_ranks_share_the_tokens_evenly_and_hold_all_of_them(
         wanted = [-(-length // row_multiple) * row_multiple for length in lengths]
         assert stored[: len(lengths)] == wanted
         assert len(stored) <= len(lengths) + 1
-        assert sum(stored) - sum(wanted) < Cut(cp, 0, parts).pack_multiple or not lengths
+        assert sum(stored) - sum(wanted) < SequenceSharding(cp, 0, parts).pack_multiple or not lengths
         assert batch.params.max_seqlen_q == batch.params.max_seqlen_kv == max(stored)
         assert batch.params.qkv_format == "thd"
         assert batch.params.segments is not None
@@ -120,9 +120,9 @@ def test_a_row_lies_as_its_rank_and_the_mirror_image_of_it() -> None:
 
 
 def test_what_fits_gets_no_row_of_padding() -> None:
-    assert pack(rows_of([4, 4], [1, 1]), Cut(1, 0, 4), CPU).params.cu_seqlens_q.tolist() == [0, 4, 8]
-    assert pack(rows_of([4, 3], [1, 1]), Cut(1, 0, 4), CPU).params.cu_seqlens_q.tolist() == [0, 4, 7, 8]
-    assert pack(rows_of([], []), Cut(2, 0, 4), CPU).params.cu_seqlens_q.tolist() == [0, 8]
+    assert pack(rows_of([4, 4], [1, 1]), SequenceSharding(1, 0, 4), CPU).params.cu_seqlens_q.tolist() == [0, 4, 8]
+    assert pack(rows_of([4, 3], [1, 1]), SequenceSharding(1, 0, 4), CPU).params.cu_seqlens_q.tolist() == [0, 4, 7, 8]
+    assert pack(rows_of([], []), SequenceSharding(2, 0, 4), CPU).params.cu_seqlens_q.tolist() == [0, 8]
 
 
 def test_rows_are_taken_in_the_order_that_is_asked_for_with_what_is_theirs() -> None:

@@ -11,8 +11,16 @@ import pytest
 
 from benchmarks.parity_faults import FAULTS, measure_with_fault
 from mrl.config.schema import ParallelConfig as Layout
-from mrl.engine.local_world import run_on_ranks
-from mrl.engine.parity import Difference, ParityCase, ParityResult, RankResult, measure, together, transformers_scores
+from mrl.engine.local_world import run_distributed
+from mrl.engine.parity import (
+    Difference,
+    ParityCase,
+    ParityResult,
+    RankResult,
+    measure,
+    merge_ranks,
+    transformers_scores,
+)
 from mrl.engine.verify import score_difference, tolerance
 from mrl.models.families import read_spec
 from tests.models.tiny_models import make_tiny
@@ -30,8 +38,8 @@ MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
 
 
 def results(size: int, cases: list[ParityCase]) -> list[ParityResult]:
-    by_rank = run_on_ranks(size, measure, cases, timeout_s=LIMIT_S)
-    return [together(list(ranks)) for ranks in zip(*by_rank, strict=True)]
+    by_rank = run_distributed(size, measure, cases, timeout_s=LIMIT_S)
+    return [merge_ranks(list(ranks)) for ranks in zip(*by_rank, strict=True)]
 
 
 def assert_equal(one: ParityResult, other: ParityResult) -> None:
@@ -85,7 +93,7 @@ def test_a_seeded_fault_shows(name: str, tmp_path: Path) -> None:
     model = str(make_tiny(fault.family, tmp_path / "model", 0, fault.head))
     case = ParityCase(model, fault.head, fault.layout, 64)
     (one,) = results(1, [ParityCase(model, fault.head, Layout(), 64)])
-    broken = together(run_on_ranks(fault.num_ranks, measure_with_fault, name, case, timeout_s=LIMIT_S))
+    broken = merge_ranks(run_distributed(fault.num_ranks, measure_with_fault, name, case, timeout_s=LIMIT_S))
     difference = Difference.between(one, broken)
     oracle = np.abs(broken.scores - transformers_scores(model, case)).max()
     assert oracle > 2e-5 or max(difference.loss, difference.grad_norm) > 1e-5
@@ -103,8 +111,8 @@ def test_every_seeded_fault_shows_in_bfloat16_too(tmp_path: Path) -> None:
         model = make_tiny(fault.family, tmp_path / str(number), 0, fault.head)
         alone[name] = ParityCase(str(model), fault.head, Layout(), 64, dtype="bfloat16")
     cases = {name: replace(case, parallel=FAULTS[name].layout) for name, case in alone.items()}
-    by_rank = run_on_ranks(2, measure_with_faults, cases, timeout_s=LIMIT_S)
-    found = dict(zip(FAULTS, (together(list(ranks)) for ranks in zip(*by_rank, strict=True)), strict=True))
+    by_rank = run_distributed(2, measure_with_faults, cases, timeout_s=LIMIT_S)
+    found = dict(zip(FAULTS, (merge_ranks(list(ranks)) for ranks in zip(*by_rank, strict=True)), strict=True))
     for (name, case), one in zip(alone.items(), results(1, list(alone.values())), strict=True):
         oracle, difference = transformers_scores(case.model, case), Difference.between(one, found[name])
         spec = read_spec(case.model)

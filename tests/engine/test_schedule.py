@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.schema import ParallelConfig, ScheduleConfig
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import run_distributed
 from mrl.engine.parallel import model_parallel
 from tests.engine.tiny_training import build, step
 
@@ -43,6 +43,6 @@ def rates(path: str) -> list[list[float]]:
 def test_the_learning_rate_of_each_update(tmp_path: Path) -> None:
     from tests.models.tiny_models import make_tiny  # transformers is not for the ranks, which import this module
 
-    (found,) = run_on_ranks(1, rates, str(make_tiny("llama", tmp_path / "llama")), timeout_s=LIMIT_S)
+    (found,) = run_distributed(1, rates, str(make_tiny("llama", tmp_path / "llama")), timeout_s=LIMIT_S)
     for schedule, seen, expected in zip(SCHEDULES, found, EXPECTED, strict=True):
         assert seen == pytest.approx(expected, abs=1e-6), schedule

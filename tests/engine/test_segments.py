@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mrl.engine.core_attention import _in_blocks
-from mrl.engine.packed_rows import Cut, _local_places
+from mrl.engine.packed_rows import SequenceSharding, _local_places
 from mrl.engine.segments import _WASTE, Block, Segments
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ def stored_of(rows: list[int], cp: int) -> np.ndarray:
     return np.array([-(-length // multiple) * multiple for length in rows])
 
 
-def places_here(stored: np.ndarray, cut: Cut) -> np.ndarray:
+def places_here(stored: np.ndarray, cut: SequenceSharding) -> np.ndarray:
     return _local_places(stored, np.cumsum(stored) - stored, cut)
 
 
@@ -53,7 +53,7 @@ def expected_keys(stored: np.ndarray, reach: int | None) -> dict[int, list[int]]
 def test_every_token_sees_its_own_row_up_to_itself_and_as_far_back_as_it_reaches(rows: list[int], cp: int) -> None:
     stored = stored_of(rows, cp)
     for rank in range(cp):
-        here = places_here(stored, Cut(cp, rank))
+        here = places_here(stored, SequenceSharding(cp, rank))
         segments = Segments.of(stored, cp, rank, CPU)
         for reach in REACHES:
             blocks, places = segments.blocks(reach)
@@ -94,7 +94,7 @@ def test_blocks_compute_little_more_than_what_segments_need() -> None:
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_the_pieces_of_all_ranks_are_put_back_into_row_order(rows: list[int], cp: int) -> None:
     stored = stored_of(rows, cp)
-    gathered = torch.from_numpy(np.concatenate([places_here(stored, Cut(cp, rank)) for rank in range(cp)]))
+    gathered = torch.from_numpy(np.concatenate([places_here(stored, SequenceSharding(cp, rank)) for rank in range(cp)]))
     for rank in range(cp):
         order = Segments.of(stored, cp, rank, CPU).key_order
         assert order is not None
@@ -121,7 +121,7 @@ def test_attention_in_blocks_is_attention_row_by_row(cp: int, scale: float | Non
             weights = (key[keys, group] @ query[place, head] * (scale or size**-0.5)).softmax(0)
             whole[place, head] = weights @ value[keys, group]
     for rank in range(cp):
-        here = torch.from_numpy(places_here(stored, Cut(cp, rank)))
+        here = torch.from_numpy(places_here(stored, SequenceSharding(cp, rank)))
         segments = Segments.of(stored, cp, rank, CPU)
         found = _in_blocks((query[here], key, value), segments, scale, reach)
         torch.testing.assert_close(found, whole[here], rtol=1e-5, atol=1e-6)

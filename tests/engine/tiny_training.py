@@ -12,7 +12,7 @@ from mrl.config.schema import MegatronModelConfig, ParallelConfig, ScheduleConfi
 from mrl.engine.engine import EngineRequest, MegatronEngine, Rows
 from mrl.engine.loss import LossFunction, LossInput, LossOutput
 from mrl.engine.packed_rows import TokenRows
-from mrl.engine.parallel import Groups
+from mrl.engine.parallel import ParallelGroups
 from mrl.engine.scores import ScoreRequest
 from mrl.errors import EngineError
 from mrl.models.families import read_spec
@@ -26,7 +26,7 @@ VOCAB = 131
 def build(
     path: str,
     layout: ParallelConfig,
-    groups: Groups,
+    groups: ParallelGroups,
     *,
     head: Head = "lm",
     dtype: Literal["float32", "bfloat16"] = "float32",
@@ -68,7 +68,7 @@ def negative_score(batch: LossInput) -> LossOutput:
 def step(engine: MegatronEngine, loss: LossFunction = negative_score) -> tuple[float, float]:
     """One update: this rank's part of the loss, and the gradient norm."""
     reports, outcome = engine.update(*share(engine), loss, ScoreRequest())
-    speaks = engine.groups.mesh.holds_answer(engine.groups.at.rank)
+    speaks = engine.groups.mesh.is_output_rank(engine.groups.at.rank)
     return reports["loss"] if speaks else 0.0, outcome.grad_norm
 
 

@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.reshard_ranks import LIMIT_S, ReshardCase, StandIn, holding, mesh_of, rollout_of
-from mrl.hybrid.layout import Planner
+from mrl.hybrid.layout import ReshardPlanner
 from mrl.hybrid.reshard import Resharder, ReshardReport, ReshardSettings
-from mrl.hybrid.wires import WorldWires
+from mrl.hybrid.wires import WorldTransport
 from mrl.models.families import read_spec
 from mrl.models.layout import Layout
-from mrl.rollout.handover import HandoverReceiver
+from mrl.rollout.handover import IpcReceiver
 
 
 def die(path: Path) -> None:
     """A worker that is killed while it reads its first bucket."""
-    for _ in HandoverReceiver(path, LIMIT_S).buckets():
+    for _ in IpcReceiver(path, LIMIT_S).buckets():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -31,19 +31,19 @@ def send_while_one_dies(case: ReshardCase) -> tuple[list[ReshardReport], list[st
     rank, spec = dist.get_rank(), read_spec(case.model)
     mesh = mesh_of(case.parallel, dist.get_world_size())
     rollout = rollout_of(case, mesh)
-    channels = {worker: Path(case.sockets, f"{worker}.sock") for worker in range(len(rollout.hosts))}
+    socket_paths = {worker: Path(case.sockets, f"{worker}.sock") for worker in range(len(rollout.hosts))}
     with holding(case, mesh) as held:
-        planner = Planner(spec, Layout.of(case.parallel), mesh, rollout)
+        planner = ReshardPlanner(spec, Layout.of(case.parallel), mesh, rollout)
         settings = ReshardSettings(case.dtype, case.train_dtype, case.bucket_bytes, LIMIT_S)
-        resharder = Resharder(planner, WorldWires(torch.device("cpu")), held, channels, settings)
+        resharder = Resharder(planner, WorldTransport(torch.device("cpu")), held, socket_paths, settings)
         if rank != 1:
-            stand_in = StandIn(channels[rank], 1, "")
+            stand_in = StandIn(socket_paths[rank], 1, "")
             reports = [resharder.send(7)]
         else:
-            with subprocess.Popen([sys.executable, "-m", __name__, str(channels[1])]) as doomed:
+            with subprocess.Popen([sys.executable, "-m", __name__, str(socket_paths[1])]) as doomed:
                 reports = [resharder.send(7)]
             assert doomed.returncode == -signal.SIGKILL, "it was to be killed"
-            stand_in = StandIn(channels[1], 1, "")
+            stand_in = StandIn(socket_paths[1], 1, "")
         dist.barrier()
         reports.append(resharder.send(7, workers={1}))
         stand_in.join(LIMIT_S)

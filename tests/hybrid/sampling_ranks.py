@@ -20,9 +20,9 @@ from mrl.engine.packed_rows import TokenRows
 from mrl.engine.parallel import model_parallel
 from mrl.engine.scores import ScoreRequest
 from mrl.engine.weights import held_tensors
-from mrl.hybrid.layout import Planner, RolloutLayout
+from mrl.hybrid.layout import ReshardPlanner, RolloutLayout
 from mrl.hybrid.reshard import Resharder, ReshardSettings
-from mrl.hybrid.wires import WorldWires
+from mrl.hybrid.wires import WorldTransport
 from mrl.models.layout import Layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.rollout.engine import socket_path
@@ -74,10 +74,10 @@ def send_and_score_one(case: SamplingCase) -> Differences | None:
         spec, num_ranks = engine.request.spec, dist.get_world_size()
         held = {(shard.chunk, shard.name): tensor for shard, tensor in held_tensors(engine.models, spec, "lm", groups)}
         rollout = RolloutLayout(case.sizes, tuple(range(case.sizes.tp)), (0,) * num_ranks)
-        channels = {rank: socket_path(Path(case.sockets), case.replica, rank) for rank in range(case.sizes.tp)}
-        planner = Planner(spec, Layout.of(case.parallel), groups.mesh, rollout)
+        socket_paths = {rank: socket_path(Path(case.sockets), case.replica, rank) for rank in range(case.sizes.tp)}
+        planner = ReshardPlanner(spec, Layout.of(case.parallel), groups.mesh, rollout)
         settings = ReshardSettings(torch.float32, torch.float32, 1 << 18, LIMIT_S)
-        resharder = Resharder(planner, WorldWires(torch.device("cpu")), held, channels, settings)
+        resharder = Resharder(planner, WorldTransport(torch.device("cpu")), held, socket_paths, settings)
 
         def samples(version: int) -> tuple[TokenRows, Tensor]:
             report = resharder.send(version)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from mrl.config.mesh import Mesh
-from mrl.controller import RayClassWithInitArgs, Seats
+from mrl.controller import DeviceSlots, RayClassWithInitArgs
 from mrl.rollout.requests import Generated, GenerationRequest
 
-NODES = {"actor": ["n0", "n0", "n1", "n1"], "porter": ["n2", "n1"]}
+NODES = {"actor": ["n0", "n0", "n1", "n1"], "receiver": ["n2", "n1"]}
 """Where the devices are."""
 
 
@@ -55,9 +55,9 @@ class StubGroup:
         worker: RayClassWithInitArgs,
         mesh: Mesh,
         context: Any,
-        seats: Seats | None = None,
+        slots: DeviceSlots | None = None,
     ) -> None:
-        self.stage, self.role, self.worker, self.mesh, self.seats = stage, role, worker, mesh, seats
+        self.stage, self.role, self.worker, self.mesh, self.slots = stage, role, worker, mesh, slots
         self.context = context
         stage.started[role] = self
 
@@ -90,7 +90,7 @@ class StubMethod:
         return SimpleNamespace(get=get)
 
 
-QUIET = ("exchange", "prepare_sending", "prepare_receiving")
+QUIET = ("submit_and_poll", "prepare_sending", "prepare_receiving")
 
 
 def finished(requests: Sequence[GenerationRequest], _: object, version: int, __: float) -> list[Generated]:
@@ -99,8 +99,8 @@ def finished(requests: Sequence[GenerationRequest], _: object, version: int, __:
 
 
 DEFAULTS: dict[str, Callable[..., Any]] = {
-    "exchange": finished,
-    "full_tensors_because": lambda: "",
+    "submit_and_poll": finished,
+    "full_tensor_reason": lambda: "",
     "wake": lambda part: [],
     "send_weights": lambda version, workers: [report(10, 8), report(5, 5)],
 }

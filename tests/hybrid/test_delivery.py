@@ -13,16 +13,16 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from mrl.config.mesh import Mesh
 from mrl.errors import EngineError, RolloutError
-from mrl.hybrid.layout import Planner, RolloutLayout
-from mrl.hybrid.reshard import Delivery, Resharder, ReshardReport, ReshardSettings, _few
-from mrl.hybrid.wires import JoinedWires
+from mrl.hybrid.layout import ReshardPlanner, RolloutLayout
+from mrl.hybrid.reshard import EngineTransfer, Resharder, ReshardReport, ReshardSettings, _few
+from mrl.hybrid.wires import JoinedTransport
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader, load_shard
 from mrl.models.layout import Layout, RankPlace
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.table import shards_of
 from mrl.rollout.digest import Digests
-from mrl.rollout.handover import NUM_SLOTS, HandoverReceiver
+from mrl.rollout.handover import NUM_SLOTS, IpcReceiver
 from tests.models.conftest import Tiny
 from tests.rollout.trainer_side import fused
 
@@ -41,7 +41,7 @@ class Worker:
 
     def __init__(self, path: Path, answers: list[Change | str]) -> None:
         self.versions: list[tuple[int, dict[str, torch.Tensor]]] = []
-        self.receiver = HandoverReceiver(path, LIMIT_S)
+        self.receiver = IpcReceiver(path, LIMIT_S)
         self.thread = threading.Thread(target=self.take_in, args=(answers,), daemon=True)
         self.thread.start()
 
@@ -52,7 +52,7 @@ class Worker:
             for bucket in self.receiver.buckets():
                 version = bucket.version
                 if isinstance(answer, str):
-                    self.receiver.refuse(answer)
+                    self.receiver.reject(answer)
                     break
                 for name, tensor in bucket.tensors.items():
                     held[name] = tensor.clone()
@@ -77,13 +77,13 @@ class Sender:
     """A trainer of one rank beside an engine of tp 1."""
 
     def __init__(self, model: Path, path: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
-        planner = Planner(read_spec(model), Layout(), Mesh(1), RolloutLayout(EngineSizes(1), (0,), (0,)))
+        planner = ReshardPlanner(read_spec(model), Layout(), Mesh(1), RolloutLayout(EngineSizes(1), (0,), (0,)))
         self.held = held_by_one_rank(model, settings.get("trained_dtype", torch.float32))
-        wires = JoinedWires(HashStore(), 0, 1, CPU, LIMIT_S)
+        transport = JoinedTransport(HashStore(), 0, 1, CPU, LIMIT_S)
         whole = ReshardSettings(
             **{"trained_dtype": torch.float32, "bucket_bytes": BUCKET_BYTES, **settings}, dtype=dtype
         )
-        self.resharder = Resharder(planner, wires, self.held, {0: path}, whole)
+        self.resharder = Resharder(planner, transport, self.held, {0: path}, whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,11 +128,11 @@ def test_buckets_are_no_smaller_than_the_largest_tensor(tiny: Tiny, tmp_path: Pa
 
 def test_the_trainers_dtype_is_what_it_was_said_to_be(tiny: Tiny, tmp_path: Path) -> None:
     held = held_by_one_rank(tiny("qwen3"), torch.float32)
-    planner = Planner(read_spec(tiny("qwen3")), Layout(), Mesh(1), RolloutLayout(EngineSizes(1), (0,), (0,)))
-    wires = JoinedWires(HashStore(), 0, 1, CPU, LIMIT_S)
+    planner = ReshardPlanner(read_spec(tiny("qwen3")), Layout(), Mesh(1), RolloutLayout(EngineSizes(1), (0,), (0,)))
+    transport = JoinedTransport(HashStore(), 0, 1, CPU, LIMIT_S)
     settings = ReshardSettings(torch.float32, torch.bfloat16)
     with pytest.raises(EngineError, match=r"are to be torch\.bfloat16, and some are torch\.float32"):
-        Resharder(planner, wires, held, {0: tmp_path / "0.sock"}, settings)
+        Resharder(planner, transport, held, {0: tmp_path / "0.sock"}, settings)
 
 
 def without(name: str) -> Change:
@@ -196,7 +196,7 @@ def test_after_a_failure_nothing_more_is_attempted() -> None:
             asked.append("close")
 
     sender: Any = Broken()
-    delivery = Delivery(sender, 8, torch.float32)
+    delivery = EngineTransfer(sender, 8, torch.float32)
     bucket: Any = type("Bucket", (), {"tensors": (1,)})
     assert delivery.open(bucket) is None
     delivery.end()

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from mrl.errors import RolloutError
-from mrl.hybrid.device_room import Held, device_full
-from mrl.rollout.engine import Part, Room
+from mrl.hybrid.device_room import RoleMemory, device_full
+from mrl.rollout.engine import FreeMemory, Part
 
 GIB = 1 << 30
-ROOM = Room(free_bytes=51 * GIB, total_bytes=80 * GIB, wanted_bytes=60 * GIB)
-HELD = {"actor": Held(24 * GIB, GIB // 2), "critic": Held(2 * GIB, 2 * GIB)}
+ROOM = FreeMemory(free_bytes=51 * GIB, total_bytes=80 * GIB, wanted_bytes=60 * GIB)
+HELD = {"actor": RoleMemory(24 * GIB, GIB // 2), "critic": RoleMemory(2 * GIB, 2 * GIB)}
 LESS_ACTOR = "a smaller actor.max_tokens_per_device, or end other programs on it (nvidia-smi)"
 
 

@@ -15,15 +15,15 @@ import pytest
 from mrl.config.load import load_config
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config
-from mrl.controller import RayClassWithInitArgs, RunContext, Seats
+from mrl.controller import DeviceSlots, RayClassWithInitArgs, RunContext
 from mrl.errors import DeviceFull, RolloutError, WorkerDied
 from mrl.events import EventLog
 from mrl.hybrid import hybrid_engine
-from mrl.hybrid.device_room import Held
+from mrl.hybrid.device_room import RoleMemory
 from mrl.hybrid.hybrid_engine import PARTS, HybridEngine
 from mrl.models.families import read_spec
 from mrl.models.rollout_table import EngineSizes
-from mrl.rollout.engine import Room
+from mrl.rollout.engine import FreeMemory
 from mrl.rollout.requests import GenerationRequest, Sampling
 from tests.hybrid.stub_groups import NODES, Stage, StubGroup, finished, report
 from tests.models.conftest import Tiny
@@ -63,15 +63,17 @@ def make(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Iterato
         config, stage = config_of(str(tiny(family)), placement, tp, sync), Stage()
         monkeypatch.setattr(hybrid_engine, "RayWorkerGroup", partial(StubGroup, stage))
         stage.answers["actor", "where"] = lambda: [(node, 0) for node in NODES["actor"]]
-        stage.answers["porter", "where"] = lambda: [(node, 0) for node in NODES["porter"]]
-        stage.answers["porter", "meeting"] = lambda: "the first porter's socket"
-        for role in ("actor", "porter"):
+        stage.answers["receiver", "where"] = lambda: [(node, 0) for node in NODES["receiver"]]
+        stage.answers["receiver", "rendezvous"] = lambda: "the first receiver's socket"
+        for role in ("actor", "receiver"):
             stage.answers[role, "visible_gpus"] = lambda role=role: [f"{role}-gpu{n}" for n in range(4)]
         groups: dict[str, Future[Any]] = {}
         for role in config.model_roles():
             groups[role] = Future()
             groups[role].set_result(StubGroup(stage, role, RayClassWithInitArgs(""), Mesh(4), None))
-        resources: Any = SimpleNamespace(seats=lambda role: Seats([f"{role}{n}" for n in range(4)], 0.5, role))  # type: ignore[misc]
+        resources: Any = SimpleNamespace(
+            device_slots=lambda role: DeviceSlots([f"{role}{n}" for n in range(4)], 0.5, role)
+        )  # type: ignore[misc]
         events = EventLog(tmp_path / "events.jsonl")
         made.append(HybridEngine(config, groups, RunContext(tmp_path, events, config.deadlines, resources)))
         return made[-1], stage
@@ -114,7 +116,7 @@ def test_a_whole_turn_is_these_calls_in_this_order(make: Callable[..., Made]) ->
     with engine.rollout_mode():
         assert stage.take() == [*TO_ENGINES, *sent(1, "[0, 1, 2, 3]"), *GENERATING]
         assert {sample.key for sample in engine.generate(requests("a", "b", "c"), Sampling())} == {"a", "b", "c"}
-        assert {line[:2] for line in stage.take()} == {("replicas", "exchange")}
+        assert {line[:2] for line in stage.take()} == {("replicas", "submit_and_poll")}
     assert stage.take() == WAY_BACK
 
 
@@ -131,7 +133,7 @@ def test_engines_that_slept_get_their_weights_again_and_a_new_version_after_an_u
             assert stage.take() == [*TO_ENGINES, *sent(version, "[0, 1, 2, 3]"), *GENERATING]
             list(engine.generate(requests("a"), Sampling(temperature=0.7)))
             _, sampling, asked, _ = next(
-                args for (role, method), args in stage.arguments.items() if method == "exchange"
+                args for (role, method), args in stage.arguments.items() if method == "submit_and_poll"
             )
             assert (sampling.temperature, asked) == (0.7, version)
         stage.arguments.clear()
@@ -201,10 +203,10 @@ def test_a_replica_that_starts_late_has_the_parameters_come_back_for_it_alone(ma
         stage.take()
 
         def die(*args: Any) -> Any:
-            stage.answers["rollout-1", "exchange"] = finished
+            stage.answers["rollout-1", "submit_and_poll"] = finished
             raise WorkerDied("its process ended\nwith more to read")
 
-        stage.answers["rollout-1", "exchange"] = die
+        stage.answers["rollout-1", "submit_and_poll"] = die
         keys = [f"{number}" for number in range(6)]
         assert {sample.key for sample in engine.generate(requests(*keys), Sampling())} == {*keys}
         lines = stage.take()
@@ -250,10 +252,10 @@ def test_engines_with_their_own_pool_stay_awake_and_porters_take_their_weights(m
     engine, stage = make(APART, tp=1)
     engine.connect()
     stage.take()
-    stage.answers["porter", "send_weights"] = lambda *_: [report(100, 90), report(100, 90)]
+    stage.answers["receiver", "send_weights"] = lambda *_: [report(100, 90), report(100, 90)]
     with engine.rollout_mode():
         weights = [line for line in stage.take() if line[1] == "send_weights"]
-        assert weights == [("porter", "send_weights", "1", "[0, 1]"), ("actor", "send_weights", "1", "[0, 1]")]
+        assert weights == [("receiver", "send_weights", "1", "[0, 1]"), ("actor", "send_weights", "1", "[0, 1]")]
     assert stage.take() == []
     assert engine.metrics()["sync/bytes_between_ranks"] == 215
     assert engine.metrics()["sync/least_bytes"] == 193
@@ -264,7 +266,7 @@ def test_engines_with_their_own_pool_stay_awake_and_porters_take_their_weights(m
 def test_a_porters_failure_stops_the_run_as_well(make: Callable[..., Made]) -> None:
     engine, stage = make(APART, tp=1)
     engine.connect()
-    stage.answers["porter", "send_weights"] = lambda *_: [report(0, 0), report(0, 0, "engine 1 refused")]
+    stage.answers["receiver", "send_weights"] = lambda *_: [report(0, 0), report(0, 0, "engine 1 refused")]
     with pytest.raises(RolloutError, match="weights 1 did not arrive: engine 1 refused"), engine.rollout_mode():
         pass
 
@@ -274,22 +276,22 @@ def test_porters_prepare_while_the_trainer_does(make: Callable[..., Made], tiny:
     engine.connect()
     calls = [line[:3] for line in stage.asked if "prepare" in " ".join(line)]
     assert calls == [
-        ("porter", "prepare_receiving"),
+        ("receiver", "prepare_receiving"),
         ("actor", "prepare_sending"),
         ("actor", "get", "prepare_sending"),
-        ("porter", "get", "prepare_receiving"),
+        ("receiver", "get", "prepare_receiving"),
     ]
-    model, parallel, num_trainers, route = stage.arguments["porter", "prepare_receiving"]
+    model, parallel, num_trainers, route = stage.arguments["receiver", "prepare_receiving"]
     assert (model, parallel.tp, num_trainers) == (str(tiny("qwen3")), 2, 4)
     assert stage.arguments["actor", "prepare_sending"] == (route,)
     assert route.layout.hosts == (4, 5)
     assert route.layout.nodes == (0, 0, 2, 2, 4, 2)
-    assert route.meeting == "the first porter's socket"
-    porters = stage.started["porter"]
-    assert porters.worker.worker_class == "mrl.workers.porter:WeightPorter"
-    assert porters.mesh == Mesh(2)
-    assert porters.seats is not None
-    assert porters.seats.of == "rollout"
+    assert route.rendezvous == "the first receiver's socket"
+    receivers = stage.started["receiver"]
+    assert receivers.worker.worker_class == "mrl.workers.porter:WeightReceiver"
+    assert receivers.mesh == Mesh(2)
+    assert receivers.slots is not None
+    assert receivers.slots.description == "rollout"
 
 
 # --- what engines are told --------------------------------------------------------------------------------------------
@@ -303,55 +305,55 @@ def test_the_route_says_which_engine_is_on_whose_device(make: Callable[..., Made
     assert route.layout.hosts == (0, 1, 2, 3)
     assert route.layout.nodes == (0, 0, 2, 2)
     assert route.engines == ("rollout-0", "rollout-0", "rollout-1", "rollout-1")
-    assert (route.sockets, route.bucket_bytes, route.meeting) == (tmp_path / "handover", 12345, None)
+    assert (route.sockets, route.bucket_bytes, route.rendezvous) == (tmp_path / "handover", 12345, None)
     assert (route.dtype, route.trained_dtype, route.timeout_s) == ("bfloat16", "bfloat16", 1800.0)
 
 
 @pytest.mark.parametrize(
-    ("tp", "seats"), [(1, ["actor0", "actor1", "actor2", "actor3"]), (2, ["actor0", "actor2"]), (4, ["actor0"])]
+    ("tp", "slots"), [(1, ["actor0", "actor1", "actor2", "actor3"]), (2, ["actor0", "actor2"]), (4, ["actor0"])]
 )
 def test_an_engine_sits_on_its_first_device_and_engines_share_none(
-    make: Callable[..., Made], tp: int, seats: list[str]
+    make: Callable[..., Made], tp: int, slots: list[str]
 ) -> None:
     # tiny llama_tied has four key-value heads
     _, stage = make(TOGETHER, "llama_tied", tp=tp)
-    found = {role: group.seats for role, group in stage.started.items() if role.startswith("rollout")}
+    found = {role: group.slots for role, group in stage.started.items() if role.startswith("rollout")}
     assert sorted(found) == [f"rollout-{index}" for index in range(4 // tp)]
     for index, name in enumerate(sorted(found)):
-        seat = found[name]
-        assert seat is not None
-        devices: list[Any] = list(seat.devices)
-        assert devices == [seats[index]]
-        assert (seat.share, seat.of, seat.gpus_by_name) == (0.5, "actor", "")
+        slot = found[name]
+        assert slot is not None
+        devices: list[Any] = list(slot.devices)
+        assert devices == [slots[index]]
+        assert (slot.fraction, slot.description, slot.visible_gpus) == (0.5, "actor", "")
         assert stage.started[name].mesh == Mesh(1)
 
 
-@pytest.mark.parametrize(("placement", "owner"), [(TOGETHER, "actor"), (APART, "porter")])
+@pytest.mark.parametrize(("placement", "owner"), [(TOGETHER, "actor"), (APART, "receiver")])
 def test_an_engine_sees_the_gpus_of_all_its_ranks(
     make: Callable[..., Made], placement: tuple[dict[str, int], dict[str, str]], owner: str
 ) -> None:
     engine, stage = make(placement, device="gpu")
     engine.connect()
-    seat = stage.started["rollout-0"].seats
-    assert seat is not None
-    assert seat.gpus_by_name == f"{owner}-gpu0,{owner}-gpu1"
+    slot = stage.started["rollout-0"].slots
+    assert slot is not None
+    assert slot.visible_gpus == f"{owner}-gpu0,{owner}-gpu1"
     assert stage.started["rollout-0"].worker.args[1].device == "cuda"
     if owner == "actor":
-        other = stage.started["rollout-1"].seats
+        other = stage.started["rollout-1"].slots
         assert other is not None
-        assert other.gpus_by_name == f"{owner}-gpu2,{owner}-gpu3"
+        assert other.visible_gpus == f"{owner}-gpu2,{owner}-gpu3"
     else:
-        assert seat.of == "rollout"
+        assert slot.description == "rollout"
 
 
 def test_a_gpu_without_room_for_an_engine_ends_the_run_with_who_holds_it(make: Callable[..., Made]) -> None:
     engine, stage = make(device="gpu")
     engine.connect()
     for role in ("actor", "critic"):
-        stage.answers[role, "device_memory"] = lambda: [Held(number * GIB, number) for number in range(4)]
+        stage.answers[role, "device_memory"] = lambda: [RoleMemory(number * GIB, number) for number in range(4)]
     with engine.rollout_mode():
         pass
-    rooms = [Room(9 * GIB, 80 * GIB, 9 * GIB), Room(9 * GIB, 80 * GIB, 10 * GIB)]
+    rooms = [FreeMemory(9 * GIB, 80 * GIB, 9 * GIB), FreeMemory(9 * GIB, 80 * GIB, 10 * GIB)]
     stage.answers["rollout-1", "wake"] = lambda part: rooms if part == "kv_cache" else []
     stage.take()
     with (
@@ -360,7 +362,7 @@ def test_a_gpu_without_room_for_an_engine_ends_the_run_with_who_holds_it(make: C
     ):
         pass
     assert raised.value.where == "device actor-gpu3 of n1"
-    assert ("replicas", "exchange") not in [line[:2] for line in stage.take()]
+    assert ("replicas", "submit_and_poll") not in [line[:2] for line in stage.take()]
 
 
 def test_each_engine_is_made_from_the_runs_settings(make: Callable[..., Made], tiny: Tiny, tmp_path: Path) -> None:
@@ -389,10 +391,10 @@ def test_engines_say_how_they_are_split(
     make: Callable[..., Made], family: str, vllm: str, because: str, sizes: EngineSizes
 ) -> None:
     engine, stage = make(TOGETHER, family, vllm=vllm)
-    stage.answers["rollout-0", "full_tensors_because"] = lambda: because
+    stage.answers["rollout-0", "full_tensor_reason"] = lambda: because
     engine.connect()
     assert stage.arguments["actor", "prepare_sending"][0].layout.sizes == sizes
-    assert engine.full_tensors_because == because
+    assert engine.full_tensor_reason == because
 
 
 def test_sockets_are_private_and_nothing_of_an_earlier_run_is_among_them(
@@ -407,4 +409,4 @@ def test_sockets_are_private_and_nothing_of_an_earlier_run_is_among_them(
     engine.close()
     assert not (tmp_path / "handover").exists()
     ended = {role for role, method, *_ in stage.asked if method == "shutdown"}
-    assert ended == {"rollout-0", "rollout-1", "porter"}
+    assert ended == {"rollout-0", "rollout-1", "receiver"}

@@ -11,7 +11,7 @@ import pytest
 
 from mrl.config.mesh import Mesh
 from mrl.errors import ModelError, PlacementError
-from mrl.hybrid.layout import BucketSizes, Move, Planner, RankPlan, RolloutLayout
+from mrl.hybrid.layout import BucketSizes, RankPlan, ReshardPlanner, RolloutLayout, Transfer
 from mrl.models.families import read_spec, spec_of
 from mrl.models.hf_config import HfConfig
 from mrl.models.hf_reader import slices
@@ -82,7 +82,7 @@ def test_what_is_planned_assembles_every_worker(
     if has_own_pool:
         nodes = tuple(rank // 2 for rank in range(2 * mesh.world_size))
         rollout = RolloutLayout(sizes, tuple(mesh.world_size + host for host in rollout.hosts), nodes)
-    planner = Planner(spec, layout, mesh, rollout)
+    planner = ReshardPlanner(spec, layout, mesh, rollout)
     local = [local_parameters(spec, layout, mesh, rank) for rank in range(mesh.world_size)]
     plans = [planner.plan(rank, SIZES) for rank in range(len(rollout.nodes))]
     for plan in plans:
@@ -120,7 +120,7 @@ def assert_agreed(plans: list[RankPlan]) -> None:
 def test_buckets_are_bounded_and_aligned(tiny: Tiny) -> None:
     spec = read_spec(tiny("qwen3"))
     mesh = Mesh(2, tp=2)
-    plan = Planner(spec, Layout(tp=2), mesh, rollout_of(mesh, EngineSizes(1))).plan(0, SIZES)
+    plan = ReshardPlanner(spec, Layout(tp=2), mesh, rollout_of(mesh, EngineSizes(1))).plan(0, SIZES)
     for bucket in plan.buckets:
         ends = [t.offset + 4 * int(np.prod(t.fused.shape)) for t in bucket.tensors]
         assert all(tensor.offset % 64 == 0 for tensor in bucket.tensors)
@@ -132,7 +132,7 @@ def test_buckets_are_bounded_and_aligned(tiny: Tiny) -> None:
 def test_no_tensor_stands_out_of_its_slot_whatever_the_slot_holds(tiny: Tiny) -> None:
     """Slots of every size near an end of a tensor: what is left for alignment decides."""
     spec, mesh = read_spec(tiny("qwen3")), Mesh(1)
-    planner = Planner(spec, Layout(), mesh, rollout_of(mesh, EngineSizes(1)))
+    planner = ReshardPlanner(spec, Layout(), mesh, rollout_of(mesh, EngineSizes(1)))
     whole = planner.plan(0, BucketSizes(1 << 30, 2, 4096)).buckets[0].tensors
     for last in whole:
         end = last.offset + 2 * int(np.prod(last.fused.shape))
@@ -145,7 +145,7 @@ def test_no_tensor_stands_out_of_its_slot_whatever_the_slot_holds(tiny: Tiny) ->
 def test_the_lower_bound_is_what_a_set_of_numbers_says(tiny: Tiny) -> None:
     for family, mesh, layout, sizes in CASES:
         spec = read_spec(tiny(family))
-        planner, hf = Planner(spec, layout, mesh, rollout_of(mesh, sizes)), numbered(spec)
+        planner, hf = ReshardPlanner(spec, layout, mesh, rollout_of(mesh, sizes)), numbered(spec)
         for rank in (0, mesh.world_size - 1):
             if rank not in planner.rollout.hosts:
                 continue
@@ -157,7 +157,7 @@ def test_the_lower_bound_is_what_a_set_of_numbers_says(tiny: Tiny) -> None:
 
 def test_a_copy_on_the_own_node_is_nearer_and_copies_share_the_work(tiny: Tiny) -> None:
     spec, mesh = read_spec(tiny("llama")), Mesh(8, tp=2)
-    planner = Planner(spec, Layout(tp=2), mesh, rollout_of(mesh, EngineSizes(1), ranks_per_node=4))
+    planner = ReshardPlanner(spec, Layout(tp=2), mesh, rollout_of(mesh, EngineSizes(1), ranks_per_node=4))
     sent = np.zeros((8, 8), np.int64)
     for rank in range(8):
         for bucket in planner.plan(rank, SIZES).buckets:
@@ -172,14 +172,14 @@ def test_a_copy_on_the_own_node_is_nearer_and_copies_share_the_work(tiny: Tiny) 
 def test_each_stage_serves_another_part_of_the_workers_at_any_time(tiny: Tiny) -> None:
     """Or all would wait for one stage after another."""
     spec, mesh = read_spec(tiny("llama")), Mesh(4, pp=4)
-    planner = Planner(spec, Layout(pp=4), mesh, rollout_of(mesh, EngineSizes(1)))
+    planner = ReshardPlanner(spec, Layout(pp=4), mesh, rollout_of(mesh, EngineSizes(1)))
     plans = [planner.plan(rank, BucketSizes(1, 4, 64)) for rank in range(4)]
     for number in range(len(plans[0].buckets)):
         sources = [set(plan.buckets[number].incoming) for plan in plans]
         assert len(set.union(*sources)) >= 3, (number, sources)
 
 
-def num_slices(buckets: list[dict[int, list[Move]]]) -> int:
+def num_slices(buckets: list[dict[int, list[Transfer]]]) -> int:
     return sum(len(move.part.slices) for bucket in buckets for moves in bucket.values() for move in moves)
 
 
@@ -192,7 +192,7 @@ def test_a_rank_of_the_largest_world_plans_within_a_second() -> None:
     mesh = Mesh(1024, pp=16, ep=16)
     seconds = []
     for _ in range(3):  # the quickest: others may be using the machine
-        planner = Planner(spec, layout, mesh, rollout_of(mesh, EngineSizes(32)))
+        planner = ReshardPlanner(spec, layout, mesh, rollout_of(mesh, EngineSizes(32)))
         start = time.process_time()
         plan = planner.plan(517, BucketSizes(256 << 20, 2, 64))
         seconds.append(time.process_time() - start)
@@ -214,9 +214,9 @@ def test_engines_that_the_devices_do_not_fit(
     tiny: Tiny, hosts: tuple[int, ...], nodes: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(PlacementError, match=message):
-        Planner(read_spec(tiny("llama")), Layout(), Mesh(4), RolloutLayout(EngineSizes(2), hosts, nodes))
+        ReshardPlanner(read_spec(tiny("llama")), Layout(), Mesh(4), RolloutLayout(EngineSizes(2), hosts, nodes))
 
 
 def test_engines_that_the_model_does_not_fit(tiny: Tiny) -> None:
     with pytest.raises(ModelError, match="tp 3 does not divide"):
-        Planner(read_spec(tiny("llama")), Layout(), Mesh(3), RolloutLayout(EngineSizes(3), (0, 1, 2), (0, 0, 0)))
+        ReshardPlanner(read_spec(tiny("llama")), Layout(), Mesh(3), RolloutLayout(EngineSizes(3), (0, 1, 2), (0, 0, 0)))

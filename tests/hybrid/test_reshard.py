@@ -11,10 +11,10 @@ import torch
 from benchmarks.reshard_ranks import FAULTS, RankOutcome, ReshardCase, measure
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
-from mrl.engine.local_world import run_on_ranks
-from mrl.hybrid.exchange import cut
-from mrl.hybrid.layout import BucketSizes, Home, Move, Planner, RolloutLayout
-from mrl.hybrid.overlaps import Part, Slice, num_elements
+from mrl.engine.local_world import run_distributed
+from mrl.hybrid.exchange import split_messages
+from mrl.hybrid.layout import BucketSizes, ParameterSite, ReshardPlanner, RolloutLayout, Transfer
+from mrl.hybrid.overlaps import RegionCopy, ShardRegion, num_elements
 from mrl.models.families import read_spec
 from mrl.models.layout import Layout
 from mrl.models.rollout_table import EngineSizes
@@ -27,7 +27,7 @@ BUCKET_BYTES = 96 << 10
 
 def world(num_ranks: int, cases: list[ReshardCase]) -> list[list[RankOutcome]]:
     """The ranks of each case."""
-    by_rank = run_on_ranks(num_ranks, measure, cases, timeout_s=LIMIT_S)
+    by_rank = run_distributed(num_ranks, measure, cases, timeout_s=LIMIT_S)
     return [list(ranks) for ranks in zip(*by_rank, strict=True)]
 
 
@@ -100,7 +100,7 @@ def test_a_worker_that_is_killed_costs_no_other_rank_and_its_successor_gets_the_
     tiny: Tiny, tmp_path: Path
 ) -> None:
     case = ReshardCase(str(tiny("llama")), ParallelConfig(tp=2), EngineSizes(1), BUCKET_BYTES, str(tmp_path))
-    ranks = run_on_ranks(4, send_while_one_dies, case, timeout_s=LIMIT_S)
+    ranks = run_distributed(4, send_while_one_dies, case, timeout_s=LIMIT_S)
     firsts, seconds = ([reports[number] for reports, _ in ranks] for number in (0, 1))
     assert [bool(report.failure) for report in firsts] == [False, True, False, False]
     assert "rollout worker 1 is gone" in firsts[1].failure
@@ -127,12 +127,12 @@ def test_the_weights_of_real_megatron_models(tiny: Tiny, family: str, tmp_path: 
 
 def test_messages_are_bounded_and_full(tiny: Tiny) -> None:
     spec = read_spec(tiny("llama"))
-    planner = Planner(spec, Layout(pp=2), Mesh(2, pp=2), RolloutLayout(EngineSizes(1), (0, 1), (0, 0)))
+    planner = ReshardPlanner(spec, Layout(pp=2), Mesh(2, pp=2), RolloutLayout(EngineSizes(1), (0, 1), (0, 0)))
     plan = planner.plan(0, BucketSizes(64 << 10, 4, 64))
     for bucket in plan.buckets:
         moves = bucket.outgoing.get(1, [])
         total = sum(move.part.num_elements for move in moves)
-        runs = cut(moves, 1000)
+        runs = split_messages(moves, 1000)
         sizes = [sum(move.part.num_elements for move in run) for run in runs]
         assert all(size <= 1000 for size in sizes)
         assert sum(sizes) == total
@@ -140,9 +140,9 @@ def test_messages_are_bounded_and_full(tiny: Tiny) -> None:
         assert covered(runs) == covered([moves])
 
 
-def covered(runs: list[list[Move]]) -> dict[tuple[Home, int, str], int]:
+def covered(runs: list[list[Transfer]]) -> dict[tuple[ParameterSite, int, str], int]:
     """Elements of each parameter that move, by where they start: rows must not be left out or moved twice."""
-    found: dict[tuple[Home, int, str], int] = {}
+    found: dict[tuple[ParameterSite, int, str], int] = {}
     for run in runs:
         for move in run:
             for each in move.part.slices:
@@ -153,9 +153,9 @@ def covered(runs: list[list[Move]]) -> dict[tuple[Home, int, str], int]:
 
 
 def test_a_slice_is_cut_between_rows() -> None:
-    each = Slice("weight", ((4, 9), (2, 5)), ((0, 5), (0, 3)))
-    move = Move(Home(0, 0, ""), 3, Part((each,), 15))
-    rows = [(run[0].part.slices[0].source[0], run[0].part.slices[0].target[0]) for run in cut([move], 7)]
+    each = RegionCopy("weight", ((4, 9), (2, 5)), ((0, 5), (0, 3)))
+    move = Transfer(ParameterSite(0, 0, ""), 3, ShardRegion((each,), 15))
+    rows = [(run[0].part.slices[0].source[0], run[0].part.slices[0].target[0]) for run in split_messages([move], 7)]
     assert rows == [((4, 6), (0, 2)), ((6, 8), (2, 4)), ((8, 9), (4, 5))]
-    assert cut([], 7) == []
-    assert cut([move], 15) == [[move]]
+    assert split_messages([], 7) == []
+    assert split_messages([move], 15) == [[move]]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mrl.config.schema import ParallelConfig
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import run_distributed
 from mrl.errors import RolloutError
 from mrl.models.rollout_table import EngineSizes
 from mrl.rollout.engine import EngineSettings, RolloutEngine, engine_class
@@ -42,7 +42,7 @@ ENGINE: list[RolloutEngine] = []
 
 def start(settings: EngineSettings) -> str:
     ENGINE.append(engine_class("vllm")(settings))
-    return ENGINE[0].full_tensors_because
+    return ENGINE[0].full_tensor_reason
 
 
 def sample(version: int) -> str:
@@ -97,7 +97,7 @@ def test_sampled_log_probs_are_the_trainers(
     ]
     store = meeting(str(tmp_path))
     with ThreadPoolExecutor(1) as thread:
-        world = thread.submit(run_on_ranks, NUM_RANKS, send_and_score, cases, timeout_s=LIMIT_S)
+        world = thread.submit(run_distributed, NUM_RANKS, send_and_score, cases, timeout_s=LIMIT_S)
         for version in range(1, 1 + 2 * len(cases)):
             try:
                 store.set(f"{version}", in_engine(sample, version))

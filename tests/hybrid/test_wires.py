@@ -14,23 +14,23 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from mrl.controller import Rendezvous
 from mrl.hybrid.layout import RolloutLayout
-from mrl.hybrid.route import WeightRoute
-from mrl.hybrid.wires import JoinedWires, Wires
+from mrl.hybrid.route import WeightSyncSpec
+from mrl.hybrid.wires import JoinedTransport, P2PTransport
 from mrl.models.rollout_table import EngineSizes
 
 CPU = torch.device("cpu")
 LIMIT_S = 20.0
 
 
-def around(wires: Wires, size: int) -> list[float]:
+def around(transport: P2PTransport, size: int) -> list[float]:
     """Everybody sends its number to the next and, doubled, to the one before, at once; what came from both."""
-    after, before = (wires.rank + 1) % size, (wires.rank - 1) % size
-    sent = [torch.full((3,), float(wires.rank)), torch.full((2,), 2.0 * wires.rank)]
+    after, before = (transport.rank + 1) % size, (transport.rank - 1) % size
+    sent = [torch.full((3,), float(transport.rank)), torch.full((2,), 2.0 * transport.rank)]
     come = [torch.zeros(3), torch.zeros(2)]
-    works = wires.start([(sent[0], after), (sent[1], before)], [(come[0], before), (come[1], after)])
+    works = transport.start([(sent[0], after), (sent[1], before)], [(come[0], before), (come[1], after)])
     for work in works:
         work.wait()
-    assert wires.start([], []) == []
+    assert transport.start([], []) == []
     return [float(each[0]) for each in come] if all((each == each[0]).all() for each in come) else []
 
 
@@ -38,7 +38,7 @@ def test_joined_ranks_reach_each_other_without_a_default_world() -> None:
     store = HashStore()
 
     def rank(number: int) -> list[float]:
-        return around(JoinedWires(store, number, 3, CPU, LIMIT_S), 3)
+        return around(JoinedTransport(store, number, 3, CPU, LIMIT_S), 3)
 
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(rank, range(3))) == [[2, 2], [0, 4], [1, 0]]
@@ -50,11 +50,11 @@ def test_a_barrier_waits_for_everybody() -> None:
     may_come = threading.Event()
 
     def rank(number: int) -> None:
-        wires = JoinedWires(store, number, 2, CPU, LIMIT_S)
+        transport = JoinedTransport(store, number, 2, CPU, LIMIT_S)
         if number == 1:
             assert may_come.wait(LIMIT_S), "the test forgot a rank"
             passed.append("late")
-        wires.barrier()
+        transport.barrier()
         passed.append("through")
 
     with ThreadPoolExecutor(2) as threads:
@@ -71,11 +71,11 @@ def test_who_waits_in_vain_gives_up_after_the_time_limit() -> None:
     began = datetime.datetime.now(datetime.UTC)
 
     def rank(number: int) -> str:
-        wires = JoinedWires(store, number, 2, CPU, 0.5)
+        transport = JoinedTransport(store, number, 2, CPU, 0.5)
         if number == 1:
             return ""
         try:
-            (work,) = wires.start([], [(torch.zeros(1), 1)])
+            (work,) = transport.start([], [(torch.zeros(1), 1)])
             work.wait()
         except RuntimeError as error:
             return str(error)
@@ -87,9 +87,9 @@ def test_who_waits_in_vain_gives_up_after_the_time_limit() -> None:
     assert (datetime.datetime.now(datetime.UTC) - began).total_seconds() < LIMIT_S / 2
 
 
-def route(sizes: EngineSizes, engines: tuple[str, ...], meeting: Rendezvous | None = None) -> WeightRoute:
+def route(sizes: EngineSizes, engines: tuple[str, ...], meeting: Rendezvous | None = None) -> WeightSyncSpec:
     layout = RolloutLayout(sizes, (4, 5), (0, 0, 0, 0, 1, 1))
-    return WeightRoute(layout, Path("/run/sockets"), engines, "bfloat16", "float32", 4096, LIMIT_S, meeting)
+    return WeightSyncSpec(layout, Path("/run/sockets"), engines, "bfloat16", "float32", 4096, LIMIT_S, meeting)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def route(sizes: EngineSizes, engines: tuple[str, ...], meeting: Rendezvous | No
 def test_every_worker_of_every_engine_has_a_socket_of_its_own(
     tp: int, engines: tuple[str, ...], names: list[str]
 ) -> None:
-    channels = route(EngineSizes(tp), engines).channels()
-    assert channels == {worker: Path(f"/run/sockets/{name}.sock") for worker, name in enumerate(names)}
+    socket_paths = route(EngineSizes(tp), engines).socket_paths()
+    assert socket_paths == {worker: Path(f"/run/sockets/{name}.sock") for worker, name in enumerate(names)}
 
 
 def test_a_route_knows_both_dtypes_apart() -> None:
@@ -119,7 +119,7 @@ def test_trainers_and_porters_meet_where_the_route_says() -> None:
 
     def rank(number: int) -> list[float]:
         meeting = Rendezvous("127.0.0.1", port, 2, listener if number == 4 else None)
-        return around(route(EngineSizes(1), ("rollout-0", "rollout-1"), meeting).wires(number, CPU), size)
+        return around(route(EngineSizes(1), ("rollout-0", "rollout-1"), meeting).transport(number, CPU), size)
 
     with ThreadPoolExecutor(size) as threads:
         found = list(threads.map(rank, range(size)))

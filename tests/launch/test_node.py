@@ -15,7 +15,7 @@ import pytest
 
 from mrl.errors import SetupError
 from mrl.launch import node, ray_node
-from mrl.launch.node import Attempt, supervise
+from mrl.launch.node import RendezvousDirectory, supervise
 from mrl.launch.ray_node import free_port, own_address
 
 SAVES = """
@@ -27,37 +27,36 @@ time.sleep(60)
 
 
 @pytest.fixture
-def attempt(tmp_path: Path) -> Attempt:
-    return Attempt(tmp_path)
+def attempt(tmp_path: Path) -> RendezvousDirectory:
+    return RendezvousDirectory(tmp_path)
 
 
-def stop_when_ready(attempt: Attempt) -> None:
+def stop_when_ready(attempt: RendezvousDirectory) -> None:
     while "ready" not in attempt.read("train.log"):
         time.sleep(0.05)
     attempt.write("stop", "")
 
 
-def test_a_run_is_told_to_stop_and_its_exit_code_is_kept(attempt: Attempt) -> None:
+def test_a_run_is_told_to_stop_and_its_exit_code_is_kept(attempt: RendezvousDirectory) -> None:
     threading.Thread(target=stop_when_ready, args=[attempt]).start()
     assert supervise([sys.executable, "-c", SAVES], attempt) == 75
 
 
-def test_a_run_that_was_told_before_it_could_listen_has_lost_nothing(attempt: Attempt) -> None:
+def test_a_run_that_was_told_before_it_could_listen_has_lost_nothing(attempt: RendezvousDirectory) -> None:
     threading.Thread(target=stop_when_ready, args=[attempt]).start()
     assert supervise(["sh", "-c", "echo ready; exec sleep 60"], attempt) == 75
 
 
 @pytest.mark.parametrize(("command", "code"), [("exit 3", 3), ("kill -9 $$", 128 + signal.SIGKILL), ("true", 0)])
-def test_other_exit_codes_are_those_of_a_shell(command: str, code: int, attempt: Attempt) -> None:
+def test_other_exit_codes_are_those_of_a_shell(command: str, code: int, attempt: RendezvousDirectory) -> None:
     assert supervise(["sh", "-c", command], attempt) == code
 
 
-def test_scancel_reaches_the_run_alone(attempt: Attempt) -> None:
+def test_scancel_reaches_the_run_alone(attempt: RendezvousDirectory) -> None:
     """In a process of its own, as a task is: SIGTERM must end the run, and not the task that has to report it."""
-    program = "import sys; from pathlib import Path; from mrl.launch.node import Attempt, supervise\n"
-    program += (
-        f"code = supervise(['sh', '-c', 'echo ready; exec sleep 60'], Attempt(Path({str(attempt.directory)!r})))\n"
-    )
+    program = "import sys; from pathlib import Path; from mrl.launch.node import RendezvousDirectory, supervise\n"
+    directory = f"RendezvousDirectory(Path({str(attempt.directory)!r}))"
+    program += f"code = supervise(['sh', '-c', 'echo ready; exec sleep 60'], {directory})\n"
     program += "print('left with', code)"
     task = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     while "ready" not in attempt.read("train.log"):
@@ -67,7 +66,7 @@ def test_scancel_reaches_the_run_alone(attempt: Attempt) -> None:
 
 
 def test_workers_leave_when_the_first_node_has_failed_or_never_came(
-    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    attempt: RendezvousDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("SLURMD_NODENAME", "here")
@@ -135,7 +134,7 @@ def test_a_port_is_free() -> None:
         taken.bind(("127.0.0.1", free_port()))
 
 
-def test_files_of_an_attempt(attempt: Attempt) -> None:
+def test_files_of_an_attempt(attempt: RendezvousDirectory) -> None:
     assert attempt.read("address") == ""
     assert not attempt.has("stop")
     attempt.write("nodes", "a\nb\n")

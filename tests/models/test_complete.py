@@ -16,7 +16,7 @@ from mrl.models.decoder import Family
 from mrl.models.families import FAMILIES, spec_of
 from mrl.models.hf_config import HfConfig
 from mrl.models.layout import Layout
-from mrl.models.parameters import Parameter, Rows, Shape
+from mrl.models.parameters import Parameter, RowRange, Shape
 from mrl.models.spec import ModelSpec
 from tests.models import published
 
@@ -45,7 +45,7 @@ class Broken(Family):
                 yield changed
 
 
-def each_row(change: Callable[[Rows], Rows]) -> Callable[[Parameter], Parameter]:
+def each_row(change: Callable[[RowRange], RowRange]) -> Callable[[Parameter], Parameter]:
     return lambda parameter: replace(
         parameter, parts=tuple(tuple(change(rows) for rows in part) for part in parameter.parts)
     )

@@ -13,7 +13,7 @@ from mrl.errors import ModelError
 from mrl.models.coverage import tiling_problems
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader, slices
-from mrl.models.parameters import Box
+from mrl.models.parameters import Region
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.table import hf_tensors
 from tests.models.conftest import Tiny
@@ -40,7 +40,7 @@ def test_all_ranks_together_hold_every_element_and_none_twice_on_a_rank(
     tiny: Tiny, family: str, sizes: EngineSizes
 ) -> None:
     spec = read_spec(tiny(family))
-    boxes: dict[str, set[Box]] = defaultdict(set)
+    boxes: dict[str, set[Region]] = defaultdict(set)
     for rank in range(sizes.tp):
         for fused in rollout_tensors(spec, sizes, rank):
             rows = torch.Size(fused.shape).numel() // fused.shape[-1]

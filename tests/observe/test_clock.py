@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mrl.events import EventLog, PhaseBegin, PhaseEnd, read_events
-from mrl.observe.clock import Clock
+from mrl.observe.clock import StepTimer
 
 
 class Watch:
@@ -22,7 +22,7 @@ class Watch:
 def test_seconds_of_phases_add_up_until_the_lap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watch, shown = Watch(monkeypatch), list[str]()
     events = EventLog(tmp_path / "events.jsonl")
-    clock = Clock(events, shown.append)
+    clock = StepTimer(events, shown.append)
     clock.step = 4
     for seconds in (2.0, 3.0):
         with clock("outer"):
@@ -30,9 +30,9 @@ def test_seconds_of_phases_add_up_until_the_lap(tmp_path: Path, monkeypatch: pyt
             with clock("inner"):
                 watch.now += seconds
         watch.now += 0.5
-    assert clock.lap() == {"outer": 7.0, "inner": 5.0, "step": 8.0}
+    assert clock.pop_seconds() == {"outer": 7.0, "inner": 5.0, "step": 8.0}
     watch.now += 0.25
-    assert clock.lap() == {"step": 0.25}
+    assert clock.pop_seconds() == {"step": 0.25}
     assert shown == ["outer", "inner"] * 2
     found = [record.event for record in read_events(tmp_path / "events.jsonl")]
     assert found[:4] == [
@@ -43,8 +43,8 @@ def test_seconds_of_phases_add_up_until_the_lap(tmp_path: Path, monkeypatch: pyt
 
 def test_a_phase_that_fails_has_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Watch(monkeypatch)
-    clock = Clock(EventLog(tmp_path / "events.jsonl"))
+    clock = StepTimer(EventLog(tmp_path / "events.jsonl"))
     with pytest.raises(KeyError), clock("rollout"):
         raise KeyError
     assert [record.event for record in read_events(tmp_path / "events.jsonl")] == [PhaseBegin("rollout", 0)]
-    assert clock.lap() == {"step": 0.0}
+    assert clock.pop_seconds() == {"step": 0.0}

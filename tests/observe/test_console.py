@@ -7,7 +7,7 @@ import io
 import pytest
 
 from mrl.observe.console import Console
-from mrl.observe.panel import Panel, Shown, sparkline
+from mrl.observe.panel import Panel, SamplePreview, sparkline
 
 
 class Terminal(io.StringIO):
@@ -32,7 +32,7 @@ def test_a_terminal_has_a_panel_beneath_the_lines() -> None:
     stream = Terminal()
     console = Console(11, stream)
     metrics = {"critic/score/mean": 0.1, "timing_s/step": 6.0, "timing_s/rollout": 4.5, "timing_s/advantage": 0.01}
-    console.step(1, metrics, Shown("2+3=", "6\x1b[2J", 0.5))
+    console.step(1, metrics, SamplePreview("2+3=", "6\x1b[2J", 0.5))
     console.phase("update_actor")
     console.progress(1, 4)  # too soon after the last drawing
     lines = drawn(stream)
@@ -53,9 +53,9 @@ def test_the_panel_gives_way_to_what_is_said_and_shows_progress(monkeypatch: pyt
     console.phase("rollout")
     console.progress(128, 512)
     assert drawn(stream)[1] == "  rollout         ██████░░░░░░░░░░░░░░░░░░ 128/512"
-    console.say("a warning")
+    console.print("a warning")
     assert stream.getvalue().endswith("\x1b[2F\x1b[Ja warning\n")
-    console.say("another")
+    console.print("another")
     assert stream.getvalue().endswith("a warning\nanother\n")
 
 
@@ -65,7 +65,7 @@ def drawn(stream: Terminal) -> list[str]:
 
 
 def test_no_line_is_wider_than_the_terminal() -> None:
-    panel = Panel(5, sample=Shown("long " * 50, "longer " * 50, 1.0))
+    panel = Panel(5, sample=SamplePreview("long " * 50, "longer " * 50, 1.0))
     assert max(len(line) for line in panel.lines(40)) == 39
 
 
@@ -79,7 +79,7 @@ def test_quiet_prints_only_what_must_be_said() -> None:
     stream = io.StringIO()
     console = Console(3, stream, quiet=True)
     console.step(1, {})
-    console.say("done")
+    console.print("done")
     assert stream.getvalue() == "done\n"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.load import load_config
-from mrl.plan.subject import Subject, make_subject
+from mrl.plan.subject import PlanInput, make_plan_input
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if not path.stem.startswith("laptop"))
@@ -17,7 +17,7 @@ REWARD_MODEL = {
 HARDWARE = {preset: "h200" if "405b" in preset else "h100" for preset in PRESETS}
 
 
-def subject_of(preset: str, **changes: Any) -> Subject:
+def subject_of(preset: str, **changes: Any) -> PlanInput:
     """A preset with other values: `actor__parallel__tp=2`."""
     overrides = [f"{key.replace('__', '.')}={value}" for key, value in changes.items()]
-    return make_subject(load_config(str(CONFIGS / f"{preset}.yaml"), overrides), HARDWARE[preset])
+    return make_plan_input(load_config(str(CONFIGS / f"{preset}.yaml"), overrides), HARDWARE[preset])

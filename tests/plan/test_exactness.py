@@ -6,7 +6,7 @@ import pytest
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine import vocab_head
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import run_distributed
 from mrl.plan import activations
 from tests.plan.accounting import Accounts, Case, accounts
 from tests.plan.saved import SavedCase, saved_and_predicted
@@ -34,7 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Case, list[Acc
         Case(models["mixtral"], Layout(pp=2)),
         Case(models["mixtral"], Layout()),
     ]
-    ranks = run_on_ranks(2, accounts, cases, timeout_s=LIMIT_S)
+    ranks = run_distributed(2, accounts, cases, timeout_s=LIMIT_S)
     return list(zip(cases, map(list, zip(*ranks, strict=True)), strict=True))
 
 
@@ -78,7 +78,7 @@ def test_a_layer_saves_what_is_predicted_to_the_byte(num_ranks: int) -> None:
             SavedCase("Qwen3-8B", whole): norms / 2 + q + head_norms / 2,
             SavedCase("Mixtral-8x7B", whole): norms / 2 + q,
         }
-    found = run_on_ranks(num_ranks, saved_and_predicted, list(exact), timeout_s=LIMIT_S)
+    found = run_distributed(num_ranks, saved_and_predicted, list(exact), timeout_s=LIMIT_S)
     for rank in found:
         for (case, extra), (saved, predicted) in zip(exact.items(), rank, strict=True):
             assert saved == predicted + extra, case
@@ -86,4 +86,4 @@ def test_a_layer_saves_what_is_predicted_to_the_byte(num_ranks: int) -> None:
 
 def test_the_head_is_planned_with_its_own_tiles() -> None:
     assert {"cpu": activations.TILE_BYTES["cpu"], "cuda": activations.TILE_BYTES["gpu"]} == vocab_head.TILE_BYTES
-    assert vocab_head.FEWEST_COLUMNS == activations.FEWEST_COLUMNS
+    assert vocab_head.MIN_COLUMNS == activations.MIN_COLUMNS

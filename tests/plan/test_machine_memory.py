@@ -11,7 +11,7 @@ import pytest
 from mrl.config.load import load_config
 from mrl.config.schema import Config
 from mrl.plan.assumptions import ASSUMPTIONS
-from mrl.plan.machine_memory import MachinePlan, Processes, machine_subject, plan_machine
+from mrl.plan.machine_memory import MachinePlan, Processes, machine_plan_input, plan_machine
 from mrl.plan.preflight_facts import memory_bytes, usable_memory_bytes
 from mrl.plan.preflight_memory import check_machine
 
@@ -41,7 +41,7 @@ def config_of(tmp_path: Path) -> Make:
 
 
 def plan(config: Config) -> MachinePlan:
-    return plan_machine(machine_subject(config, 24 * GIB))
+    return plan_machine(machine_plan_input(config, 24 * GIB))
 
 
 def processes(config: Config, name: str) -> Processes:

@@ -243,7 +243,7 @@ def test_what_overflows_is_named_and_the_advice_fits(changes: dict[str, object],
     found = advise(subject)
     assert found
     for advice in found:
-        varied = subject.varied(advice.changes)
+        varied = subject.with_changes(advice.changes)
         assert varied is not None, "the advice keeps to the rules"
         assert not plan_memory(varied).shortages
         assert subject.overrides(advice.changes)

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from mrl.config.mesh import Mesh
-from mrl.hybrid.layout import BucketSizes, Planner, RankPlan, RolloutLayout
+from mrl.hybrid.layout import BucketSizes, RankPlan, ReshardPlanner, RolloutLayout
 from mrl.models.layout import Layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.known_models import model_spec
-from mrl.plan.reshard_traffic import ReshardTraffic, Traffic
+from mrl.plan.reshard_traffic import RankTraffic, ReshardTraffic
 
 SIZES = BucketSizes(slot_bytes=64 << 20, itemsize=2, alignment=64)
 DENSE = dataclasses.replace(model_spec("Qwen2.5-0.5B"), num_layers=4, vocab=1001)
@@ -23,14 +23,14 @@ EXPERTS = dataclasses.replace(
 )
 
 
-def moved(plan: RankPlan, nodes: tuple[int, ...]) -> Traffic:
+def moved(plan: RankPlan, nodes: tuple[int, ...]) -> RankTraffic:
     """What a plan receives over the links of the rank's node, and from other nodes."""
     elements = {False: 0, True: 0}
     for bucket in plan.buckets:
         for source, moves in bucket.incoming.items():
             if source != plan.rank:
                 elements[nodes[source] != nodes[plan.rank]] += sum(move.part.num_elements for move in moves)
-    return Traffic(link=elements[False], network=elements[True])
+    return RankTraffic(link=elements[False], network=elements[True])
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def moved(plan: RankPlan, nodes: tuple[int, ...]) -> Traffic:
 def test_traffic_is_the_planners(spec: ModelSpec, mesh: Mesh, tp: int) -> None:
     layout = Layout(tp=mesh.tp, pp=mesh.pp, ep=mesh.ep, etp=mesh.etp)
     nodes = tuple(rank // 4 for rank in range(8))
-    planner = Planner(spec, layout, mesh, RolloutLayout(EngineSizes(tp), tuple(range(8)), nodes))
+    planner = ReshardPlanner(spec, layout, mesh, RolloutLayout(EngineSizes(tp), tuple(range(8)), nodes))
     traffic = ReshardTraffic(spec, layout, mesh, tp, devices_per_node=4)
     everybody = [traffic.received(rank) for rank in range(8)]
     assert everybody == [moved(planner.plan(rank, SIZES), nodes) for rank in range(8)]

@@ -14,7 +14,7 @@ from mrl.config.load import load_config
 from mrl.plan import search as searching
 from mrl.plan.memory import plan_memory
 from mrl.plan.search import Found, Option, Placement, placements, search, try_out
-from mrl.plan.subject import Subject, make_subject
+from mrl.plan.subject import PlanInput, make_plan_input
 from mrl.plan.timing import Lengths, TimedPhase, TimePlan, assumed_lengths, plan_time
 from tests.plan.planning import CONFIGS, REWARD_MODEL, subject_of
 
@@ -27,7 +27,7 @@ CASES = {
 }
 
 
-def exhaustive(subject: Subject, lengths: Lengths) -> dict[str, list[float]]:
+def exhaustive(subject: PlanInput, lengths: Lengths) -> dict[str, list[float]]:
     """The seconds of all combinations of each kind of placement, the fastest first."""
     seconds: dict[str, list[float]] = {}
     for placement in placements(subject, lengths):
@@ -38,7 +38,7 @@ def exhaustive(subject: Subject, lengths: Lengths) -> dict[str, list[float]]:
     return {name: sorted(found) for name, found in seconds.items()}
 
 
-def num_combinations(subject: Subject, lengths: Lengths) -> int:
+def num_combinations(subject: PlanInput, lengths: Lengths) -> int:
     return sum(math.prod(map(len, placement.parts.values())) for placement in placements(subject, lengths))
 
 
@@ -47,7 +47,7 @@ def test_the_fastest_of_all_is_found(case: str, monkeypatch: pytest.MonkeyPatch)
     """In a space that is small enough to be gone through."""
     monkeypatch.setattr(searching, "_SIZES", (1, 4))
     monkeypatch.setattr(searching, "_CHUNKS", (1,))
-    monkeypatch.setattr(searching, "_MOST_STAGES", 2)
+    monkeypatch.setattr(searching, "_MAX_STAGES", 2)
     monkeypatch.setattr(searching, "_UTILIZATIONS", (0.5, 0.85))
     preset, changes = CASES[case]
     subject = subject_of(preset, **changes)
@@ -75,13 +75,13 @@ def test_what_is_found_can_be_typed_and_is_what_was_promised() -> None:
     assert seconds[0] <= plan_time(subject, lengths).seconds
     for one in result.found:
         words = shlex.split(subject.overrides(one.changes))
-        again = make_subject(load_config(str(CONFIGS / "ppo-llama3.1-8b-1n8g.yaml"), words), "h100")
+        again = make_plan_input(load_config(str(CONFIGS / "ppo-llama3.1-8b-1n8g.yaml"), words), "h100")
         assert not plan_memory(again).shortages
         assert plan_time(again, lengths).seconds == pytest.approx(one.time.seconds)
 
 
 def test_a_search_that_stops_early_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "_MOST_TRIED", 1)
+    monkeypatch.setattr(searching, "_MAX_TRIED", 1)
     subject = subject_of("ppo-llama3.1-8b-1n8g")
     assert not search(subject, assumed_lengths(subject.config)).is_complete
 

@@ -11,7 +11,7 @@ from mrl.models.layout import Layout
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.engine_memory import RESERVE, engine_memory
 from mrl.plan.reshard_traffic import ReshardTraffic
-from mrl.plan.subject import Subject
+from mrl.plan.subject import PlanInput
 from mrl.plan.timing import Lengths, TimedPhase, plan_time
 from mrl.plan.weights import buffers, engine_elements, stage_weights
 from tests.plan.planning import subject_of
@@ -34,17 +34,17 @@ BATCH = {
 SAMPLES, UPDATES, NODE = 512, 12, 8
 
 
-def subject(**changes: object) -> Subject:
+def subject(**changes: object) -> PlanInput:
     """Qwen3-32B on 32 devices: dp 2."""
     return subject_of("grpo-qwen3-32b-4n8g", **LAYOUT | BATCH | changes)
 
 
-def phase(of: Subject, name: str) -> TimedPhase:
+def phase(of: PlanInput, name: str) -> TimedPhase:
     (found,) = (phase for phase in plan_time(of, LENGTHS).phases if phase.name == name)
     return found
 
 
-def seconds_per_byte(of: Subject, span: int) -> float:
+def seconds_per_byte(of: PlanInput, span: int) -> float:
     outside = max(0, span - NODE) / span
     device = of.hardware
     return (

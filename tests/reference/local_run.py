@@ -23,15 +23,15 @@ import torch.distributed as dist
 from mrl.config.load import Resolved, load_config
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config, ParallelConfig
-from mrl.controller import Place, RayWorkerGroup, Rendezvous, Worker
+from mrl.controller import RankInfo, RayWorkerGroup, Rendezvous, Worker
 from mrl.controller.dispatch import Dispatch, MethodSpec, registered_methods
 from mrl.controller.worker_group import _join_shards
 from mrl.data.chat import load_tokenizer
-from mrl.data.prompt_loader import PromptLoader, Skips
+from mrl.data.prompt_loader import PromptLoader, SkipLog
 from mrl.data.rlhf_dataset import open_dataset
-from mrl.engine.parallel import Groups, model_parallel
+from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.events import EventLog
-from mrl.observe.clock import Clock
+from mrl.observe.clock import StepTimer
 from mrl.observe.console import Console
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
@@ -40,11 +40,11 @@ from mrl.rewards.sample import Sample
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer import team as team_module
 from mrl.trainer.engine_probe import EngineProbe
-from mrl.trainer.generation import Generator, Scored
+from mrl.trainer.generation import Generator, ScoredBatch
 from mrl.trainer.model_role import ModelRole
 from mrl.trainer.ppo import RayPPOTrainer
 from mrl.trainer.run import open_run
-from mrl.trainer.team import Team
+from mrl.trainer.team import Components
 from mrl.trainer.validation import Validator
 from mrl.workers.actor import ActorRolloutRefWorker
 from mrl.workers.critic import CriticWorker
@@ -100,7 +100,7 @@ class LocalGroup(RayWorkerGroup):
 class ScriptedEngine:
     """In the place of the hybrid engine: what a sample says follows from its seed, or from its prompt if greedy."""
 
-    full_tensors_because = ""
+    full_tensor_reason = ""
 
     def __init__(self, config: Config, stop_token: Any, groups: Sequence[RayWorkerGroup]) -> None:
         self._groups = groups
@@ -167,12 +167,14 @@ class InstantRewards:
 
 
 @contextmanager
-def local_team(case: LocalCase, groups: Groups, config: Config, events: EventLog, clock: Clock) -> Iterator[Team]:
-    """What `make_team` makes, without Ray."""
+def local_team(
+    case: LocalCase, groups: ParallelGroups, config: Config, events: EventLog, clock: StepTimer
+) -> Iterator[Components]:
+    """What `build_components` makes, without Ray."""
     mesh, rank = groups.mesh, groups.at.rank
 
     def start(role: str) -> ModelRole:
-        place = Place(role, rank, rank, mesh, Rendezvous("", 0, mesh.world_size, None))
+        place = RankInfo(role, rank, rank, mesh, Rendezvous("", 0, mesh.world_size, None))
         setup, horizon = team_module.model_setup(role, config), config.rollout.max_response_tokens
         worker: Worker
         if role == "actor":
@@ -193,7 +195,7 @@ def local_team(case: LocalCase, groups: Groups, config: Config, events: EventLog
     if case.mask:
         whole = generator.run
         generator.run = lambda *args, **kwargs: _with_holes(whole(*args, **kwargs))  # type: ignore[method-assign]
-    yield Team(
+    yield Components(
         actor=roles["actor"],
         critic=roles.get("critic"),
         reward_model=roles.get("reward_model"),
@@ -201,19 +203,19 @@ def local_team(case: LocalCase, groups: Groups, config: Config, events: EventLog
         engine_probe=EngineProbe(config, hybrid, roles["actor"], tokenizer, events),
         prompts=PromptLoader(dataset, config.data, config.batch, events),
         generator=generator,
-        validator=Validator(config, validation, generator, Skips(0, events)),
+        validator=Validator(config, validation, generator, SkipLog(0, events)),
         kl=team_module._kl_controller(config),
     )
 
 
-def _with_holes(scored: Scored) -> Scored:
+def _with_holes(scored: ScoredBatch) -> ScoredBatch:
     """Some tokens are an environment's: in the middle, at the end, and in one row of seven all of them."""
     lengths = scored.batch.lengths("responses")
     masks = []
     for row_id, length in zip(scored.batch.row_ids.tolist(), lengths.tolist(), strict=True):
         masks += [row_id % 7 != 3 and (row_id + 2 * token) % 5 != 1 for token in range(length)]
     column = jagged(torch.tensor(masks), lengths)
-    return Scored(
+    return ScoredBatch(
         scored.batch.union(DataProto.from_dict({"response_mask": column}, row_ids=scored.batch.row_ids)), scored.metrics
     )
 
@@ -242,7 +244,7 @@ def record(cases: Sequence[LocalCase], directory: str) -> list[str]:
         return [json.dumps(_record(case, Path(directory), groups)) for case in cases]
 
 
-def _record(case: LocalCase, directory: Path, groups: Groups) -> dict[str, Any]:
+def _record(case: LocalCase, directory: Path, groups: ParallelGroups) -> dict[str, Any]:
     place = directory / f"rank-{groups.at.rank}"
     place.mkdir(exist_ok=True)
     file = place / f"{case.name}.yaml"
@@ -251,7 +253,7 @@ def _record(case: LocalCase, directory: Path, groups: Groups) -> dict[str, Any]:
     with (
         patch("mrl.workers.model_worker.model_parallel", lambda parallel, seed: nullcontext(groups)),
         patch(
-            "mrl.trainer.ppo.make_team",
+            "mrl.trainer.ppo.build_components",
             lambda config, path, events, clock: local_team(case, groups, config, events, clock),
         ),
         patch("mrl.trainer.ppo.store", lambda batch: batch),  # there is no object store
@@ -265,14 +267,14 @@ def _record(case: LocalCase, directory: Path, groups: Groups) -> dict[str, Any]:
 
 
 def _part(
-    case: LocalCase, resolved: Resolved[Config], directory: Path, groups: Groups, stop_after: int | None
+    case: LocalCase, resolved: Resolved[Config], directory: Path, groups: ParallelGroups, stop_after: int | None
 ) -> dict[str, Any]:
     with open_run(resolved, Console(1, stream=io.StringIO(), quiet=True)) as run:
         trainer = RayPPOTrainer(run)
         if case.stop_after is None:
             run.save = lambda team, step, validated: None  # type: ignore[method-assign]
         with trainer.init_workers():
-            run.wants_to_stop = lambda: trainer.num_steps_done == stop_after  # type: ignore[method-assign]
+            run.should_stop = lambda: trainer.num_steps_done == stop_after  # type: ignore[method-assign]
             recorder = Recorder(trainer, directory / "weights" / case.name)
             trainer.fit()
             return recorder.recorded()

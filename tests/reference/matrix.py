@@ -67,7 +67,7 @@ SCHEDULES = {
     "warmup linear": {"warmup_steps": 2, "decay": "linear", "decay_steps": 5, "min_lr_ratio": 0.1},
     "cosine": {"decay": "cosine", "decay_steps": 4},
 }
-PROMPTS, SAMPLES, LONGEST = 4, 3, 8
+PROMPTS, SAMPLES, MAX_LENGTH = 4, 3, 8
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -150,7 +150,7 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
         "actor": trained,
         "rollout": {
             "max_prompt_tokens": 16,
-            "max_response_tokens": LONGEST,
+            "max_response_tokens": MAX_LENGTH,
             "temperature": options["temperature"],
             "replicas": 1,
         },

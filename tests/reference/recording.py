@@ -12,7 +12,7 @@ from mrl.controller.transport import fetch
 from mrl.protocol import DataProto, RemoteColumn
 from mrl.protocol.columns import Jagged
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
-from mrl.trainer.generation import Scored
+from mrl.trainer.generation import ScoredBatch
 from mrl.trainer.model_role import ModelRole
 from mrl.trainer.ppo import RayPPOTrainer
 
@@ -73,7 +73,9 @@ class Recorder:
         self._asked = {"requests": asked, "sampling": how | {"stop": list(sampling.stop_token_ids)}}
         return original(requests, sampling)
 
-    def _on_run(self, original: Callable[..., Scored], batch: DataProto, sampling: Sampling, step: int) -> Scored:
+    def _on_run(
+        self, original: Callable[..., ScoredBatch], batch: DataProto, sampling: Sampling, step: int
+    ) -> ScoredBatch:
         scored = original(batch, sampling, step)
         generator = self._trainer.team.generator
         kinds = {id(generator.training): "training", id(generator.greedy): "greedy"}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mrl.config.load import load_config
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import run_distributed
 from tests.reference.compare import hold, too_large
 from tests.reference.judge import Judge
 from tests.reference.matrix import all_cases, record
@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("part", NAMES)
 def test_every_quantity_is_the_reference_s(part: str, models: Path, tmp_path: Path) -> None:
     ranks, cases = all_cases(models)[part]
-    recordings = run_on_ranks(ranks, record, cases, str(tmp_path), timeout_s=LIMIT_S)[0]
+    recordings = run_distributed(ranks, record, cases, str(tmp_path), timeout_s=LIMIT_S)[0]
     seen: Counter[str] = Counter()
     for case, recording in zip(cases, recordings, strict=True):
         recorded: dict[str, Any] = json.loads(recording)

@@ -107,7 +107,7 @@ def score_among_good_ones(manager: RewardManager, bench: Bench, do: str) -> Scor
     assert isinstance(before, Score)
     assert isinstance(after, Score)
     assert (before.value, after.value) == (1.0, 3.0)
-    assert len(bench.settle(1 + WORKERS)) == 1 + WORKERS, "the keeper and its workers, and nothing else"
+    assert len(bench.settle(1 + WORKERS)) == 1 + WORKERS, "the supervisor and its workers, and nothing else"
     return outcome
 
 
@@ -228,7 +228,7 @@ def test_close_does_not_wait_for_a_fork_of_the_run(bench: Bench) -> None:
     manager = bench.manager()
     child = os.fork()
     if child == 0:
-        time.sleep(60)  # and holds the keeper's pipe open
+        time.sleep(60)  # and holds the supervisor's pipe open
         os._exit(0)
     begin = time.monotonic()
     manager.close()
@@ -256,13 +256,13 @@ def test_everything_ends_when_the_run_is_killed(tmp_path: Path) -> None:
     run = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path), tmp_path.name * 8], stdout=subprocess.PIPE)
     assert run.stdout is not None
     assert run.stdout.readline() == b"working\n"
-    assert len(conftest.marked(tmp_path.name * 8)) == 4, "a keeper, two workers and a daemon"
+    assert len(conftest.marked(tmp_path.name * 8)) == 4, "a supervisor, two workers and a daemon"
     run.kill()
     run.wait()
     assert conftest.settle(tmp_path.name * 8, 0, within_s=3) == set()
 
 
-def test_workers_end_when_the_keeper_is_killed(bench: Bench) -> None:
+def test_workers_end_when_the_supervisor_is_killed(bench: Bench) -> None:
     manager = bench.manager(limit_s=600)
     manager.submit(make_sample("endless"))
     time.sleep(0.2)

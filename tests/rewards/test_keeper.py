@@ -1,4 +1,4 @@
-"""The keeper's clocks and queue, and what it makes of a worker: read from inside the workers."""
+"""The supervisor's clocks and queue, and what it makes of a worker: read from inside the workers."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_worker_is_held_within_its_limits(bench: Bench) -> None:
         "file_bytes": 256 << 20,
         "core_bytes": 0,
         "leads_a_session": 1,
-        "ends_with_the_keeper": 1,
+        "ends_with_the_supervisor": 1,
         "adopts_orphans": 1,
         "standard_is_null": 1,
         "others_open": 1,  # its channel
@@ -188,22 +188,22 @@ def test_the_environment_is_a_short_list_and_what_is_given(monkeypatch: pytest.M
     assert worker_environment({})["OMP_NUM_THREADS"] == "1"
 
 
-def test_the_keeper_is_heard_while_all_are_busy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_supervisor_is_heard_while_all_are_busy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_SILENCE_S", 2.5)
     manager = bench.manager(WITNESS, num_workers=1, limit_s=10)
     assert len(manager.score([make_sample(s=3.2)])) == 1, "its word of every second keeps the run waiting"
 
 
-def test_a_keeper_that_is_stopped_is_not_waited_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_that_is_stopped_is_not_waited_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = bench.manager(limit_s=30)
-    keeper = min(bench.processes())
+    supervisor = min(bench.processes())
     monkeypatch.setattr(pool, "_SILENCE_S", 0.4)
     monkeypatch.setattr(pool, "_END_S", 0.4)
-    os.kill(keeper, signal.SIGSTOP)
+    os.kill(supervisor, signal.SIGSTOP)
     with pytest.raises(RewardError) as caught:
         manager.score([make_sample()])
     assert str(caught.value) == (
-        f"reward: the process that keeps the reward workers (pid {keeper}) is silent for 0.4 s\n"
+        f"reward: the supervisor of the reward workers (pid {supervisor}) is silent for 0.4 s\n"
         "  fix: was it stopped, or is the machine out of memory?"
     )
     begin = time.monotonic()
@@ -212,7 +212,7 @@ def test_a_keeper_that_is_stopped_is_not_waited_for(bench: Bench, monkeypatch: p
     assert bench.settle(0) == set()
 
 
-def test_every_setting_reaches_the_keeper() -> None:
+def test_every_setting_reaches_the_supervisor() -> None:
     functions = {
         "first": RewardFunctionConfig(name="gsm8k", weight=0.25, options={"last_number": True}),
         "second": RewardFunctionConfig(name="tests.rewards.witness:as_told", weight=-2.0, options={"factor": 3}),

@@ -250,15 +250,15 @@ def test_an_import_that_does_not_end(bench: Bench) -> None:
     assert str(caught.value) == ("no reward worker can be started, 3 in a row failed: it was not ready within 0.3 s")
 
 
-def test_a_keeper_that_is_gone(bench: Bench) -> None:
+def test_a_supervisor_that_is_gone(bench: Bench) -> None:
     manager = bench.manager()
-    keeper = min(bench.processes())
+    supervisor = min(bench.processes())
     manager.submit(make_sample("sleep", s=0.4))
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(supervisor, signal.SIGKILL)
     with pytest.raises(RewardError) as caught:
         manager.drain()
     assert str(caught.value) == (
-        f"reward: the process that keeps the reward workers (pid {keeper}) left with status -9\n"
+        f"reward: the supervisor of the reward workers (pid {supervisor}) left with status -9\n"
         "  fix: its last words are on the run's standard error"
     )
 

@@ -115,11 +115,11 @@ def test_weights_and_options_reach_their_functions(bench: Bench) -> None:
 
 def test_a_sample_that_is_too_large_is_named(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     size = len(make_sample(row_id=7).to_json())
-    monkeypatch.setattr(sample_module, "MOST_SAMPLE_BYTES", size)
+    monkeypatch.setattr(sample_module, "MAX_SAMPLE_BYTES", size)
     manager = bench.manager()
     (outcome,) = manager.score([make_sample(row_id=7)])
     assert isinstance(outcome, Score)
-    monkeypatch.setattr(sample_module, "MOST_SAMPLE_BYTES", size - 1)
+    monkeypatch.setattr(sample_module, "MAX_SAMPLE_BYTES", size - 1)
     with pytest.raises(RewardError, match=rf"row 7 .*: the sample has {size} bytes; at most {size - 1}"):
         manager.submit(make_sample(row_id=7))
     monkeypatch.undo()

@@ -27,7 +27,7 @@ def at_length(sample: Sample) -> dict[str, float]:
 
 
 def limits(sample: Sample) -> dict[str, float]:
-    """The limits of the process, and what it has of the keeper."""
+    """The limits of the process, and what it has of the supervisor."""
     flag, heir = ctypes.c_int(), ctypes.c_int()
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(flag))
@@ -41,7 +41,7 @@ def limits(sample: Sample) -> dict[str, float]:
         "file_bytes": resource.getrlimit(resource.RLIMIT_FSIZE)[0],
         "core_bytes": resource.getrlimit(resource.RLIMIT_CORE)[0],
         "leads_a_session": float(os.getsid(0) == os.getpid()),
-        "ends_with_the_keeper": float(flag.value == signal.SIGKILL),
+        "ends_with_the_supervisor": float(flag.value == signal.SIGKILL),
         "adopts_orphans": float(heir.value),
         "standard_is_null": float(all(os.readlink(f"/proc/self/fd/{n}") == os.devnull for n in (0, 1, 2))),
         "others_open": len([target for target in targets if target != os.devnull]),

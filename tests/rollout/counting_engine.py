@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mrl.errors import RolloutError
-from mrl.rollout.engine import EngineSettings, Part, RolloutEngine, Room
+from mrl.rollout.engine import EngineSettings, FreeMemory, Part, RolloutEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
 SETTINGS = EngineSettings(Path("model"), "float32", "cpu", 40, 100, Path("sockets"), "rollout-0")
@@ -29,9 +29,9 @@ class CountingEngine(RolloutEngine):
         self.threads = {threading.get_ident()}
         self.gate = threading.Event()
         self.gate.set()
-        self.full_tensors_because = "it has no tensors"
+        self.full_tensor_reason = "it has no tensors"
         self.fault: Exception | None = None
-        self.rooms: list[Room] = []
+        self.rooms: list[FreeMemory] = []
 
     def close(self) -> None:
         """Nothing is open."""
@@ -67,7 +67,7 @@ class CountingEngine(RolloutEngine):
     def _sleep(self) -> None:
         self._note("sleep")
 
-    def _wake(self, part: Part) -> list[Room]:
+    def _wake(self, part: Part) -> list[FreeMemory]:
         self._note(("wake", part))
         return self.rooms
 

@@ -118,9 +118,9 @@ class Replica:
             self.held = None
         if name == "abort":
             self.waiting.clear()
-        if name == "full_tensors_because":
+        if name == "full_tensor_reason":
             return "because of the test"
-        return self.give(*args) if name == "exchange" else None
+        return self.give(*args) if name == "submit_and_poll" else None
 
     def give(self, requests: Sequence[GenerationRequest], _: Any, version: int, __: float) -> Any:
         """The last of what waits, a sample at a time."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mrl.errors import NameUnknown, RolloutError
-from mrl.rollout.engine import RolloutEngine, Room, engine_class
+from mrl.rollout.engine import FreeMemory, RolloutEngine, engine_class
 from mrl.rollout.requests import GenerationRequest, Sampling
 from tests.rollout.conftest import MAX_TOKENS, VOCAB, Small, requests, run
 from tests.rollout.trainer_side import InBackground, send, update, whole
@@ -112,7 +112,10 @@ def test_a_part_without_room_sleeps_on(
     engine = make_engine("transformers", small("qwen3"))
     engine.sleep()
     assert engine.wake("weights") == []
-    rooms = [Room(free_bytes=7, total_bytes=9, wanted_bytes=5), Room(free_bytes=3, total_bytes=9, wanted_bytes=5)]
+    rooms = [
+        FreeMemory(free_bytes=7, total_bytes=9, wanted_bytes=5),
+        FreeMemory(free_bytes=3, total_bytes=9, wanted_bytes=5),
+    ]
     monkeypatch.setattr(engine, "_wake", lambda part: rooms)
     assert engine.wake("kv_cache") == rooms
     assert [room.lacking_bytes for room in rooms] == [-2, 2]

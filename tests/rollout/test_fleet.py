@@ -61,12 +61,12 @@ class Fleet:
 
     def start(self, replica: int) -> RayWorkerGroup:
         """A replica on one device of the session's pool."""
-        from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, Seats
+        from mrl.controller import DeviceSlots, RayClassWithInitArgs, RayWorkerGroup
 
-        all_seats = self.context.resources.seats("actor")
-        seat = Seats(all_seats.devices[replica : replica + 1], all_seats.share, all_seats.of)
+        all_slots = self.context.resources.device_slots("actor")
+        slot = DeviceSlots(all_slots.devices[replica : replica + 1], all_slots.fraction, all_slots.description)
         worker = RayClassWithInitArgs("mrl.rollout.replica:RolloutReplica", self.engine, self.settings(replica), 60.0)
-        return RayWorkerGroup(f"{self.role}-{replica}", worker, Mesh(1), self.context, seat)
+        return RayWorkerGroup(f"{self.role}-{replica}", worker, Mesh(1), self.context, slot)
 
     def send(self, replicas: Sequence[int], version: int) -> None:
         self.sent.append(tuple(replicas))
@@ -145,7 +145,7 @@ def test_late_replicas_get_their_weights_before_they_serve(fleet: Fleet) -> None
 
 
 def test_samples_are_those_of_one_engine(fleet: Fleet, alone: dict[str, Generated]) -> None:
-    assert "fuses nothing" in fleet.fleet.full_tensors_because
+    assert "fuses nothing" in fleet.fleet.full_tensor_reason
     fleet.fleet.update(1)
     assert_are(generate(fleet.fleet, WANTED, SAMPLING, version=1), alone)
 
@@ -220,7 +220,7 @@ def vllm_fleet(run_context: RunContext, small: Small, request: pytest.FixtureReq
 @pytest.mark.parametrize("vllm_fleet", [("qwen3", 2, 1)], indirect=True)
 def test_vllm_replicas_are_killed_and_stopped_and_replaced(vllm_fleet: Fleet, alone: dict[str, Generated]) -> None:
     vllm_fleet.fleet.update(1)
-    assert not vllm_fleet.fleet.full_tensors_because
+    assert not vllm_fleet.fleet.full_tensor_reason
     assert_are(generate(vllm_fleet.fleet, WANTED, SAMPLING, version=1), alone)
     assert_are(generate_and(vllm_fleet, lambda: kill(vllm_fleet, 0), after=1), alone)
     vllm_fleet.fleet.update(1)

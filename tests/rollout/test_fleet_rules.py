@@ -46,7 +46,7 @@ def keys_of(world: World, version: int = 1) -> list[str]:
 def test_samples_come_in_the_order_of_their_requests_from_all_replicas(make: Callable[..., World]) -> None:
     world = make()
     assert keys_of(world) == KEYS
-    asked = world.calls("exchange")
+    asked = world.calls("submit_and_poll")
     assert {index for index, _ in asked} == {0, 1}
     assert all(args[1:] == (PLAIN, 1, WAIT_S) for _, args in asked)
     given = [each.key for _, args in asked for each in args[0]]
@@ -89,7 +89,7 @@ def test_a_successor_that_starts_after_the_end_of_a_stream_is_not_taken_for_the_
     world = make()
     world.fleet.update(1)
     world.may_start[1] = threading.Event()
-    world.fail_once(1, "exchange", WorkerDied("the process of rank 0 was killed\nmore of it"))
+    world.fail_once(1, "submit_and_poll", WorkerDied("the process of rank 0 was killed\nmore of it"))
     assert keys_of(world) == KEYS  # by the other alone
     assert world.sent == [((0, 1), 1)]
     world.may_start[1].set()
@@ -105,7 +105,7 @@ def test_a_successor_joins_the_stream_that_is_under_way(make: Callable[..., Worl
     world = make()
     world.fleet.update(1)
     for index in (0, 1):
-        world.fail_once(index, "exchange", WorkerSilent("it is stopped"))
+        world.fail_once(index, "submit_and_poll", WorkerSilent("it is stopped"))
     assert keys_of(world) == KEYS  # nobody was left
     assert sorted(index for indices, _ in world.sent[1:] for index in indices) == [0, 1]
     assert {version for _, version in world.sent} == {1}
@@ -212,8 +212,8 @@ def test_what_cannot_be_served_is_refused_before_anybody_is_asked(
 def test_why_whole_tensors_travel_is_asked_once(make: Callable[..., World]) -> None:
     world = make()
     for _ in range(2):
-        assert world.fleet.full_tensors_because == "because of the test"
-    assert world.calls("full_tensors_because") == [(0, ())]
+        assert world.fleet.full_tensor_reason == "because of the test"
+    assert world.calls("full_tensor_reason") == [(0, ())]
 
 
 def test_a_replica_is_asked_again_only_after_it_has_answered(make: Callable[..., World]) -> None:
@@ -231,7 +231,7 @@ def test_a_replica_is_asked_again_only_after_it_has_answered(make: Callable[...,
         return act
 
     for index in (0, 1):
-        world.before[index, "exchange"] = [watched(index)] * 20
+        world.before[index, "submit_and_poll"] = [watched(index)] * 20
     assert keys_of(world) == KEYS
     assert world.events(ReplicaLost) == []
 
@@ -240,7 +240,7 @@ def test_all_that_were_started_are_ended(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.fleet.update(1)
     world.may_start[1] = threading.Event()
-    world.fail_once(1, "exchange", WorkerDied("killed"))
+    world.fail_once(1, "submit_and_poll", WorkerDied("killed"))
     keys_of(world)
     world.may_start[1].set()
     world.fleet.close()
@@ -262,7 +262,7 @@ def test_a_replica_that_is_new_is_probed_once_and_all_of_them_when_asked_for(mak
     keys_of(world)
     world.asked.clear()
     assert probe(world) == [0, 1, 2]
-    assert sorted(index for index, _ in world.calls("exchange")) == [0, 1, 2], "each of them the whole request"
+    assert sorted(index for index, _ in world.calls("submit_and_poll")) == [0, 1, 2], "each of them the whole request"
     assert probe(world) == []
     assert probe(world, everyone=True) == [0, 1, 2]
     assert probe(world) == []
@@ -272,7 +272,7 @@ def test_the_successor_of_a_dead_replica_is_probed(make: Callable[..., World]) -
     world = make()
     keys_of(world)
     assert probe(world) == [0, 1]
-    world.fail_once(1, "exchange", WorkerDied("gone"))
+    world.fail_once(1, "submit_and_poll", WorkerDied("gone"))
     keys_of(world)
     keys_of(world, 2)
     assert world.num_started.count(1) == 2
@@ -282,7 +282,7 @@ def test_the_successor_of_a_dead_replica_is_probed(make: Callable[..., World]) -
 def test_a_replica_that_dies_of_a_probe_has_no_answer(make: Callable[..., World]) -> None:
     world = make()
     keys_of(world)
-    world.fail_once(1, "exchange", WorkerDied("gone"))
+    world.fail_once(1, "submit_and_poll", WorkerDied("gone"))
     assert probe(world) == [0]
     (lost,) = world.events(ReplicaLost)
     assert (lost.replica, lost.num_unfinished) == (1, 1)

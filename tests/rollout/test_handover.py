@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mrl.errors import RolloutError
-from mrl.rollout.handover import ALIGNMENT_BYTES, HandoverReceiver, HandoverSender, Placed, Slot
+from mrl.rollout.handover import ALIGNMENT_BYTES, IpcReceiver, IpcSender, SharedBuffer, TensorView
 
 CPU = torch.device("cpu")
 SLOT_BYTES = 4096
@@ -24,14 +24,14 @@ Run = Callable[..., Any]
 
 def received(end: Any, path: Path, behaviour: str) -> None:
     """A rollout worker: takes two versions and tells the test what they were."""
-    receiver = HandoverReceiver(path, LIMIT_S)
+    receiver = IpcReceiver(path, LIMIT_S)
     for _ in range(2):
         seen = {}
         for bucket in receiver.buckets():
             if behaviour == "die":
                 os._exit(1)
             if behaviour == "refuse":
-                receiver.refuse("`lm_head.weight` has another shape")
+                receiver.reject("`lm_head.weight` has another shape")
                 end.send("refused")
                 return
             if behaviour == "sleep":
@@ -64,13 +64,13 @@ def worker(tmp_path: Path) -> Iterator[Run]:
         process.join()
 
 
-def put(slot: Slot, name: str, tensor: torch.Tensor, offset: int = 0) -> Placed:
-    placed = Placed(name, tensor.dtype, tuple(tensor.shape), offset)
+def put(slot: SharedBuffer, name: str, tensor: torch.Tensor, offset: int = 0) -> TensorView:
+    placed = TensorView(name, tensor.dtype, tuple(tensor.shape), offset)
     placed.view(slot.buffer).copy_(tensor)
     return placed
 
 
-def send_many(sender: HandoverSender) -> None:
+def send_many(sender: IpcSender) -> None:
     for number in range(10):
         slot = sender.slot()
         sender.send(slot, [put(slot, f"a{number}", torch.zeros(4))])
@@ -78,7 +78,7 @@ def send_many(sender: HandoverSender) -> None:
 
 def test_two_versions_arrive_through_the_same_socket(worker: Run) -> None:
     path, results = worker()
-    sender = HandoverSender(path, SLOT_BYTES, CPU, LIMIT_S)
+    sender = IpcSender(path, SLOT_BYTES, CPU, LIMIT_S)
     for version in (3, 4):
         sender.begin(version)
         for number in range(5):  # more than there are slots
@@ -100,16 +100,16 @@ def test_the_path_may_be_longer_than_the_kernel_takes(worker: Run, tmp_path: Pat
     deep = tmp_path / ("d" * 100) / ("e" * 100)
     deep.mkdir(parents=True)
     path, _ = worker("take", deep / "0-0.sock")
-    sender = HandoverSender(path, SLOT_BYTES, CPU, LIMIT_S)
+    sender = IpcSender(path, SLOT_BYTES, CPU, LIMIT_S)
     sender.begin(1)
     assert sender.end() == {}
     sender.close()
     with pytest.raises(RolloutError, match="too many bytes for a socket"):
-        HandoverReceiver(tmp_path / ("s" * 100))
+        IpcReceiver(tmp_path / ("s" * 100))
 
 
 def test_a_slot_is_free_only_when_the_receiver_has_read_it(tmp_path: Path) -> None:
-    receiver = HandoverReceiver(tmp_path / "0-0.sock", LIMIT_S)
+    receiver = IpcReceiver(tmp_path / "0-0.sock", LIMIT_S)
     go, sums = threading.Event(), []
 
     def receive() -> None:
@@ -120,7 +120,7 @@ def test_a_slot_is_free_only_when_the_receiver_has_read_it(tmp_path: Path) -> No
 
     thread = threading.Thread(target=receive)
     thread.start()
-    sender = HandoverSender(tmp_path / "0-0.sock", SLOT_BYTES, CPU, 0.3)
+    sender = IpcSender(tmp_path / "0-0.sock", SLOT_BYTES, CPU, 0.3)
     sender.begin(1)
     for number in range(2):
         slot = sender.slot()
@@ -148,7 +148,7 @@ def test_a_slot_is_free_only_when_the_receiver_has_read_it(tmp_path: Path) -> No
 )
 def test_what_the_sender_says_of_a_receiver_that_fails(worker: Run, behaviour: str, message: str) -> None:
     path, _ = worker(behaviour)
-    sender = HandoverSender(path, SLOT_BYTES, CPU, LIMIT_S)
+    sender = IpcSender(path, SLOT_BYTES, CPU, LIMIT_S)
     sender.begin(1)
     sender._deadline_s = 1.0
     with pytest.raises(RolloutError, match=message):
@@ -158,7 +158,7 @@ def test_what_the_sender_says_of_a_receiver_that_fails(worker: Run, behaviour: s
 
 def test_a_new_worker_takes_the_place_of_one_that_was_killed(worker: Run, tmp_path: Path) -> None:
     path, _ = worker("die")
-    sender = HandoverSender(path, SLOT_BYTES, CPU, LIMIT_S)
+    sender = IpcSender(path, SLOT_BYTES, CPU, LIMIT_S)
     sender.begin(1)
     slot = sender.slot()
     sender.send(slot, [put(slot, "a", torch.ones(4))])
@@ -176,7 +176,7 @@ def test_a_new_worker_takes_the_place_of_one_that_was_killed(worker: Run, tmp_pa
 
 
 def test_a_sender_that_vanishes_is_an_error_and_the_receiver_goes_on(tmp_path: Path) -> None:
-    receiver = HandoverReceiver(tmp_path / "0-0.sock", LIMIT_S)
+    receiver = IpcReceiver(tmp_path / "0-0.sock", LIMIT_S)
     errors: list[str] = []
 
     def receive() -> None:
@@ -189,7 +189,7 @@ def test_a_sender_that_vanishes_is_an_error_and_the_receiver_goes_on(tmp_path: P
 
     thread = threading.Thread(target=receive)
     thread.start()
-    sender = HandoverSender(tmp_path / "0-0.sock", SLOT_BYTES, CPU, LIMIT_S)
+    sender = IpcSender(tmp_path / "0-0.sock", SLOT_BYTES, CPU, LIMIT_S)
     sender.begin(1)
     sender.close()
     sender.begin(1)
@@ -203,8 +203,8 @@ def test_a_sender_that_vanishes_is_an_error_and_the_receiver_goes_on(tmp_path: P
 
 def test_nobody_listens_and_nobody_sends(tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match=r"no rollout worker listens after 0.1 s"):
-        HandoverSender(tmp_path / "0-0.sock", SLOT_BYTES, CPU, 0.1).begin(1)
-    receiver = HandoverReceiver(tmp_path / "0-0.sock", 0.1)
+        IpcSender(tmp_path / "0-0.sock", SLOT_BYTES, CPU, 0.1).begin(1)
+    receiver = IpcReceiver(tmp_path / "0-0.sock", 0.1)
     with pytest.raises(RolloutError, match=r"no trainer sent weights within 0.1 s"):
         next(receiver.buckets())
     receiver.close()
@@ -215,15 +215,15 @@ def test_nobody_listens_and_nobody_sends(tmp_path: Path) -> None:
     ("placed", "message"),
     [
         (
-            Placed("a", torch.float32, (1024,), ALIGNMENT_BYTES),
+            TensorView("a", torch.float32, (1024,), ALIGNMENT_BYTES),
             r"a \[1024\] at byte 64 does not lie in a buffer of 4096",
         ),
-        (Placed("a", torch.float32, (2,), 8), "at byte 8 does not lie"),
-        (Placed("a", torch.int64, (2,), 0), "a has dtype int64"),
+        (TensorView("a", torch.float32, (2,), 8), "at byte 8 does not lie"),
+        (TensorView("a", torch.int64, (2,), 0), "a has dtype int64"),
     ],
 )
-def test_the_receiver_believes_no_frame(tmp_path: Path, placed: Placed, message: str) -> None:
-    receiver = HandoverReceiver(tmp_path / "0-0.sock", LIMIT_S)
+def test_the_receiver_believes_no_frame(tmp_path: Path, placed: TensorView, message: str) -> None:
+    receiver = IpcReceiver(tmp_path / "0-0.sock", LIMIT_S)
     errors: list[str] = []
 
     def receive() -> None:
@@ -231,11 +231,11 @@ def test_the_receiver_believes_no_frame(tmp_path: Path, placed: Placed, message:
             list(receiver.buckets())
         except RolloutError as error:
             errors.append(error.what)
-            receiver.refuse(error.what)
+            receiver.reject(error.what)
 
     thread = threading.Thread(target=receive)
     thread.start()
-    sender = HandoverSender(tmp_path / "0-0.sock", SLOT_BYTES, CPU, LIMIT_S)
+    sender = IpcSender(tmp_path / "0-0.sock", SLOT_BYTES, CPU, LIMIT_S)
     sender.begin(1)
     sender.send(sender.slot(), [placed])
     with pytest.raises(RolloutError, match=message):

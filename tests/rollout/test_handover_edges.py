@@ -17,11 +17,11 @@ from mrl.rollout.handover import (
     _LENGTH,
     ALIGNMENT_BYTES,
     NUM_SLOTS,
-    HandoverReceiver,
-    HandoverSender,
-    Placed,
+    IpcReceiver,
+    IpcSender,
+    TensorView,
+    _Channel,
     _connect,
-    _Line,
     _placed,
     _share,
 )
@@ -36,7 +36,7 @@ class Listening:
     """A receiver in a thread: what it saw, and what it raised."""
 
     def __init__(self, path: Path, num_rounds: int = 1) -> None:
-        self.receiver = HandoverReceiver(path, LIMIT_S)
+        self.receiver = IpcReceiver(path, LIMIT_S)
         self.seen: list[tuple[int, dict[str, list[float]]]] = []
         self.errors: list[str] = []
         self.thread = threading.Thread(target=self.listen, args=(num_rounds,), daemon=True)
@@ -99,16 +99,16 @@ def test_a_tensor_lies_in_its_buffer_to_the_last_byte(row: list[Any], lies_withi
 
 def test_a_placed_tensor_is_a_view_of_its_bytes() -> None:
     buffer = torch.zeros(256, dtype=torch.uint8)
-    placed = Placed("a", torch.bfloat16, (2, 3), 64)
+    placed = TensorView("a", torch.bfloat16, (2, 3), 64)
     assert placed.num_bytes == 12
     placed.view(buffer).fill_(1)
     assert torch.nonzero(buffer).flatten().tolist() == [*range(64, 76)]  # 1 is 0x3F80
-    assert Placed("b", torch.float32, (), 0).num_bytes == 4
+    assert TensorView("b", torch.float32, (), 0).num_bytes == 4
 
 
 def test_nothing_stays_open_after_many_versions(listen: Callable[..., tuple[Path, Listening]]) -> None:
     path, listening = listen(6)
-    sender = HandoverSender(path, SLOT_BYTES, CPU, LIMIT_S)
+    sender = IpcSender(path, SLOT_BYTES, CPU, LIMIT_S)
     num_open = []
     for version in range(6):
         sender.begin(version)
@@ -117,7 +117,7 @@ def test_nothing_stays_open_after_many_versions(listen: Callable[..., tuple[Path
             slot = sender.slot()
             slots.append(slot.number)
             assert slot.buffer.numel() == SLOT_BYTES
-            placed = Placed(f"t{number}", torch.float32, (2,), ALIGNMENT_BYTES)
+            placed = TensorView(f"t{number}", torch.float32, (2,), ALIGNMENT_BYTES)
             placed.view(slot.buffer).fill_(10 * version + number)
             sender.send(slot, [placed])
         assert slots == [0, 1, 0, 1, 0]
@@ -140,8 +140,8 @@ def test_a_shared_buffer_cannot_shrink_under_its_reader() -> None:
     assert int(buffer.sum()) == 3 * SLOT_BYTES
 
 
-def spoken_to(path: Path) -> _Line:
-    return _Line(_connect(path, LIMIT_S), "the receiver")
+def spoken_to(path: Path) -> _Channel:
+    return _Channel(_connect(path, LIMIT_S), "the receiver")
 
 
 def test_another_protocol_is_refused_with_both_numbers(listen: Callable[..., tuple[Path, Listening]]) -> None:
@@ -175,7 +175,7 @@ def test_a_frame_of_absurd_length_is_not_waited_for(listen: Callable[..., tuple[
 
 def test_the_end_is_only_told_after_every_slot_was_read(listen: Callable[..., tuple[Path, Listening]]) -> None:
     path, _ = listen()
-    sender = HandoverSender(path, SLOT_BYTES, CPU, LIMIT_S)
+    sender = IpcSender(path, SLOT_BYTES, CPU, LIMIT_S)
     sender.begin(1)
     for _ in range(NUM_SLOTS):
         sender.send(sender.slot(), [])
@@ -189,9 +189,9 @@ def test_the_end_is_only_told_after_every_slot_was_read(listen: Callable[..., tu
 def test_a_socket_of_a_worker_that_crashed_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "rollout-0-0.sock"
     path.write_text("left behind")
-    receiver = HandoverReceiver(path, LIMIT_S)
+    receiver = IpcReceiver(path, LIMIT_S)
     assert path.is_socket()
-    receiver.refuse("nobody is connected, so nobody is told")
+    receiver.reject("nobody is connected, so nobody is told")
     receiver.close()
     assert not path.exists()
 

@@ -13,13 +13,14 @@ def test_the_digest_is_of_what_a_parameter_holds_and_not_of_what_came(monkeypatc
     from mrl.rollout import model_weights  # loads vLLM
 
     exact, rounded = (torch.nn.Linear(3, 2, bias=False, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
-    slot = model_weights.Slot(torch.float32, (2, 3), in_place=True)
+    slot = model_weights.ParameterSpec(torch.float32, (2, 3), in_place=True)
     owners = {
-        name: model_weights.Owner(module, {"weight": slot}) for name, module in (("exact", exact), ("rounded", rounded))
+        name: model_weights.ModuleParameters(module, {"weight": slot})
+        for name, module in (("exact", exact), ("rounded", rounded))
     }
     monkeypatch.setattr(model_weights, "_owners", lambda model: owners)
     sent = torch.linspace(0.1, 0.7, 6).view(2, 3)
-    writing = model_weights.FusedWeights(torch.nn.Module())
+    writing = model_weights.ParameterWriter(torch.nn.Module())
     for name in owners:
         writing.write(f"{name}.weight", sent)
     expected = Digests()

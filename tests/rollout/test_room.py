@@ -22,6 +22,6 @@ def test_a_part_takes_what_of_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("vllm.device_allocator.cumem.cumem_available", True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: noted.append("empty_cache"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: noted.append("mem_get_info") or (300, 1000))
-    assert WorkerExtension().room("weights") == (300, 1000, 128)
-    assert WorkerExtension().room("kv_cache") == (300, 1000, 500)
+    assert WorkerExtension().free_memory("weights") == (300, 1000, 128)
+    assert WorkerExtension().free_memory("kv_cache") == (300, 1000, 500)
     assert noted == ["empty_cache", "mem_get_info"] * 2

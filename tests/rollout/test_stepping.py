@@ -11,12 +11,12 @@ from typing import Any, cast
 import pytest
 
 from mrl.config.mesh import Mesh
-from mrl.controller import Place, Rendezvous
+from mrl.controller import RankInfo, Rendezvous
 from mrl.errors import RolloutError, WorkerSilent
 from mrl.rollout.engine import RolloutEngine
 from mrl.rollout.replica import RolloutReplica
 from mrl.rollout.requests import Sampling
-from mrl.rollout.stepping import SteppingThread
+from mrl.rollout.stepping import EngineThread
 from tests.rollout.counting_engine import SETTINGS, CountingEngine, request
 
 PLAIN = Sampling()
@@ -27,19 +27,19 @@ class Driven:
     """A stepping thread, and the engine that is its own."""
 
     def __init__(self, step_deadline_s: float = LONG_S) -> None:
-        self.thread = SteppingThread(partial(CountingEngine, SETTINGS), step_deadline_s)
+        self.thread = EngineThread(partial(CountingEngine, SETTINGS), step_deadline_s)
         self.engine = cast(CountingEngine, self.thread._engine)
-        self.thread.do(lambda engine: engine.receive_weights(1))
+        self.thread.call(lambda engine: engine.receive_weights(1))
         self.engine.notes.clear()
 
     def start(self, *keys: str, max_tokens: int = 3) -> None:
-        self.thread.do(lambda engine: engine.start([request(key, max_tokens) for key in keys], PLAIN))
+        self.thread.call(lambda engine: engine.start([request(key, max_tokens) for key in keys], PLAIN))
 
     def collect(self, num: int) -> list[str]:
         found: list[str] = []
         until = time.monotonic() + LONG_S
         while len(found) < num and time.monotonic() < until:
-            found += [sample.key for sample in self.thread.finished(0.2)]
+            found += [sample.key for sample in self.thread.poll(0.2)]
         return found
 
 
@@ -61,7 +61,7 @@ def test_steps_go_on_by_themselves_until_all_is_finished(make: Callable[..., Dri
     driven.start("a", "b", max_tokens=2)
     driven.start("c", max_tokens=4)
     assert sorted(driven.collect(3)) == ["a", "b", "c"]
-    assert driven.thread.finished(0) == []
+    assert driven.thread.poll(0) == []
     time.sleep(0.05)
     steps = driven.engine.notes.count("step")
     assert 4 <= steps <= 6
@@ -84,18 +84,18 @@ def test_what_is_asked_comes_after_the_step_under_way_and_its_answer_comes_back(
     driven.engine.gate.clear()
     driven.start("a", max_tokens=1)
     threading.Timer(0.2, driven.engine.gate.set).start()
-    assert driven.thread.do(lambda engine: sorted(engine.unfinished)) == []
+    assert driven.thread.call(lambda engine: sorted(engine.unfinished)) == []
     assert driven.collect(1) == ["a"]
 
 
 def test_finished_waits_for_something_and_no_longer(make: Callable[..., Driven]) -> None:
     driven = make()
     began = time.monotonic()
-    assert driven.thread.finished(0.2) == []
+    assert driven.thread.poll(0.2) == []
     assert 0.15 < time.monotonic() - began < 5
     driven.start("a", max_tokens=1)
     began = time.monotonic()
-    assert [sample.key for sample in driven.thread.finished(LONG_S)] == ["a"]
+    assert [sample.key for sample in driven.thread.poll(LONG_S)] == ["a"]
     assert time.monotonic() - began < LONG_S / 2
 
 
@@ -103,9 +103,9 @@ def test_a_step_that_does_not_end_is_noticed(make: Callable[..., Driven]) -> Non
     driven = make(0.3)
     driven.engine.gate.clear()
     driven.start("a")
-    assert driven.thread.finished(0) == []
+    assert driven.thread.poll(0) == []
     with pytest.raises(WorkerSilent, match="the engine has been busy with one step for 0 s"):
-        driven.thread.finished(0.4)
+        driven.thread.poll(0.4)
     driven.engine.gate.set()
     assert driven.collect(1) == ["a"]
 
@@ -113,11 +113,11 @@ def test_a_step_that_does_not_end_is_noticed(make: Callable[..., Driven]) -> Non
 def test_an_engine_that_idles_is_not_taken_for_busy(make: Callable[..., Driven]) -> None:
     driven = make(0.1)
     time.sleep(0.2)
-    assert driven.thread.finished(0) == []
+    assert driven.thread.poll(0) == []
     driven.start("a")
     assert driven.collect(1) == ["a"]
     time.sleep(0.2)
-    assert driven.thread.finished(0.1) == []
+    assert driven.thread.poll(0.1) == []
 
 
 def test_the_time_of_a_step_begins_with_the_step(make: Callable[..., Driven]) -> None:
@@ -125,7 +125,7 @@ def test_the_time_of_a_step_begins_with_the_step(make: Callable[..., Driven]) ->
     time.sleep(0.7)
     driven.engine.gate.clear()
     driven.start("a")
-    assert driven.thread.finished(0) == []  # it has just begun, however long the engine had idled
+    assert driven.thread.poll(0) == []  # it has just begun, however long the engine had idled
 
 
 def test_the_failure_of_a_step_is_raised_to_whoever_asks_next(make: Callable[..., Driven]) -> None:
@@ -136,7 +136,7 @@ def test_the_failure_of_a_step_is_raised_to_whoever_asks_next(make: Callable[...
     while not driven.thread._stepping.done() and time.monotonic() < until:
         time.sleep(0.01)
     with pytest.raises(ValueError, match="the device is lost"):
-        driven.thread.finished(0)
+        driven.thread.poll(0)
     with pytest.raises(ValueError, match="the device is lost"):
         driven.start("b")
 
@@ -151,7 +151,7 @@ def test_nothing_of_what_was_aborted_comes_back(make: Callable[..., Driven]) -> 
     threading.Timer(0.1, driven.engine.gate.set).start()
     driven.thread.abort()
     assert ("abort", ["a", "b"]) in driven.engine.notes
-    assert driven.thread.finished(0.1) == []
+    assert driven.thread.poll(0.1) == []
     driven.start("a")
     assert driven.collect(1) == ["a"]
 
@@ -224,19 +224,19 @@ def test_a_prompt_and_its_response_fit_to_the_last_token(max_tokens: int, fits: 
 
 
 def replica() -> tuple[Any, CountingEngine]:
-    place = Place("rollout-0", 0, 0, Mesh(1), Rendezvous("127.0.0.1", 0, 1, None))
+    place = RankInfo("rollout-0", 0, 0, Mesh(1), Rendezvous("127.0.0.1", 0, 1, None))
     made: Any = RolloutReplica(place, "tests.rollout.counting_engine:CountingEngine", SETTINGS, LONG_S)
     return made, cast(CountingEngine, made._thread._engine)
 
 
 def test_a_replica_starts_what_it_is_given_and_returns_what_is_finished() -> None:
     made, engine = replica()
-    assert made.full_tensors_because() == "it has no tensors"
+    assert made.full_tensor_reason() == "it has no tensors"
     made.receive_weights(4)
     sampling = Sampling(temperature=0.5)
-    found = [sample.key for sample in made.exchange([request("a", 1), request("b", 1)], sampling, 4, LONG_S)]
+    found = [sample.key for sample in made.submit_and_poll([request("a", 1), request("b", 1)], sampling, 4, LONG_S)]
     while len(found) < 2:
-        found += [sample.key for sample in made.exchange([], PLAIN, 4, 0.2)]
+        found += [sample.key for sample in made.submit_and_poll([], PLAIN, 4, 0.2)]
     assert sorted(found) == ["a", "b"]
     assert engine.sampling == sampling
     assert engine.notes.count("start") == 1
@@ -245,18 +245,18 @@ def test_a_replica_starts_what_it_is_given_and_returns_what_is_finished() -> Non
 def test_a_broken_rule_is_returned_and_a_broken_engine_raises() -> None:
     made, engine = replica()
     made.receive_weights(1)
-    answer = made.exchange([request("a")], PLAIN, 2, 0.0)
+    answer = made.submit_and_poll([request("a")], PLAIN, 2, 0.0)
     assert isinstance(answer, RolloutError)
     assert "holds weights 1, not version 2" in str(answer)
     assert engine.unfinished == set()
-    answer = made.exchange([request("a", 99)], PLAIN, 1, 0.0)
+    answer = made.submit_and_poll([request("a", 99)], PLAIN, 1, 0.0)
     assert isinstance(answer, RolloutError)
     engine.fault = ValueError("the device is lost")
 
     def until_it_fails() -> None:
-        made.exchange([request("a")], PLAIN, 1, 0.2)
+        made.submit_and_poll([request("a")], PLAIN, 1, 0.2)
         for _ in range(50):
-            made.exchange([], PLAIN, 1, 0.2)
+            made.submit_and_poll([], PLAIN, 1, 0.2)
 
     with pytest.raises(ValueError, match="the device is lost"):
         until_it_fails()
@@ -270,6 +270,6 @@ def test_a_replica_passes_on_what_its_memory_is_to_do() -> None:
     made.wake("kv_cache")
     assert engine.notes[1:] == ["sleep", ("wake", "weights"), ("wake", "kv_cache")]
     made.receive_weights(2)
-    made.exchange([request("a", 30)], PLAIN, 2, 0.0)
+    made.submit_and_poll([request("a", 30)], PLAIN, 2, 0.0)
     made.abort()
     assert cast(RolloutEngine, engine).unfinished == set()

@@ -30,7 +30,7 @@ def assert_follows(engine: RolloutEngine, oracle: RolloutEngine, models: list[Pa
 
 
 def force_whole_tensors(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "full_tensors_because", "the test wants it")
+    monkeypatch.setattr(engine, "full_tensor_reason", "the test wants it")
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_new_weights_are_what_is_computed_with(
     make_engine: Make, small: Small, monkeypatch: pytest.MonkeyPatch, family: str, tied: bool
 ) -> None:
     engine = make_engine("vllm", small(family, 0, tied))
-    assert not engine.full_tensors_because
+    assert not engine.full_tensor_reason
     oracle = make_engine("transformers", small(family, 0, tied))
     models = [small(family, seed, tied) for seed in (1, 2)]
     assert_follows(engine, oracle, models)

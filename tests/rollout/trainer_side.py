@@ -15,7 +15,7 @@ from mrl.models.hf_reader import HfReader, slices
 from mrl.models.rollout_table import EngineSizes, rollout_tensors
 from mrl.models.table import hf_tensors
 from mrl.rollout.engine import EngineSettings, RolloutEngine, socket_path
-from mrl.rollout.handover import ALIGNMENT_BYTES, HandoverSender, Placed
+from mrl.rollout.handover import ALIGNMENT_BYTES, IpcSender, TensorView
 
 Tensors = Iterable[tuple[str, Tensor]]
 SLOT_BYTES = 1 << 20
@@ -43,15 +43,15 @@ def whole(model: Path) -> Iterator[tuple[str, Tensor]]:
 def send(settings: EngineSettings, version: int, tensors: Tensors, tp_rank: int = 0) -> dict[str, str]:
     """Hand tensors to one process of a replica, as many to a bucket as go in; the digests that it replies."""
     path = socket_path(settings.sockets, settings.replica, tp_rank)
-    sender = HandoverSender(path, SLOT_BYTES, torch.device("cpu"), DEADLINE_S)
+    sender = IpcSender(path, SLOT_BYTES, torch.device("cpu"), DEADLINE_S)
     try:
         sender.begin(version)
-        slot, placed, offset = sender.slot(), list[Placed](), 0
+        slot, placed, offset = sender.slot(), list[TensorView](), 0
         for name, tensor in tensors:
             if offset + tensor.nbytes > SLOT_BYTES:
                 sender.send(slot, placed)
                 slot, placed, offset = sender.slot(), [], 0
-            placed.append(Placed(name, tensor.dtype, tuple(tensor.shape), offset))
+            placed.append(TensorView(name, tensor.dtype, tuple(tensor.shape), offset))
             placed[-1].view(slot.buffer).copy_(tensor)
             offset += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         sender.send(slot, placed)
@@ -85,7 +85,7 @@ class InBackground:
 def update(engine: RolloutEngine, model: Path, version: int) -> list[dict[str, str]]:
     """Bring an engine to the weights of a model's files; what each of its processes replied."""
     settings = engine.settings
-    full = engine.full_tensors_because
+    full = engine.full_tensor_reason
     sending = [
         InBackground(send, settings, version, whole(model) if full else fused(model, settings.tp, rank), rank)
         for rank in range(settings.tp)

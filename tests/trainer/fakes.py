@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.config.layers import Layer
+from mrl.config.layers import ConfigLayer
 from mrl.config.load import Resolved
 from mrl.config.schema import (
     AlgorithmConfig,
@@ -46,7 +46,7 @@ from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer.generation import Generator
 from mrl.trainer.ppo import RayPPOTrainer
 from mrl.trainer.run import Run
-from mrl.trainer.team import Team, _kl_controller
+from mrl.trainer.team import Components, _kl_controller
 
 END = 2
 Journal = list[Any]
@@ -77,7 +77,7 @@ def make_config(directory: Path, **sections: Any) -> Config:
 
 def resolved(config: Config, *warnings: str) -> Resolved[Config]:
     """The configuration as `load_config` gives it."""
-    return Resolved("run.yaml", config, warnings, Secrets(), Layer())
+    return Resolved("run.yaml", config, warnings, Secrets(), ConfigLayer())
 
 
 class Tokenizer:
@@ -136,7 +136,7 @@ def default_answer(request: GenerationRequest, sampling: Sampling) -> Sequence[i
 class Hybrid:
     """Engines that answer in reverse; a response without the end token was cut off."""
 
-    full_tensors_because = ""
+    full_tensor_reason = ""
 
     def __init__(self, journal: Journal, answer: Answer = default_answer) -> None:
         self.journal, self.answer = journal, answer
@@ -279,7 +279,7 @@ class Screen(Console):
         self.steps: list[tuple[Any, ...]] = []
         self.done: list[tuple[int, int]] = []
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self.said.append(text)
 
     def phase(self, name: str) -> None:
@@ -333,7 +333,7 @@ def scene(
     run = Run(resolved(config), directory, screen)
     roles = {name: Role(name, journal) for name in config.model_roles()}
     generator = Generator(config, hybrid, Rewards(outcome), Tokenizer(), run.clock.progress)  # type: ignore[arg-type]
-    team: Any = Team(
+    team: Any = Components(
         roles["actor"],  # type: ignore[arg-type]
         roles.get("critic"),  # type: ignore[arg-type]
         roles.get("reward_model"),  # type: ignore[arg-type]
@@ -346,7 +346,7 @@ def scene(
     )
 
     @contextmanager
-    def make_team(*arguments: Any) -> Iterator[Any]:
+    def build_components(*arguments: Any) -> Iterator[Any]:
         assert arguments == (config, directory, run.events, run.clock)
         yield team
 
@@ -355,7 +355,7 @@ def scene(
         return batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mrl.trainer.ppo.make_team", make_team)
+        patch.setattr("mrl.trainer.ppo.build_components", build_components)
         patch.setattr("mrl.trainer.ppo.store", store)
         trainer = RayPPOTrainer(run)
         with trainer.init_workers() as started:

@@ -10,7 +10,7 @@ import pytest
 
 from mrl.config.training import SyncConfig
 from mrl.errors import AuditFailed
-from mrl.trainer.audit import audit_step
+from mrl.trainer.audit import check_invariants
 
 
 def config_of(dtype: str = "float32", top_p: float = 1.0, top_k: int = 0, **sync: Any) -> Any:
@@ -29,7 +29,7 @@ LATER = {"ppo_kl": 0.3, "pg_clipfrac": 0.2, "tokens": 60.0}
 
 
 def test_a_right_step_passes() -> None:
-    audit_step(CONFIG, 1, METRICS, [FIRST, LATER], 60)
+    check_invariants(CONFIG, 1, METRICS, [FIRST, LATER], 60)
 
 
 @pytest.mark.parametrize(
@@ -44,16 +44,16 @@ def test_a_right_step_passes() -> None:
 )
 def test_each_identity_can_break(metrics: dict[str, float], first: dict[str, float], identity: str) -> None:
     with pytest.raises(AuditFailed, match=identity):
-        audit_step(CONFIG, 1, METRICS | metrics, [FIRST | first, LATER], 60)
+        check_invariants(CONFIG, 1, METRICS | metrics, [FIRST | first, LATER], 60)
 
 
 def test_the_reference_is_left_behind_later() -> None:
-    audit_step(CONFIG, 2, METRICS | {"reward/kl": 0.5}, [FIRST, LATER], 60)
+    check_invariants(CONFIG, 2, METRICS | {"reward/kl": 0.5}, [FIRST, LATER], 60)
 
 
 def refused(config: Any, step: int, metrics: dict[str, float], updates: list[dict[str, float]], tokens: int) -> bool:
     try:
-        audit_step(config, step, metrics, updates, tokens)
+        check_invariants(config, step, metrics, updates, tokens)
     except AuditFailed as error:
         return str(error).startswith(f"step {step}: it does not hold that ")
     return False
@@ -83,7 +83,7 @@ def test_what_is_no_number_does_not_hold(broken: dict[str, float]) -> None:
 def test_a_loss_that_clips_nothing_need_not_say_so_but_its_ratio_is_needed() -> None:
     assert not refused(CONFIG, 2, METRICS, [{"ppo_kl": 0.0, "tokens": 60.0}, LATER], 60)
     with pytest.raises(AuditFailed, match="the loss reports ppo_kl, the mean log-ratio: tokens"):
-        audit_step(CONFIG, 2, METRICS, [{"tokens": 60.0}, LATER], 60)
+        check_invariants(CONFIG, 2, METRICS, [{"tokens": 60.0}, LATER], 60)
 
 
 def test_tokens_are_counted_over_all_updates_once_an_epoch() -> None:

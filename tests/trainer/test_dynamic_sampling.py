@@ -13,7 +13,7 @@ from mrl.errors import RewardError
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.trainer.dynamic_sampling import full_batch
-from mrl.trainer.generation import Scored
+from mrl.trainer.generation import ScoredBatch
 
 SAMPLES = 2
 
@@ -40,7 +40,7 @@ def config(most_rounds: int | None) -> Any:
 def score_as(teaches: set[str]) -> Any:
     """Samples that score differently for the prompts in `teaches`, and alike for all others."""
 
-    def generate(prompts: DataProto) -> Scored:
+    def generate(prompts: DataProto) -> ScoredBatch:
         samples = prompts.repeat(SAMPLES)
         uids = samples.non_tensor_batch["uid"]
         scores = [float(uid in teaches and row % SAMPLES) for row, uid in enumerate(uids)]
@@ -49,7 +49,7 @@ def score_as(teaches: set[str]) -> Any:
             "responses": from_rows([[1, 2]] * len(samples)),
         }
         made = DataProto.from_dict(columns, row_ids=samples.row_ids)
-        return Scored(samples.union(made), {"reward/score/mean": sum(scores) / len(scores)})
+        return ScoredBatch(samples.union(made), {"reward/score/mean": sum(scores) / len(scores)})
 
     return generate
 

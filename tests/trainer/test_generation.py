@@ -12,7 +12,7 @@ from mrl.protocol import DataProto
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
-from mrl.trainer.generation import Generator, Scored
+from mrl.trainer.generation import Generator, ScoredBatch
 from tests.trainer.fakes import END, Hybrid, Rewards, Tokenizer, make_config, prompts_of, score_of_row
 
 TEXTS = ["100", "101 50", "102 50 50 50", "103"]
@@ -38,7 +38,7 @@ class Stage:
     def _note(self, done: int, total: int) -> None:
         self.progress.append((done, total))
 
-    def run(self, batch: DataProto | None = None, step: int = 3) -> Scored:
+    def run(self, batch: DataProto | None = None, step: int = 3) -> ScoredBatch:
         """Two samples of each of two prompts."""
         return self.generator.run(
             prompts_of([0, 1]).repeat(2) if batch is None else batch, self.generator.training, step

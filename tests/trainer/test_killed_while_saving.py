@@ -26,7 +26,7 @@ def train_for_ever(model: str, directory: Path) -> None:
     from mrl.engine import checkpoint
     from mrl.engine.parallel import model_parallel
     from mrl.events import EventLog
-    from mrl.trainer.snapshot import Snapshots
+    from mrl.trainer.snapshot import CheckpointManager
     from tests.engine.tiny_training import build, step
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -34,7 +34,7 @@ def train_for_ever(model: str, directory: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     with model_parallel(ParallelConfig(), seed=1) as groups:
         engine = build(model, ParallelConfig(), groups)
-        snapshots = Snapshots(directory / "checkpoints", 2, EventLog(directory / "events.jsonl"))
+        snapshots = CheckpointManager(directory / "checkpoints", 2, EventLog(directory / "events.jsonl"))
         found, done = snapshots.newest(), 0
         if found is not None:
             extra = checkpoint.load(engine, found.path / "actor")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mrl.config.algorithm import KlConfig
 from mrl.config.schema import Config
-from mrl.trainer.learnt_config import changes, learnt_config
+from mrl.trainer.learnt_config import describe_changes, resume_config
 from tests.trainer.fakes import CRITIC, make_config
 
 LEARNT = {"model", "algorithm", "data", "batch", "actor", "critic", "reward_model", "rollout"}
@@ -18,7 +18,7 @@ MAY_CHANGE = {"run", "cluster", "deadlines", "placement", "training", "validatio
 def test_what_decides_what_is_learnt_is_held(tmp_path: Path) -> None:
     assert {each.name for each in fields(Config)} == LEARNT | MAY_CHANGE
     config = make_config(tmp_path)
-    held = learnt_config(config)
+    held = resume_config(config)
     assert set(held) == LEARNT
     assert held["actor"]["optimizer"] == {}
     assert held["batch"]["samples_per_update"] == 4
@@ -28,27 +28,27 @@ def test_what_decides_what_is_learnt_is_held(tmp_path: Path) -> None:
 def test_secrets_are_not_held(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     source = replace(config.data.train["sums"], options={"api_key": "a-secret-value", "part": "train"})
-    held = learnt_config(replace(config, data=replace(config.data, train={"sums": source})))
+    held = resume_config(replace(config, data=replace(config.data, train={"sums": source})))
     assert "a-secret-value" not in json.dumps(held)
     assert held["data"]["train"]["sums"]["options"]["part"] == "train"
 
 
 def test_the_same_configuration_has_not_changed(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    before = learnt_config(config)
-    assert changes(before, config, 7) == {}
+    before = resume_config(config)
+    assert describe_changes(before, config, 7) == {}
     other = replace(config, training=replace(config.training, steps=99, seed=1), deadlines=replace(config.deadlines))
-    assert changes(before, other, 7) == {}, "how long it runs is not what it learns"
+    assert describe_changes(before, other, 7) == {}, "how long it runs is not what it learns"
 
 
 def test_every_change_is_named_by_its_key_and_first_step(tmp_path: Path) -> None:
-    before = learnt_config(make_config(tmp_path, actor={"optimizer": {"lr": 1e-3, "gone": 1}}))
+    before = resume_config(make_config(tmp_path, actor={"optimizer": {"lr": 1e-3, "gone": 1}}))
     now = make_config(
         tmp_path,
         actor={"optimizer": {"lr": 1e-4, "new": 2}},
         algorithm={"kl": KlConfig(coef=0.5)},
     )
-    assert changes(before, now, 7) == {
+    assert describe_changes(before, now, 7) == {
         "actor.optimizer.lr": "was 0.001 when this run began, and is 0.0001 from step 8 on",
         "actor.optimizer.gone": "was 1 when this run began, and is None from step 8 on",
         "actor.optimizer.new": "was None when this run began, and is 2 from step 8 on",
@@ -58,5 +58,5 @@ def test_every_change_is_named_by_its_key_and_first_step(tmp_path: Path) -> None
 
 def test_a_role_that_came_or_went_is_a_change(tmp_path: Path) -> None:
     alone, both = make_config(tmp_path), make_config(tmp_path, critic=CRITIC)
-    assert list(changes(learnt_config(alone), both, 0)) == ["critic"]
-    assert changes(learnt_config(both), alone, 0)["critic"].endswith("and is None from step 1 on")
+    assert list(describe_changes(resume_config(alone), both, 0)) == ["critic"]
+    assert describe_changes(resume_config(both), alone, 0)["critic"].endswith("and is None from step 1 on")

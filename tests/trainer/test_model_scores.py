@@ -14,16 +14,16 @@ from mrl.data.chat import load_tokenizer
 from mrl.data.toy_tokenizer import save_toy_tokenizer
 from mrl.errors import ModelError, RewardError
 from mrl.protocol import DataProto
-from mrl.trainer.generation import Scored
+from mrl.trainer.generation import ScoredBatch
 from mrl.trainer.model_scores import add_model_scores, check_reward_model
 
 CONFIG: Any = SimpleNamespace(reward_model=SimpleNamespace(weight=0.5))
 
 
-def samples() -> Scored:
+def samples() -> ScoredBatch:
     scores = torch.tensor([1.0, 0.0, 0.25], dtype=torch.float64)
     texts = {"uid": ["a", "a", "b"], "response_text": ["one", "two", "three"]}
-    return Scored(DataProto.from_dict({"scores": scores}, texts, row_ids=[7, 8, 9]), {"reward/score/mean": 5 / 12})
+    return ScoredBatch(DataProto.from_dict({"scores": scores}, texts, row_ids=[7, 8, 9]), {"reward/score/mean": 5 / 12})
 
 
 def written(*scores: float) -> DataProto:

@@ -14,7 +14,7 @@ from mrl.config.schema import ClusterConfig
 from mrl.errors import ModelError
 from mrl.events import EventLog, Warned, read_events
 from mrl.trainer import node_models
-from mrl.trainer.node_models import bring_models
+from mrl.trainer.node_models import fetch_models
 from tests.apart import run_python
 from tests.hub import hub_service, make_hub_cache
 from tests.trainer.fakes import make_config
@@ -36,10 +36,10 @@ class Nodes:
 
 
 def bring(directory: Path, monkeypatch: pytest.MonkeyPatch, nodes: Nodes, **sections: Any) -> list[Any]:
-    monkeypatch.setattr(node_models, "ask_every_node", nodes.ask)
+    monkeypatch.setattr(node_models, "run_on_nodes", nodes.ask)
     events = EventLog(directory / "events.jsonl")
     try:
-        bring_models(make_config(directory, **{"cluster": JOINED} | sections), RESOURCES, events)
+        fetch_models(make_config(directory, **{"cluster": JOINED} | sections), RESOURCES, events)
     finally:
         events.close()
     return [record.event for record in read_events(directory / "events.jsonl")]

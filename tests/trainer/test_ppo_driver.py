@@ -18,12 +18,12 @@ from mrl.protocol.columns import from_rows
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
-from mrl.trainer.generation import Scored
+from mrl.trainer.generation import ScoredBatch
 from tests.trainer.fakes import CRITIC, END, SCORER, Role, Scene, make_config, scene
 
 KL = KlConfig(where="both", coef=0.1, target=4e-5, horizon_samples=100)
 TWO_BY_TWO = {"samples_per_update": 2, "epochs_per_step": 2}
-LEARNT_FROM = {"prompts", "responses", "rollout_log_probs", "scores"}
+TRAIN_COLUMNS = {"prompts", "responses", "rollout_log_probs", "scores"}
 LENGTHS = [2, 3, 4, 2]
 """Of the responses to rows 0 to 3; row 2's is cut off."""
 
@@ -85,7 +85,7 @@ def test_a_plain_step_leaves_out_what_it_does_not_need(tmp_path: Path) -> None:
     ]
     (update,) = seen(found.team.actor, "update_actor")
     assert update.row_ids.tolist() == [0, 1, 2, 3], "a single update has the rows in their order"
-    assert set(update.columns()) == LEARNT_FROM | {"advantages"}
+    assert set(update.columns()) == TRAIN_COLUMNS | {"advantages"}
 
 
 def test_everyone_is_given_the_rows_that_are_its_own(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_everyone_is_given_the_rows_that_are_its_own(tmp_path: Path) -> None:
         found.trainer.step()
     actor, critic = found.team.actor, found.team.critic
     (stored,) = found.stored
-    assert set(stored.columns()) == LEARNT_FROM
+    assert set(stored.columns()) == TRAIN_COLUMNS
     assert torch.equal(stored["scores"], torch.tensor([0.0, 1.25, 2.5, 3.75], dtype=torch.float64)), (
         "the functions give a quarter of the row id, and the reward model its half, which weighs 2"
     )
@@ -101,7 +101,7 @@ def test_everyone_is_given_the_rows_that_are_its_own(tmp_path: Path) -> None:
     (scored,) = seen(found.team.reward_model, "compute_rm_score")
     assert "response_text" in scored.columns(), "what it scores is still here"
     (advantage,) = seen(critic, "compute_advantages")
-    wanted = LEARNT_FROM | {"old_log_probs", "ref_log_probs", "values", "position"}
+    wanted = TRAIN_COLUMNS | {"old_log_probs", "ref_log_probs", "values", "position"}
     assert set(advantage.columns()) == wanted
     assert advantage["position"].tolist() == [0, 1, 2, 3]
     (whole,) = critic.whole
@@ -111,7 +111,7 @@ def test_everyone_is_given_the_rows_that_are_its_own(tmp_path: Path) -> None:
     fractions = {"old_log_probs": 0.125, "ref_log_probs": 0.25, "values": 0.5, "advantages": 0.75, "returns": 0.875}
     for role, method in ((critic, "update_critic"), (actor, "update_actor")):
         for rows in seen(role, method):
-            assert set(rows.columns()) == LEARNT_FROM | set(fractions), method
+            assert set(rows.columns()) == TRAIN_COLUMNS | set(fractions), method
             lengths = rows.lengths("responses")
             assert lengths.tolist() == [LENGTHS[row] for row in rows.row_ids]
             for name, fraction in fractions.items():
@@ -264,7 +264,7 @@ def test_the_baseline_of_remax_is_the_greedy_answer_to_the_same_prompt(tmp_path:
     assert report.metrics["reward/greedy/mean"] == pytest.approx(2702 / 3)
     assert report.metrics["reward/score/mean"] == pytest.approx(514 / 5), "of what was sampled"
     (advantage,) = seen(found.team.actor, "compute_advantages")
-    assert set(advantage.columns()) == LEARNT_FROM | {"baseline_scores", "position"}
+    assert set(advantage.columns()) == TRAIN_COLUMNS | {"baseline_scores", "position"}
     assert advantage["position"].tolist() == [0, 1, 2], "where their uids stand, which are no row ids"
     (whole,) = found.team.actor.whole
     assert list(whole.uids) == ["p0", "p1", "p1"]
@@ -281,7 +281,7 @@ def test_tokens_that_the_model_did_not_write_are_not_counted(tmp_path: Path) -> 
         collected = found.trainer.collect(1)
         mask = from_rows([torch.tensor([False] + [True] * (length - 1)) for length in LENGTHS])
         column = DataProto.from_dict({"response_mask": mask}, row_ids=[0, 1, 2, 3])
-        masked = Scored(collected.batch.union(column), collected.metrics)
+        masked = ScoredBatch(collected.batch.union(column), collected.metrics)
         found.trainer.collect = lambda step: masked  # type: ignore[method-assign]
         report = found.trainer.step()
     assert report.metrics["actor/tokens"] == sum(LENGTHS) - 4

@@ -162,7 +162,7 @@ def test_what_came_before_the_steps_is_in_none_of_them(tmp_path: Path) -> None:
 def test_weights_that_travel_whole_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with scene(config_of(tmp_path), tmp_path) as found:
         assert found.screen.said == []
-    monkeypatch.setattr(Hybrid, "full_tensors_because", "tp differs")
+    monkeypatch.setattr(Hybrid, "full_tensor_reason", "tp differs")
     (tmp_path / "other").mkdir()
     with scene(config_of(tmp_path), tmp_path / "other") as found:
         assert found.screen.said == ["warning: rollout: weights travel as whole tensors: tp differs"]

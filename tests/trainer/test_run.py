@@ -21,11 +21,11 @@ from mrl.config.schema import Config
 from mrl.errors import ConfigError
 from mrl.events import Event, PhaseEnd, RunStarted, Warned, read_events
 from mrl.observe.metrics import read_metrics
-from mrl.observe.panel import Shown
+from mrl.observe.panel import SamplePreview
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.trainer.run import Run, open_run
-from mrl.trainer.team import Team
+from mrl.trainer.team import Components
 from tests.trainer.fakes import Prompts, Role, Screen, make_config, resolved
 
 
@@ -81,7 +81,7 @@ def team_of(drawn: int = 0) -> Any:
     prompts.num_drawn = drawn
     nothing: Any = None
     role: Any = Role("actor", [])
-    return Team(role, None, None, nothing, nothing, prompts, nothing, nothing, FixedKLController(0.1))  # type: ignore[arg-type]
+    return Components(role, None, None, nothing, nothing, prompts, nothing, nothing, FixedKLController(0.1))  # type: ignore[arg-type]
 
 
 def events_of(run: Run) -> list[Event]:
@@ -255,7 +255,7 @@ def test_a_step_is_written_down_everywhere(begin: Begin, tracker: Tracker) -> No
     lines = [(step, {"figure": step / 2}) for step in (1, 2, 3)]
     assert read_metrics(run.directory / "metrics.jsonl") == [{"step": step, **figures} for step, figures in lines]
     assert tracker.logged == lines
-    shown = Shown("one", "five", 0.25)
+    shown = SamplePreview("one", "five", 0.25)
     assert run.console.steps == [(*line, shown) for line in lines]  # type: ignore[attr-defined]
     (file,) = (run.directory / "samples").iterdir()
     assert file.name == "step-000002.parquet"
@@ -298,12 +298,12 @@ def test_a_save_is_due_every_so_many_steps(begin: Begin) -> None:
 
 def test_a_run_wants_to_stop_when_its_time_is_up(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     run, endless = begin(training={"time_limit_s": 60.0}), begin()
-    assert not run.wants_to_stop()
+    assert not run.should_stop()
     now = SimpleNamespace(monotonic=lambda: run.stopping._began + 61)
     monkeypatch.setattr("mrl.trainer.stopping.time", now)
-    assert run.wants_to_stop()
+    assert run.should_stop()
     assert run.console.said == ["training.time_limit_s=60 is reached: saving and stopping"]  # type: ignore[attr-defined]
-    assert not endless.wants_to_stop()
+    assert not endless.should_stop()
     assert endless.console.said == []  # type: ignore[attr-defined]
 
 
@@ -321,7 +321,7 @@ def test_an_open_run_hears_signals_and_closes_what_it_opened(
         assert run.directory == tmp_path / "run"
         run.resume(team_of())
         os.kill(os.getpid(), signal.SIGTERM)
-        assert run.wants_to_stop()
+        assert run.should_stop()
         assert tracker.num_closed == 0
     assert tracker.num_closed == 1
     assert signal.getsignal(signal.SIGTERM) is before

@@ -30,7 +30,7 @@ from mrl.data.toy_tokenizer import save_toy_tokenizer
 from mrl.events import EventLog, Warned, read_events
 from mrl.observe.metrics import read_metrics
 from mrl.trainer.sft import train_sft
-from mrl.trainer.stopping import Stopping
+from mrl.trainer.stopping import ShutdownSignal
 from mrl.workers.messages import ModelFacts, ModelSetup, UpdateReport
 
 LR = 0.5
@@ -107,7 +107,7 @@ class Lab:
         """From the newest checkpoint on."""
         self.group, self.said, self.steps = group, [], []
         config = replace(self.config, training=replace(self.config.training, **training))
-        events, stopping = EventLog(self.directory / "events.jsonl"), Stopping(None)
+        events, stopping = EventLog(self.directory / "events.jsonl"), ShutdownSignal(None)
         stopping.reason = lambda: "SIGTERM" if len(self.steps) >= self.stop_after else ""  # type: ignore[method-assign]
         try:
             return train_sft(config, self.directory, events, stopping, self._on_step, self.said.append)

@@ -11,7 +11,7 @@ import pytest
 
 from mrl.errors import CheckpointError
 from mrl.events import EventLog, Saved, Warned, read_events
-from mrl.trainer.snapshot import Snapshots, find_snapshot
+from mrl.trainer.snapshot import CheckpointManager, find_checkpoint
 
 
 class Role:
@@ -32,14 +32,14 @@ def events(tmp_path: Path) -> EventLog:
     return EventLog(tmp_path / "events.jsonl")
 
 
-def save(snapshots: Snapshots, step: int, is_best: bool = False) -> Path:
+def save(snapshots: CheckpointManager, step: int, is_best: bool = False) -> Path:
     role: Any = Role()
     role.weights = f"of step {step}"
     return snapshots.save(step, {"actor": role}, {"number": step}, is_best)
 
 
 def test_the_newest_comes_back_with_its_state(tmp_path: Path, events: EventLog) -> None:
-    snapshots = Snapshots(tmp_path / "checkpoints", 2, events)
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 2, events)
     assert snapshots.newest() is None
     for step in (1, 2, 10):
         save(snapshots, step)
@@ -52,7 +52,7 @@ def test_the_newest_comes_back_with_its_state(tmp_path: Path, events: EventLog) 
 
 
 def test_the_best_is_kept_beside_the_newest(tmp_path: Path, events: EventLog) -> None:
-    snapshots = Snapshots(tmp_path / "checkpoints", 1, events)
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 1, events)
     for step in (1, 2, 3, 4):
         save(snapshots, step, is_best=step in (1, 2))
     assert snapshots.steps() == [2, 4]
@@ -70,12 +70,12 @@ def test_a_checkpoint_is_whole_when_it_becomes_visible(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", watched)
-    save(Snapshots(tmp_path / "checkpoints", 2, events), 3)
+    save(CheckpointManager(tmp_path / "checkpoints", 2, events), 3)
     assert seen == [(["actor", "manifest.json"], "step-000003")]
 
 
 def test_the_latest_file_decides_nothing(tmp_path: Path, events: EventLog) -> None:
-    snapshots = Snapshots(tmp_path / "checkpoints", 2, events)
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 2, events)
     save(snapshots, 1)
     save(snapshots, 2)
     (tmp_path / "checkpoints" / "latest").write_text("step-000001")
@@ -89,7 +89,7 @@ def test_the_latest_file_decides_nothing(tmp_path: Path, events: EventLog) -> No
 def test_damage_is_named_and_nothing_older_is_taken_in_silence(
     victim: str, damage: str, tmp_path: Path, events: EventLog
 ) -> None:
-    snapshots = Snapshots(tmp_path / "checkpoints", 3, events)
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 3, events)
     save(snapshots, 1)
     path = save(snapshots, 2) / victim
     if damage == "gone":
@@ -101,7 +101,7 @@ def test_damage_is_named_and_nothing_older_is_taken_in_silence(
 
 
 def test_a_save_that_did_not_end_is_invisible_and_removed_later(tmp_path: Path, events: EventLog) -> None:
-    snapshots = Snapshots(tmp_path / "checkpoints", 2, events)
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 2, events)
     save(snapshots, 1)
     (tmp_path / "checkpoints" / ".saving-000002" / "actor").mkdir(parents=True)
     found = snapshots.newest()
@@ -113,7 +113,7 @@ def test_a_save_that_did_not_end_is_invisible_and_removed_later(tmp_path: Path, 
 
 
 def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path: Path, events: EventLog) -> None:
-    snapshots = Snapshots(tmp_path / "checkpoints", 2, events)
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 2, events)
     save(snapshots, 1)
     role: Any = Role()
     role.weights = "others"
@@ -123,21 +123,21 @@ def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path: Path, event
 
 def test_a_checkpoint_by_its_name(tmp_path: Path, events: EventLog) -> None:
     directory = tmp_path / "checkpoints"
-    snapshots = Snapshots(directory, 3, events)
+    snapshots = CheckpointManager(directory, 3, events)
     with pytest.raises(CheckpointError, match='no checkpoint "latest"; steps that have one: none'):
-        find_snapshot(directory, "latest")
+        find_checkpoint(directory, "latest")
     for step in (1, 2, 3):
         save(snapshots, step, is_best=step == 2)
-    assert [find_snapshot(directory, which).name for which in ("latest", "best", "1")] == [
+    assert [find_checkpoint(directory, which).name for which in ("latest", "best", "1")] == [
         *("step-000003", "step-000002", "step-000001")
     ]
     with pytest.raises(CheckpointError, match='no checkpoint "7"; steps that have one: 1, 2, 3'):
-        find_snapshot(directory, "7")
+        find_checkpoint(directory, "7")
 
 
 def test_the_pointers_name_what_they_say(tmp_path: Path, events: EventLog) -> None:
     directory = tmp_path / "checkpoints"
-    snapshots = Snapshots(directory, 9, events)
+    snapshots = CheckpointManager(directory, 9, events)
     names = []
     for step, is_best in ((3, False), (4, True), (5, False), (12, True), (13, False)):
         path = save(snapshots, step, is_best)
@@ -156,7 +156,7 @@ def test_the_pointers_name_what_they_say(tmp_path: Path, events: EventLog) -> No
 def test_the_newest_are_kept_and_the_best_for_as_long_as_it_is(
     keep: int, kept: list[int], tmp_path: Path, events: EventLog
 ) -> None:
-    snapshots = Snapshots(tmp_path / "checkpoints", keep, events)
+    snapshots = CheckpointManager(tmp_path / "checkpoints", keep, events)
     for step in range(1, 7):
         save(snapshots, step, is_best=step == 2)
     assert snapshots.steps() == kept
@@ -166,22 +166,22 @@ def test_the_newest_are_kept_and_the_best_for_as_long_as_it_is(
 
 def test_a_damaged_checkpoint_is_not_found_by_any_name(tmp_path: Path, events: EventLog) -> None:
     directory = tmp_path / "checkpoints"
-    snapshots = Snapshots(directory, 3, events)
+    snapshots = CheckpointManager(directory, 3, events)
     (save(snapshots, 1, is_best=True) / "actor" / "manifest.json").write_text("{}")
     for which in ("latest", "best", "1"):
         with pytest.raises(CheckpointError, match=r"actor/manifest.json is not what was saved"):
-            find_snapshot(directory, which)
+            find_checkpoint(directory, which)
 
 
 def test_a_checkpoint_of_another_step_is_none_of_this_one(tmp_path: Path, events: EventLog) -> None:
-    snapshots = Snapshots(tmp_path / "checkpoints", 3, events)
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 3, events)
     save(snapshots, 1).rename(tmp_path / "checkpoints" / "step-000004")
     with pytest.raises(CheckpointError, match="it says format mrl-run-1, step 1"):
         snapshots.newest()
 
 
 def test_every_role_is_in_the_checkpoint_and_its_size_is_told(tmp_path: Path, events: EventLog) -> None:
-    snapshots = Snapshots(tmp_path / "checkpoints", 3, events)
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 3, events)
     roles: dict[str, Any] = {"actor": Role(), "critic": Role()}
     roles["critic"].weights = "of the critic"
     path = snapshots.save(1, roles, {"n": 1}, is_best=False)
@@ -196,7 +196,7 @@ def test_every_role_is_in_the_checkpoint_and_its_size_is_told(tmp_path: Path, ev
 
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, events: EventLog) -> None:
-    snapshots = Snapshots(tmp_path / "checkpoints", 1, events)
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 1, events)
     save(snapshots, 1)
 
     def fail(directory: str) -> None:

@@ -14,17 +14,17 @@ import pytest
 from mrl.config.schema import Config
 from mrl.controller.worker_log import log_path, make_log_directory
 from mrl.events import EventLog, ModelLoaded, PoolReady, WorkersStarted
-from mrl.observe.clock import Clock
+from mrl.observe.clock import StepTimer
 from mrl.observe.console import Console
 from mrl.trainer import starting
-from mrl.trainer.starting import StartProgress, parts_of, told_what_starts
+from mrl.trainer.starting import StartProgress, parts_of, start_progress
 from tests.trainer.test_team import whole_config
 
 
 def run_in(directory: Path, config: Config | None = None, quiet: bool = False) -> tuple[Any, io.StringIO]:
     stream, events = io.StringIO(), EventLog(directory / "events.jsonl")
     seen: list[tuple[int, int]] = []
-    clock = Clock(events, progress=lambda done, total: seen.append((done, total)))
+    clock = StepTimer(events, progress=lambda done, total: seen.append((done, total)))
     console = Console(1, stream, quiet)
     return SimpleNamespace(
         config=config, directory=directory, events=events, clock=clock, console=console, seen=seen
@@ -63,7 +63,7 @@ def test_it_is_said_again_and_again_until_all_is_up(
 ) -> None:
     monkeypatch.setattr(starting, "EVERY_S", 0.05)
     run, stream = run_in(tmp_path, whole_config(tmp_path), quiet)
-    with told_what_starts(run):
+    with start_progress(run):
         run.events.write(PoolReady("all", 4, ["host"], 1.0))
         run.events.write(WorkersStarted("critic", 1, [1], 3.0))
         time.sleep(0.3)

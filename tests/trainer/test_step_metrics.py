@@ -31,7 +31,7 @@ BATCH = batch_of([1.0, 0.0, 0.5, 0.5, -2.0], ["a", "b", "a", "b", "c"], [8, 3, 7
 
 
 def test_scores_lengths_and_groups() -> None:
-    assert step_metrics.of_batch(BATCH, 8) == pytest.approx(
+    assert step_metrics.batch_metrics(BATCH, 8) == pytest.approx(
         {
             "critic/score/mean": 0.0,
             "critic/score/max": 1.0,
@@ -55,12 +55,12 @@ def test_scores_lengths_and_groups() -> None:
 )
 def test_a_group_is_uniform_if_all_its_scores_are_the_same(scores: list[float], share: float) -> None:
     batch = batch_of(scores, ["a", "a", "b", "b"], [1] * 4, [1] * 4)
-    assert step_metrics.of_batch(batch, 8)["groups/uniform_share"] == share
+    assert step_metrics.batch_metrics(batch, 8)["groups/uniform_share"] == share
 
 
 def test_tokens_per_second_and_device() -> None:
     seconds = {"rollout": 1.5, "update_actor": 0.5, "step": 2.5}
-    assert step_metrics.of_time(seconds, BATCH, CLUSTER) == pytest.approx(
+    assert step_metrics.timing_metrics(seconds, BATCH, CLUSTER) == pytest.approx(
         {
             "timing_s/rollout": 1.5,
             "timing_s/update_actor": 0.5,
@@ -70,7 +70,7 @@ def test_tokens_per_second_and_device() -> None:
             "perf/generated_per_s": 30 / 1.5 / 8,
         }
     )
-    assert "perf/generated_per_s" not in step_metrics.of_time({"step": 1.0}, BATCH, CLUSTER)
+    assert "perf/generated_per_s" not in step_metrics.timing_metrics({"step": 1.0}, BATCH, CLUSTER)
 
 
 def role_on(device: str) -> Any:
@@ -79,13 +79,15 @@ def role_on(device: str) -> Any:
 
 def test_operations_per_second_and_device() -> None:
     """3 x 2e9 operations a token (forward once, backward twice), 1000 tokens, 0.5 s, 4 devices: 3e12 a second."""
-    assert step_metrics.of_training(role_on("cpu"), "actor", 0.5, 1000) == pytest.approx({"perf/actor_tflops": 3.0})
-    known = step_metrics.of_training(role_on("NVIDIA H100 80GB HBM3"), "critic", 0.5, 1000)
+    assert step_metrics.training_metrics(role_on("cpu"), "actor", 0.5, 1000) == pytest.approx(
+        {"perf/actor_tflops": 3.0}
+    )
+    known = step_metrics.training_metrics(role_on("NVIDIA H100 80GB HBM3"), "critic", 0.5, 1000)
     assert known == pytest.approx({"perf/critic_tflops": 3.0, "perf/critic_mfu": 3e12 / 989e12})
-    assert step_metrics.of_training(role_on("cpu"), "actor", 0.0, 1000) == {}
+    assert step_metrics.training_metrics(role_on("cpu"), "actor", 0.0, 1000) == {}
 
 
 def test_figures_of_some_values() -> None:
-    found = step_metrics.figures_of("x", np.array([3, -1, 4]))
+    found = step_metrics.summary_metrics("x", np.array([3, -1, 4]))
     assert found == {"x/mean": 2.0, "x/max": 4.0, "x/min": -1.0}
     assert all(isinstance(value, float) for value in found.values()), "JSON knows no numbers of numpy"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mrl.trainer.stopping import Stopping
+from mrl.trainer.stopping import ShutdownSignal
 
 
 class Watch:
@@ -21,7 +21,7 @@ class Watch:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_either_signal_is_a_reason_by_its_name(number: signal.Signals) -> None:
-    stopping, before = Stopping(None), signal.getsignal(number)
+    stopping, before = ShutdownSignal(None), signal.getsignal(number)
     with stopping.on_signals():
         assert stopping.reason() == ""
         os.kill(os.getpid(), number)
@@ -32,20 +32,20 @@ def test_either_signal_is_a_reason_by_its_name(number: signal.Signals) -> None:
 
 def test_handlers_come_back_after_an_error() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    with pytest.raises(KeyError), Stopping(None).on_signals():
+    with pytest.raises(KeyError), ShutdownSignal(None).on_signals():
         raise KeyError
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
 
 
 def test_other_signals_are_left_alone() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)}
-    with Stopping(None).on_signals():
+    with ShutdownSignal(None).on_signals():
         assert {number: signal.getsignal(number) for number in before} == before
 
 
 def test_time_is_up_once_the_limit_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch)
-    stopping, endless = Stopping(90.0), Stopping(None)
+    stopping, endless = ShutdownSignal(90.0), ShutdownSignal(None)
     for now, reason in ((1000.0, ""), (1090.0, ""), (1090.5, "training.time_limit_s=90 is reached")):
         watch.now = now
         assert stopping.reason() == reason
@@ -54,7 +54,7 @@ def test_time_is_up_once_the_limit_is_passed(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_signal_is_the_reason_even_where_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch)
-    stopping = Stopping(90.0)
+    stopping = ShutdownSignal(90.0)
     with stopping.on_signals():
         os.kill(os.getpid(), signal.SIGUSR1)
         watch.now = 5000.0

@@ -20,9 +20,9 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import Config, ParallelConfig, PlacementConfig, RewardConfig, RewardFunctionConfig, SourceConfig
 from mrl.errors import MrlError
 from mrl.events import EventLog, ModelLoaded, Warned, read_events
-from mrl.observe.clock import Clock
+from mrl.observe.clock import StepTimer
 from mrl.trainer import team as made
-from mrl.trainer.team import Team, _kl_controller, _with_models, make_team, model_setup
+from mrl.trainer.team import Components, _kl_controller, _with_models, build_components, model_setup
 from mrl.workers.messages import ModelSetup
 from tests.trainer.fakes import CRITIC, SCORER, Prompts, Tokenizer, make_config
 
@@ -34,7 +34,7 @@ def team_of(kl: Any, critic: Any = None, drawn: int = 0) -> Any:
     prompts: Any = Prompts()
     prompts.num_drawn = drawn
     actor: Any = "the actor"
-    return Team(actor, critic, nothing, nothing, nothing, prompts, nothing, nothing, kl)
+    return Components(actor, critic, nothing, nothing, nothing, prompts, nothing, nothing, kl)
 
 
 def test_the_roles_of_a_team_are_those_that_learn() -> None:
@@ -111,7 +111,7 @@ def test_a_role_shares_its_device_with_others_of_its_pool_and_on_cpus_with_every
 
 
 class Stage:
-    """Everything heavy of `make_team`, replaced; the journal has what began and ended."""
+    """Everything heavy of `build_components`, replaced; the journal has what began and ended."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.journal: list[Any] = []
@@ -125,17 +125,17 @@ class Stage:
             "check_model": lambda setup: self.journal.append(("check", setup.path, setup.head)),
             "check_reward_model": lambda config, tokenizer: iter(["it reads other templates"]),
             "open_dataset": self._open_dataset,
-            "PromptLoader": self._keeper("prompts"),
+            "PromptLoader": self._recorder("prompts"),
             "RewardManager": self._manager,
             "ray_cluster": self._block("ray"),
             "ResourcePoolManager": self._resources,
-            "RunContext": self._keeper("context"),
+            "RunContext": self._recorder("context"),
             "RayWorkerGroup": self._group,
             "HybridEngine": self._hybrid,
             "ModelRole": self._role,
-            "EngineProbe": self._keeper("probe"),
-            "Generator": self._keeper("generator"),
-            "Validator": self._keeper("validator"),
+            "EngineProbe": self._recorder("probe"),
+            "Generator": self._recorder("generator"),
+            "Validator": self._recorder("validator"),
         }
         for name, stand_in in stands_in.items():
             patch.setattr(made, name, stand_in)
@@ -149,7 +149,7 @@ class Stage:
         self.dataset_of[name] = arguments
         return name
 
-    def _keeper(self, name: str) -> Any:
+    def _recorder(self, name: str) -> Any:
         def make(*arguments: Any) -> str:
             self.given[name] = arguments
             return f"the {name}"
@@ -196,10 +196,10 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 
 @contextmanager
-def team_in(directory: Path, config: Config) -> Iterator[tuple[Team, EventLog, Clock]]:
+def team_in(directory: Path, config: Config) -> Iterator[tuple[Components, EventLog, StepTimer]]:
     events = EventLog(directory / "events.jsonl")
-    clock = Clock(events)
-    with make_team(config, directory, events, clock) as team:
+    clock = StepTimer(events)
+    with build_components(config, directory, events, clock) as team:
         yield team, events, clock
     events.close()
 
@@ -221,7 +221,7 @@ def test_a_team_is_put_together(tmp_path: Path, stage: Stage) -> None:
         (*validator, skips) = stage.given["validator"]
         assert validator == [config, "held", "the generator"]
         assert skips._max_bad_rows == 3
-        assert clock.lap().keys() == {"start", "step"}
+        assert clock.pop_seconds().keys() == {"start", "step"}
     assert stage.dataset_of == dict.fromkeys(["sums", "held"], (config.data, config.rollout, stage.tokenizer))
     warned = [record.event for record in read_events(tmp_path / "events.jsonl")]
     assert Warned("reward_model", "it reads other templates") in warned

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mrl.data.prompt_loader import Skips
-from mrl.data.rlhf_dataset import Prompt, Unusable
+from mrl.data.prompt_loader import SkipLog
+from mrl.data.rlhf_dataset import Prompt, SkippedRow
 from mrl.data.rows import PromptRow
 from mrl.data.sampler import Draw
 from mrl.events import EventLog
@@ -18,7 +18,7 @@ from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
 from mrl.trainer.generation import Generator
-from mrl.trainer.validation import Validator, figures
+from mrl.trainer.validation import Validator, validation_metrics
 from tests.trainer.fakes import END, Hybrid, Rewards, Tokenizer, make_config
 
 ANSWERS = {
@@ -29,7 +29,7 @@ ANSWERS = {
 
 
 def test_figures() -> None:
-    assert figures("val", ANSWERS, 4, solved_at=1.0) == pytest.approx(
+    assert validation_metrics("val", ANSWERS, 4, solved_at=1.0) == pytest.approx(
         {
             "val/prompts": 3,
             "val/score/mean@4": (0.5 + 0.25) / 3,
@@ -42,27 +42,27 @@ def test_figures() -> None:
 
 def test_partial_scores_solve_nothing_unless_they_reach_the_mark() -> None:
     answers = {"a": [("x", 0.4), ("y", 0.6)]}
-    assert figures("val", answers, 2, solved_at=1.0)["val/solved/pass@2"] == 0
-    assert figures("val", answers, 2, solved_at=0.5)["val/solved/mean@2"] == 0.5
+    assert validation_metrics("val", answers, 2, solved_at=1.0)["val/solved/pass@2"] == 0
+    assert validation_metrics("val", answers, 2, solved_at=0.5)["val/solved/mean@2"] == 0.5
 
 
 def test_one_sample_has_no_majority() -> None:
-    assert "val/solved/maj@1" not in figures("val", {"a": [("x", 1.0)]}, 1, solved_at=1.0)
+    assert "val/solved/maj@1" not in validation_metrics("val", {"a": [("x", 1.0)]}, 1, solved_at=1.0)
 
 
 def test_the_mark_itself_is_enough() -> None:
-    found = figures("val", {"a": [("x", 0.5), ("x", 0.5), ("y", 0.25)]}, 3, solved_at=0.5)
+    found = validation_metrics("val", {"a": [("x", 0.5), ("x", 0.5), ("y", 0.25)]}, 3, solved_at=0.5)
     assert found["val/solved/mean@3"] == pytest.approx(2 / 3)
     assert (found["val/solved/pass@3"], found["val/solved/maj@3"]) == (1.0, 1.0)
 
 
 def test_the_first_of_equally_common_answers_is_the_majority() -> None:
     tie = {"a": [("x", 0.0), ("y", 1.0), ("y", 1.0), ("x", 0.0)], "b": [("y", 1.0), ("x", 0.0)]}
-    assert figures("val", tie, 4, solved_at=1.0)["val/solved/maj@4"] == 0.5
+    assert validation_metrics("val", tie, 4, solved_at=1.0)["val/solved/maj@4"] == 0.5
 
 
 def test_every_prompt_counts_alike_however_many_of_its_samples_were_scored() -> None:
-    found = figures("val", {"a": [("x", 1.0)], "b": [("x", 0.0), ("y", 0.0), ("z", 0.5)]}, 3, solved_at=0.5)
+    found = validation_metrics("val", {"a": [("x", 1.0)], "b": [("x", 0.0), ("y", 0.0), ("z", 0.5)]}, 3, solved_at=0.5)
     assert found["val/score/mean@3"] == pytest.approx((1 + 1 / 6) / 2)
     assert found["val/solved/mean@3"] == pytest.approx((1 + 1 / 3) / 2)
 
@@ -80,7 +80,7 @@ class Rows:
         return [Draw(number, "all", 0, number) for number in range(begin, min(end, self.num_rows))]
 
     def read(self, draws: Sequence[Draw]) -> list[Any]:
-        return [Unusable(draw, None, 99) if draw.number in self.bad else self._prompt(draw) for draw in draws]
+        return [SkippedRow(draw, None, 99) if draw.number in self.bad else self._prompt(draw) for draw in draws]
 
     @staticmethod
     def _prompt(draw: Draw) -> Prompt:
@@ -99,7 +99,7 @@ class Stage:
         self.rewards = Rewards(outcome)
         arguments: Any = (config, self.hybrid, self.rewards, Tokenizer(), lambda done, total: None)
         self.generator = Generator(*arguments)
-        self.skips = Skips(0, self.events)
+        self.skips = SkipLog(0, self.events)
         self.validator = Validator(config, rows, self.generator, self.skips)
         self.num_samples = num_samples
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import mrl.controller  # noqa: F401 - before ray: it settles how Ray authenticates
 from mrl.config.schema import ClusterConfig, DeadlinesConfig, ModelConfig, PlacementConfig
 from mrl.controller import ResourcePoolManager, ray_cluster
-from mrl.controller.survey import ask_every_node
+from mrl.controller.survey import run_on_nodes
 from mrl.errors import ModelError
 from mrl.events import EventLog
-from mrl.trainer.node_models import bring_models
+from mrl.trainer.node_models import fetch_models
 from tests.trainer.fakes import make_config
 
 
@@ -39,12 +39,12 @@ def main(directory: Path, snapshot: str, endpoint: str) -> None:
         events = EventLog(directory / "events.jsonl")
         resources = ResourcePoolManager(placement, cluster, DeadlinesConfig())
         resources.create(directory, events)
-        bring_models(config, resources, events)
+        fetch_models(config, resources, events)
         ids = [node.node_id for node in resources.nodes]
-        report = {"copies": sorted(map(str, ask_every_node(ids, "mrl.hub:node_copy", [hidden], 60)))}
+        report = {"copies": sorted(map(str, run_on_nodes(ids, "mrl.hub:node_copy", [hidden], 60)))}
         absent = replace(config, model=ModelConfig(path=str(Path(hidden).with_name("0" * 40))))
         try:
-            bring_models(absent, resources, events)
+            fetch_models(absent, resources, events)
         except ModelError as error:
             report["error"] = error.what
     print(json.dumps(report))

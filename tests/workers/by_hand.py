@@ -102,10 +102,10 @@ def _compared(name: str, rows: Sequence[Row], scores: Sequence[float], at: int) 
     if len(group) == 1:
         return 0.0
     mine, of_group = scores[at], [scores[j] for j in group]
-    centred = mine - sum(of_group) / len(group)
+    centered = mine - sum(of_group) / len(group)
     if name == "grpo":
         mean = sum(of_group) / len(group)
-        return centred / (math.sqrt(sum((s - mean) ** 2 for s in of_group) / (len(group) - 1)) + 1e-6)
+        return centered / (math.sqrt(sum((s - mean) ** 2 for s in of_group) / (len(group) - 1)) + 1e-6)
     if name == "rloo":
         return mine - sum(scores[j] for j in group if j != at) / (len(group) - 1)
     if name == "opo":
@@ -115,9 +115,9 @@ def _compared(name: str, rows: Sequence[Row], scores: Sequence[float], at: int) 
         varied = [
             i for i in range(len(rows)) if len({scores[j] for j in range(len(rows)) if rows[j].uid == rows[i].uid}) > 1
         ]
-        return centred * len(rows) / len(varied)
+        return centered * len(rows) / len(varied)
     assert name in ("dr_grpo", "reinforce_plus_plus_baseline"), name
-    return centred
+    return centered
 
 
 def backwards(values: Sequence[float], decay: float) -> list[float]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import MegatronModelConfig
-from mrl.controller import Place, Rendezvous
+from mrl.controller import RankInfo, Rendezvous
 from mrl.engine.loss import LossFunction, LossInput, Scores
 from mrl.engine.optimizer import StepOutcome
 from mrl.engine.packed_rows import TokenRows
@@ -73,10 +73,10 @@ def batch_of(rows: Sequence[Row], first_id: int = 0) -> DataProto:
     return DataProto.from_dict(tensors, row_ids=first_id + 10 * np.arange(len(rows))[::-1])
 
 
-def make_place(rank: int = 0, mesh: Mesh | None = None) -> Place:
+def make_place(rank: int = 0, mesh: Mesh | None = None) -> RankInfo:
     """A place in a world that is never joined."""
     mesh = mesh or Mesh(1)
-    return Place("actor", rank, rank, mesh, Rendezvous("", 0, mesh.world_size, None))
+    return RankInfo("actor", rank, rank, mesh, Rendezvous("", 0, mesh.world_size, None))
 
 
 @dataclass

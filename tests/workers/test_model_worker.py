@@ -19,7 +19,7 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import TrainedModelConfig
 from mrl.controller import Dispatch
 from mrl.controller.dispatch import registered_methods
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import run_distributed
 from mrl.engine.loss import LossOutput, Scores
 from mrl.engine.scores import ScoreRequest
 from mrl.engine.verify import make_random
@@ -155,7 +155,7 @@ PROMPTS, RESPONSES, TEMPERATURE = [[1, 2, 3], [4]], [[5, 6, 7, 8], [9, 10, 11]],
 
 
 class RankOfLocalWorld(ActorRolloutRefWorker):
-    """The worker in a world that `run_on_ranks` has made already."""
+    """The worker in a world that `run_distributed` has made already."""
 
     def init_process_group(self, backend: str, timeout_s: float) -> None:
         assert (backend, timeout_s) == ("gloo", 61), "what the setup says"
@@ -202,7 +202,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[st
     directory = tmp_path_factory.mktemp("life")
     values = small_config(model_values("Qwen3-8B"), TrainedModelConfig(max_tokens_per_device=64).parallel)
     path = make_random(values, "lm", directory / "model")
-    (found,) = run_on_ranks(1, life_of_a_model, str(path), str(directory / "checkpoint"), timeout_s=120)
+    (found,) = run_distributed(1, life_of_a_model, str(path), str(directory / "checkpoint"), timeout_s=120)
     return path, directory / "checkpoint-hf", found
 
 

@@ -10,9 +10,9 @@ import torch
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig, RewardModelConfig
-from mrl.controller import Place, Rendezvous
+from mrl.controller import RankInfo, Rendezvous
 from mrl.data.packing import plan_step
-from mrl.engine.local_world import run_on_ranks
+from mrl.engine.local_world import run_distributed
 from mrl.engine.verify import make_random
 from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
@@ -28,7 +28,7 @@ LENGTHS = [(3, 9), (1, 1), (7, 2), (5, 14), (2, 6), (9, 1), (4, 4), (6, 11)]
 
 
 class RankOfLocalWorld(RewardModelWorker):
-    """The worker in a world that `run_on_ranks` has made already."""
+    """The worker in a world that `run_distributed` has made already."""
 
     def init_process_group(self, backend: str, timeout_s: float) -> None:
         """There is one."""
@@ -49,7 +49,7 @@ def scores_of(path: str, layouts: list[ParallelConfig]) -> list[dict[int, float]
     for parallel in layouts:
         mesh = Mesh(NUM_RANKS, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp)
         settings = RewardModelConfig(path=path, dtype="float32", parallel=parallel, max_tokens_per_device=32)
-        place = Place("reward_model", rank, rank, mesh, Rendezvous("", 0, NUM_RANKS, None))
+        place = RankInfo("reward_model", rank, rank, mesh, Rendezvous("", 0, NUM_RANKS, None))
         worker = RankOfLocalWorld(place, ModelSetup(path, "score", settings, seed=1, timeout_s=60))
         with worker._groups:
             plan = plan_step(lengths, mesh.dp, settings.max_tokens_per_device, worker.init_model().packing)
@@ -58,7 +58,7 @@ def scores_of(path: str, layouts: list[ParallelConfig]) -> list[dict[int, float]
             answers = []
             for _ in range(2):
                 written = worker.compute_rm_score(shard, sizes)
-                if written is not None and mesh.holds_answer(rank):
+                if written is not None and mesh.is_output_rank(rank):
                     answers.append(dict(zip(written.row_ids.tolist(), written["rm_scores"].tolist(), strict=True)))
                 worker.offload("parameters", "gradients", "optimizer")
                 worker.onload("parameters", "gradients", "optimizer")
@@ -82,7 +82,7 @@ def test_scores_are_those_of_transformers(tmp_path: Path) -> None:
             row_id: float(oracle(torch.cat([prompt, response])[None].long()).logits)
             for row_id, prompt, response in rows
         }
-    by_rank = run_on_ranks(NUM_RANKS, scores_of, str(path), LAYOUTS, timeout_s=300)
+    by_rank = run_distributed(NUM_RANKS, scores_of, str(path), LAYOUTS, timeout_s=300)
     for number, layout in enumerate(LAYOUTS):
         found = {row_id: score for rank in by_rank for row_id, score in rank[number].items()}
         assert found.keys() == expected.keys(), layout

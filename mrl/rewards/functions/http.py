@@ -14,7 +14,7 @@ from typing import Any
 from mrl.errors import RewardError
 from mrl.rewards.sample import Sample
 
-_MOST_BYTES = 64 << 10
+_MAX_BYTES = 64 << 10
 _WORTH_ANOTHER_TRY = {408, 425, 429, 500, 502, 503, 504}
 
 
@@ -56,9 +56,9 @@ def score(
 def _ask(request: urllib.request.Request, timeout_s: float) -> Any:
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            body = answer.read(_MOST_BYTES + 1)
+            body = answer.read(_MAX_BYTES + 1)
             # `read` with a size takes the end of the stream for the end of the body.
-            if answer.length and len(body) <= _MOST_BYTES:
+            if answer.length and len(body) <= _MAX_BYTES:
                 raise _NoAnswer(f"the body ended {answer.length} bytes too early")
     except urllib.error.HTTPError as error:
         if error.code in _WORTH_ANOTHER_TRY:
@@ -66,8 +66,8 @@ def _ask(request: urllib.request.Request, timeout_s: float) -> Any:
         raise RewardError(f"{request.full_url} answered with status {error.code} {error.reason}") from error
     except (OSError, http.client.HTTPException) as error:
         raise _NoAnswer(f"{type(error).__name__}: {error}") from error
-    if len(body) > _MOST_BYTES:
-        raise RewardError(f"{request.full_url} answered with more than {_MOST_BYTES} bytes")
+    if len(body) > _MAX_BYTES:
+        raise RewardError(f"{request.full_url} answered with more than {_MAX_BYTES} bytes")
     try:
         return json.loads(body)
     except ValueError as error:
