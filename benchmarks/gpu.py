@@ -29,14 +29,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, Timing, parser
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
-from mrl.engine.local_world import Device, run_distributed
-from mrl.engine.parity import ParityCase, measure, merge_ranks, transformers_scores
-from mrl.engine.verify import BUDGETS, make_random
 from mrl.models.families import read_spec
 from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
-from mrl.rollout.digest import digest
-from mrl.rollout.handover import IpcReceiver, IpcSender, TensorView
+from mrl.verify.layout import BUDGETS, make_random
+from mrl.verify.parity import ParityCase, measure, merge_ranks, transformers_scores
+from mrl.verify.spawn import Device, run_distributed
+from mrl.weight_sync.digest import digest
+from mrl.weight_sync.ipc import IpcReceiver, IpcSender, TensorView
 
 FAMILIES = ("Llama-3.1-8B", "Qwen3-8B", "Qwen3-30B-A3B")
 LIMIT_S = 300.0

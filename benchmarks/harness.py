@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.cli import machine
-from mrl.plan.preflight_facts import memory_bytes
+from mrl.preflight.node_facts import memory_bytes
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.harness import Benchmark, parser
 from benchmarks.parity_faults import FAULTS, measure_with_fault
 from mrl.config.schema import ParallelConfig as Layout
-from mrl.engine.local_world import run_distributed
-from mrl.engine.parity import Difference, ParityCase, ParityResult, measure, merge_ranks, transformers_scores
 from mrl.models.table import Head
+from mrl.verify.parity import Difference, ParityCase, ParityResult, measure, merge_ranks, transformers_scores
+from mrl.verify.spawn import run_distributed
 from tests.models.tiny_models import MOE_FAMILIES, TINY_FAMILIES, make_tiny
 
 BUDGETS = (64, 1000)

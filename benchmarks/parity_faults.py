@@ -12,8 +12,8 @@ import torch
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine import engine, optimizer, scores, weights
-from mrl.engine.parity import ParityCase, RankResult, measure_one
 from mrl.models.table import Head
+from mrl.verify.parity import ParityCase, RankResult, measure_one
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from mrl.config.schema import (
 from mrl.config.training import TrainingConfig
 from mrl.plan.advice import FULL_RECOMPUTATION
 from mrl.plan.known_models import model_spec
-from mrl.plan.subject import PlanInput
+from mrl.plan.plan_input import PlanInput
 from mrl.plan.timing import Lengths, plan_time
 
 TOLERANCE, MIN_WITHIN = 0.25, 6

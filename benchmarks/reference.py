@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, parser
 from mrl.config.load import load_config
-from mrl.engine.local_world import run_distributed
+from mrl.verify.spawn import run_distributed
 from tests.reference.compare import NORM_TOLERANCE, TOLERANCE, hold
 from tests.reference.matrix import all_cases, record
 from tests.reference.models import make_models

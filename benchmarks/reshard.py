@@ -32,8 +32,8 @@ from benchmarks.harness import Benchmark, parser
 from benchmarks.reshard_plans import plan_rows
 from benchmarks.reshard_ranks import RankOutcome, ReshardCase, measure
 from mrl.config.schema import ParallelConfig
-from mrl.engine.local_world import run_distributed
 from mrl.models.rollout_table import EngineSizes
+from mrl.verify.spawn import run_distributed
 from tests.models.tiny_models import CONFIGS, SIZES
 
 WORLD_LIMIT_S = 1200.0

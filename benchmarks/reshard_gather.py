@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.config.mesh import Mesh
-from mrl.hybrid.layout import ReshardPlanner
 from mrl.models.hf_reader import slices
 from mrl.models.layout import RankPlace
 from mrl.models.parameters import Region
 from mrl.models.rollout_table import rollout_tensors
 from mrl.models.table import Shard, hf_tensors, shards_of
-from mrl.rollout.digest import Digests
-from mrl.rollout.handover import ALIGNMENT_BYTES, IpcReceiver, IpcSender, TensorView
+from mrl.weight_sync.digest import Digests
+from mrl.weight_sync.ipc import ALIGNMENT_BYTES, IpcReceiver, IpcSender, TensorView
+from mrl.weight_sync.planner import ReshardPlanner
 
 
 @dataclass(frozen=True)

@@ -23,16 +23,16 @@ from benchmarks.reshard_gather import GatherEverything
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
 from mrl.errors import RolloutError
-from mrl.hybrid.layout import ReshardPlanner, RolloutLayout
-from mrl.hybrid.reshard import Resharder, ReshardReport, ReshardSettings
-from mrl.hybrid.wires import JoinedTransport, P2PTransport, WorldTransport
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader, load_shard, slices
 from mrl.models.layout import Layout, RankPlace
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.table import shards_of
-from mrl.rollout.digest import Digests
-from mrl.rollout.handover import IpcReceiver
+from mrl.weight_sync.digest import Digests
+from mrl.weight_sync.ipc import IpcReceiver
+from mrl.weight_sync.planner import ReshardPlanner, RolloutLayout
+from mrl.weight_sync.resharder import Resharder, ReshardReport, ReshardSettings
+from mrl.weight_sync.transport import JoinedTransport, P2PTransport, WorldTransport
 
 LIMIT_S = 60.0
 

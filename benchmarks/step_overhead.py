@@ -37,9 +37,9 @@ from benchmarks.harness import Benchmark, Timing, parser
 from mrl.config.arithmetic import longest_sample_tokens, needs_old_log_probs, num_engines
 from mrl.config.load import load_config
 from mrl.config.schema import Config, TrainedModelConfig
-from mrl.engine.local_world import run_distributed
 from mrl.models.families import read_spec
 from mrl.models.table import Head
+from mrl.verify.spawn import run_distributed
 
 SCENES = ("demo", "long")
 SETTLING_STEPS = 2

@@ -10,8 +10,8 @@ from mrl.cli.show import split_arguments
 from mrl.config.hardware import DEFAULT, HARDWARE
 from mrl.config.load import Resolved, load_config
 from mrl.config.schema import Config
-from mrl.plan.preflight import CheckResult, check_batch, check_columns, check_configuration, guarded
-from mrl.plan.preflight_memory import check_memory
+from mrl.preflight.findings import CheckResult, check_batch, check_columns, check_configuration, guarded
+from mrl.preflight.memory import check_memory
 
 EXAMPLE = "mrl check configs/laptop-ppo.yaml --offline"
 EXIT_FAILED = 2
@@ -50,10 +50,10 @@ def findings(resolved: Resolved[Config], arguments: argparse.Namespace) -> Itera
         yield CheckResult("skip", "data, machines", "--offline looks at the configuration alone")
         return
     # These load torch, Ray and what else a run needs.
-    from mrl.plan.preflight_cluster import check_machines, check_slurm
-    from mrl.plan.preflight_data import check_data
-    from mrl.plan.preflight_machine import check_disk
-    from mrl.plan.preflight_models import check_models
+    from mrl.preflight.cluster import check_machines, check_slurm
+    from mrl.preflight.data import check_data
+    from mrl.preflight.machine import check_disk
+    from mrl.preflight.models import check_models
 
     yield from check_models(config)
     yield from guarded("data", check_data(config, all_rows=arguments.all_rows))

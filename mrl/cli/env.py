@@ -13,7 +13,7 @@ from typing import Any
 
 import mrl
 from mrl.cli import machine
-from mrl.plan.preflight_facts import memory_bytes
+from mrl.preflight.node_facts import memory_bytes
 from mrl.redaction import redact
 
 EXAMPLE = "mrl env --json"

@@ -32,8 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise SetupError(f"this run has no {arguments.role}", where=str(directory))
     # These load torch.
     from mrl.engine.checkpoint_export import export_checkpoint
-    from mrl.rollout.handover import DTYPES
-    from mrl.trainer.snapshot import find_checkpoint
+    from mrl.trainer.checkpoints import find_checkpoint
+    from mrl.weight_sync.ipc import DTYPES
 
     found = find_checkpoint(directory / "checkpoints", arguments.checkpoint)
     is_actor = arguments.role == "actor"

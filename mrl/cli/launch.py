@@ -15,7 +15,7 @@ from mrl.cli.show import load, split_arguments
 from mrl.config.load import Resolved
 from mrl.config.schema import Config
 from mrl.errors import SetupError
-from mrl.launch.parcel import JobBundle, pack
+from mrl.launch.job_bundle import JobBundle, pack
 from mrl.launch.ray_job import RayJob, make_job, submit_command, submit_script, write_job_directory
 from mrl.launch.site import load_site
 from mrl.launch.slurm import CONFIG, SCRIPT, SlurmJob, job_files, render_script

@@ -17,10 +17,10 @@ from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.fewer_nodes import found_lines
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
 from mrl.plan.memory import MemoryPlan, gib, plan_memory
-from mrl.plan.preflight_facts import usable_memory_bytes
+from mrl.plan.plan_input import PlanInput, make_plan_input
 from mrl.plan.search import search
-from mrl.plan.subject import PlanInput, make_plan_input
 from mrl.plan.timing import Lengths, assumed_lengths, plan_time
+from mrl.preflight.node_facts import usable_memory_bytes
 
 EXAMPLE = "mrl plan configs/ppo-llama3.1-70b-8n8g.yaml actor.parallel.pp=2"
 _DOES_NOT_FIT = 2

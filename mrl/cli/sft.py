@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     resolved = settle_models(load_sft_config(arguments.config, arguments.overrides))
     # These load torch and Ray, which a wrong configuration need not wait for.
     from mrl.trainer.sft import train_sft
-    from mrl.trainer.stopping import ShutdownSignal
+    from mrl.trainer.shutdown import ShutdownSignal
 
     training = resolved.config.training
     stopping = ShutdownSignal(training.time_limit_s)

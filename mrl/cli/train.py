@@ -14,7 +14,7 @@ from mrl.config.model_names import settle_models
 from mrl.config.schema import Config
 from mrl.errors import PlacementError, TooFewDevices, WorkerDied, WorkerSilent
 from mrl.plan.fewer_nodes import fits_on
-from mrl.plan.preflight import refuse
+from mrl.preflight.findings import refuse
 
 EXAMPLE = "mrl train configs/laptop-ppo.yaml model.path=my-model training.steps=20"
 EXIT_STOPPED = 75  # sysexits.h calls it a temporary failure: the same command goes on
@@ -50,7 +50,7 @@ def _train(resolved: Resolved[Config], *, quiet: bool) -> int:
     # These load torch and Ray, which a wrong configuration need not wait for.
     from mrl.controller.cluster import ray_cluster_soon
     from mrl.observe.console import Console
-    from mrl.plan.preflight_machine import check_start
+    from mrl.preflight.machine import check_start
 
     warnings = refuse(resolved.path, check_start(resolved.config))
     resolved = settle_models(resolved)

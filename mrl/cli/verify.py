@@ -15,7 +15,7 @@ from mrl.models.table import Head
 from mrl.plan.known_models import model_values
 
 if TYPE_CHECKING:
-    from mrl.engine.verify import Verified
+    from mrl.verify.layout import Verified
 
 EXAMPLE = "mrl verify layout configs/laptop-ppo.yaml actor.parallel.pp=2"
 _WRONG, _TOO_LARGE = 1, 2
@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     roles = {role: model for role, model in config.model_roles().items() if arguments.role in (None, role)}
     values = {role: model_values(arguments.model or config.model_of(role)[1]) for role in roles}
     # Here, so that a mistake in the configuration need not wait for torch and Megatron.
-    from mrl.engine.local_world import num_gpus
-    from mrl.engine.verify import fewest_ranks, verify_layout
+    from mrl.verify.layout import fewest_ranks, verify_layout
+    from mrl.verify.spawn import num_gpus
 
     num_ranks = {role: fewest_ranks(model.parallel, role_mesh(config, role).dp) for role, model in roles.items()}
     gpus = num_gpus() if device == "gpu" else None

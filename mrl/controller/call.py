@@ -11,8 +11,8 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from mrl.controller.crew import RankProcesses
 from mrl.controller.death import said_by_ray
+from mrl.controller.processes import RankProcesses
 from mrl.controller.worker_host import RankFailed
 from mrl.errors import WorkerDied, WorkerError, WorkerRaised, WorkerSilent
 from mrl.events import RanksReleased, WorkerFault

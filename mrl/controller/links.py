@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mrl.controller.node_agent import NodeAgent
-from mrl.controller.survey import NodeInfo, node_answers
+from mrl.controller.nodes import NodeInfo, node_answers
 from mrl.errors import PlacementError
 
 LINK_FIX = (

@@ -14,9 +14,9 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.placement_group import PlacementGroup
 
 from mrl.config.schema import ClusterConfig, DeadlinesConfig, PlacementConfig
-from mrl.controller.crew import NodeView
 from mrl.controller.links import LINK_FIX, LinkedNode, broken_links, start_agent
 from mrl.controller.network import LOOPBACK
+from mrl.controller.processes import NodeView
 from mrl.errors import PlacementError, TooFewDevices, did_you_mean
 from mrl.events import EventLog, NetworkChosen, PoolReady, Warned
 

@@ -17,9 +17,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mrl.config.mesh import Mesh
 from mrl.config.schema import DeadlinesConfig
 from mrl.controller.call import Call
-from mrl.controller.crew import NodeView, RankProcess, RankProcesses
 from mrl.controller.dispatch import Dispatch, MethodSpec
-from mrl.controller.greeting import collect_handshakes
+from mrl.controller.handshake import collect_handshakes
+from mrl.controller.processes import NodeView, RankProcess, RankProcesses
 from mrl.controller.resource_pool import Device, DeviceSlots, ResourcePoolManager
 from mrl.controller.transport import plan_shard, unpack_result
 from mrl.controller.worker_host import ProcessInfo, WorkerHost, WorkerSpec

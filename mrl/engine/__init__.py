@@ -5,6 +5,6 @@ Nothing here knows of Ray: the engine runs in a worker, under torchrun, or in on
 
 from __future__ import annotations
 
-from mrl.engine.cpu_standin import import_megatron
+from mrl.engine.cpu_shim import import_megatron
 
 import_megatron()  # before any module here does it

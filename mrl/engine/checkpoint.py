@@ -35,7 +35,7 @@ from mrl.engine.checkpoint_files import (
     sync_directory,
     write_safetensors,
 )
-from mrl.engine.element_runs import flat_shard_regions, is_exact_cover
+from mrl.engine.flat_shards import flat_shard_regions, is_exact_cover
 from mrl.engine.optimizer import Optimizer
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.random_states import random_states, set_random_states

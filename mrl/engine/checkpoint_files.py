@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mrl.engine.element_runs import State, overlap, relative, volume
+from mrl.engine.flat_shards import State, overlap, relative, volume
 from mrl.errors import EngineError
 from mrl.models.hf_reader import slices
 from mrl.models.parameters import Region, Shape

@@ -23,8 +23,8 @@ from mrl.engine.offload import DeviceMemory
 from mrl.engine.optimizer import Optimizer, StepOutcome
 from mrl.engine.packed_rows import MicroBatch, TokenRows, concat, pack
 from mrl.engine.parallel import ParallelGroups
+from mrl.engine.pipeline_p2p import pipeline_arguments
 from mrl.engine.scores import ScoreRequest, score
-from mrl.engine.stage_messages import pipeline_arguments
 from mrl.models.hf_reader import HfReader
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mrl.engine.freed_memory import free_unused_memory
+from mrl.engine.host_mirror import CopyStats, HostMirroredStorage
 from mrl.engine.model import TokenModel
-from mrl.engine.movable import CopyStats, HostMirroredStorage
 from mrl.engine.optimizer import Optimizer
 from mrl.errors import EngineError
 

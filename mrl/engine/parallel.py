@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 from mrl.config.mesh import Coordinates, Mesh
 from mrl.config.schema import ParallelConfig
-from mrl.engine import cpu_standin
+from mrl.engine import cpu_shim
 from mrl.engine.packed_rows import SequenceSharding
 from mrl.errors import EngineError
 
@@ -66,7 +66,7 @@ def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[ParallelGrou
         raise EngineError("this process already holds Megatron groups: one model layout per process")
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
-        cpu_standin.install()
+        cpu_shim.install()
     groups_before = set(distributed_c10d._world.pg_map)
     mesh = Mesh(torch.distributed.get_world_size(), parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp)
     parallel_state.initialize_model_parallel(

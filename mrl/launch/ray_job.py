@@ -16,7 +16,7 @@ from mrl.config.data_rules import is_file
 from mrl.config.model_names import model_names
 from mrl.config.schema import Config
 from mrl.errors import ConfigError, Problem, SetupError
-from mrl.launch.parcel import JobBundle, user_modules
+from mrl.launch.job_bundle import JobBundle, user_modules
 from mrl.redaction import is_secret_key
 
 CONFIG, RUNTIME_ENVIRONMENT = "config.yaml", "runtime_environment.json"

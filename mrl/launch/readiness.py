@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from mrl.config.load import load_config
 from mrl.controller import ray_cluster
-from mrl.controller.survey import wait_for_nodes
+from mrl.controller.nodes import wait_for_nodes
 from mrl.errors import MrlError, TooFewDevices
 from mrl.plan.fewer_nodes import fits_on
 

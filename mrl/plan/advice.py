@@ -11,7 +11,7 @@ from mrl.config.arithmetic import longest_sample_tokens
 from mrl.config.hardware import DEFAULT_UTILIZATION
 from mrl.config.schema import Config
 from mrl.plan.memory import MemoryPlan, plan_memory
-from mrl.plan.subject import PlanInput
+from mrl.plan.plan_input import PlanInput
 
 _MAX_TOGETHER = 3
 _MAX_TRIED = 1000

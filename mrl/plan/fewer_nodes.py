@@ -10,8 +10,8 @@ from mrl.config.schema import Config
 from mrl.errors import ModelError
 from mrl.plan.advice import Changes
 from mrl.plan.memory import gib
+from mrl.plan.plan_input import PlanInput, make_plan_input
 from mrl.plan.search import Result, search
-from mrl.plan.subject import PlanInput, make_plan_input
 from mrl.plan.timing import assumed_lengths
 
 

@@ -19,7 +19,7 @@ from mrl.plan.assumptions import ASSUMPTIONS, GIB
 from mrl.plan.engine_memory import engine_memory
 from mrl.plan.known_models import model_spec
 from mrl.plan.memory import Item, gib, has_reference, role_stages
-from mrl.plan.subject import PlanInput
+from mrl.plan.plan_input import PlanInput
 from mrl.plan.weights import ITEM_BYTES, engine_elements
 
 _MIN_SAMPLES = 4

@@ -19,7 +19,7 @@ from mrl.models.table import Head
 from mrl.plan.activations import forward_activations, head_bytes, stage_activations
 from mrl.plan.assumptions import ASSUMPTIONS, GIB
 from mrl.plan.engine_memory import RESERVE, EngineMemory, engine_memory, rollout_pool
-from mrl.plan.subject import PlanInput
+from mrl.plan.plan_input import PlanInput
 from mrl.plan.weights import WeightBytes, stage_weights
 
 _ORIGINS = {

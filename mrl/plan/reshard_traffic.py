@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from mrl.config.mesh import Mesh
-from mrl.hybrid.overlaps import Kind, ShardIntersections, ShardOwner
 from mrl.models.layout import Layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
+from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.advice import FULL_RECOMPUTATION, Changes
 from mrl.plan.memory import MemoryPlan, Role, plan_memory, role_stages
-from mrl.plan.subject import PlanInput
+from mrl.plan.plan_input import PlanInput
 from mrl.plan.timing import Lengths, TimePlan, plan_time, role_phases, rollout_phase
 
 _SIZES, _CHUNKS, _MAX_STAGES = (1, 2, 4, 8), (1, 2), 32

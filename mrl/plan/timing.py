@@ -24,8 +24,8 @@ from mrl.models.layout import Layout
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.engine_memory import EngineMemory, engine_memory
 from mrl.plan.memory import HEADS, has_reference
+from mrl.plan.plan_input import PlanInput
 from mrl.plan.reshard_traffic import ReshardTraffic
-from mrl.plan.subject import PlanInput
 from mrl.plan.weights import ITEM_BYTES, buffers, engine_elements, stage_weights
 
 

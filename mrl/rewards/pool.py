@@ -31,7 +31,7 @@ class RewardPool:
         self._is_ready = False
         self._is_closed = False
         self._supervisor = subprocess.Popen(
-            [sys.executable, "-P", "-m", "mrl.rewards.keeper"],
+            [sys.executable, "-P", "-m", "mrl.rewards.supervisor"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=worker_environment(environment),

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mrl.errors import MrlError
-from mrl.rewards.catalogue import RewardFunction, load_reward_function
 from mrl.rewards.frames import MAX_REPLY_BYTES, MAX_SAMPLE_BYTES, FrameReader, control, frame, to_json
+from mrl.rewards.loader import RewardFunction, load_reward_function
 from mrl.rewards.outcome import BadResult, FailureKind, failure_reply, numbers_of
 from mrl.rewards.processes import adopt_orphans, children, die_with, end_group, has_children, reap
 from mrl.rewards.sample import Sample

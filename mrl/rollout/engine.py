@@ -13,8 +13,6 @@ from mrl.registry import load_attribute
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
 Part = Literal["weights", "kv_cache"]
-TRANSFER_BACKEND = "mrl"
-"""What vLLM knows our way of sending weights by."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,6 @@ class EngineSettings:
     tp: int = 1
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments that are passed on to vLLM."""
-
-
-def socket_path(sockets: Path, replica: str, tp_rank: int) -> Path:
-    """Where one process of a replica takes its weights."""
-    return sockets / f"{replica}-{tp_rank}.sock"
 
 
 class RolloutEngine(ABC):

@@ -10,9 +10,9 @@ from typing import Any
 from mrl.controller import RayWorkerGroup
 from mrl.errors import MrlError, RolloutError, WorkerError, WorkerRaised
 from mrl.events import EventLog, ReplicaLost, ReplicaServes
-from mrl.rollout.assignment import RequestScheduler
 from mrl.rollout.engine import EngineSettings, FreeMemory, Part, check_request
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.rollout.scheduler import RequestScheduler
 
 WAIT_S = 0.5
 """How long a replica waits for something to be finished before it answers that nothing was."""

@@ -10,8 +10,8 @@ from mrl.controller import Dispatch, RankInfo, Worker, register
 from mrl.errors import RolloutError
 from mrl.hub import node_copy
 from mrl.rollout.engine import EngineSettings, FreeMemory, Part, engine_class
+from mrl.rollout.engine_thread import EngineThread
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
-from mrl.rollout.stepping import EngineThread
 
 
 class RolloutReplica(Worker):

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from mrl.errors import RolloutError
-from mrl.rollout.digest import Digests
-from mrl.rollout.engine import EngineSettings, FreeMemory, Part, RolloutEngine, socket_path
-from mrl.rollout.handover import IpcReceiver
+from mrl.rollout.engine import EngineSettings, FreeMemory, Part, RolloutEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.weight_sync.digest import Digests
+from mrl.weight_sync.ipc import IpcReceiver, socket_path
 
 
 @dataclass

@@ -24,8 +24,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from mrl.errors import RolloutError, SetupError
-from mrl.rollout.engine import TRANSFER_BACKEND, EngineSettings, FreeMemory, Part, RolloutEngine
+from mrl.rollout.engine import EngineSettings, FreeMemory, Part, RolloutEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.weight_sync.vllm_plugin import TRANSFER_BACKEND
 
 _DISCARD_EVERYTHING = 2
 
@@ -140,7 +141,7 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "enable_sleep_mode": settings.device == "cuda",
         "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
-        "worker_extension_cls": "mrl.rollout.receiver.WorkerExtension",
+        "worker_extension_cls": "mrl.weight_sync.vllm_receiver.WorkerExtension",
     }
     if settings.device == "cpu":  # after a part of a prompt vLLM winds the noise back, which a CPU's generator cannot
         ours["enable_chunked_prefill"] = False

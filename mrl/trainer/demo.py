@@ -32,7 +32,7 @@ from mrl.trainer.demo_model import make_model
 from mrl.trainer.ppo import RayPPOTrainer
 from mrl.trainer.run import open_run
 from mrl.trainer.sft import train_sft
-from mrl.trainer.stopping import ShutdownSignal
+from mrl.trainer.shutdown import ShutdownSignal
 
 Result = TypeVar("Result")
 

@@ -16,9 +16,9 @@ from mrl.controller.transport import fetch
 from mrl.data.chat import ChatTokenizer
 from mrl.errors import AuditFailed
 from mrl.events import EnginesCompared, EventLog
-from mrl.hybrid.hybrid_engine import HybridEngine
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
+from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer.model_role import ModelRole
 

@@ -10,13 +10,13 @@ import torch
 
 from mrl.config.schema import Config
 from mrl.data.chat import ChatTokenizer
-from mrl.hybrid.hybrid_engine import HybridEngine
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.rewards.manager import RewardManager
 from mrl.rewards.metrics import reward_metrics
 from mrl.rewards.outcome import Outcome, Score
 from mrl.rewards.sample import Sample
+from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling, request_seed
 
 

@@ -6,7 +6,7 @@ from mrl.config.model_names import model_names
 from mrl.config.schema import Config
 from mrl.config.sft import SftConfig
 from mrl.controller import ResourcePoolManager
-from mrl.controller.survey import run_on_nodes
+from mrl.controller.nodes import run_on_nodes
 from mrl.errors import ModelError
 from mrl.events import EventLog, Warned
 

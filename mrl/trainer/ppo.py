@@ -21,14 +21,14 @@ from mrl.controller.transport import store
 from mrl.protocol import DataProto
 from mrl.trainer import step_metrics
 from mrl.trainer.audit import check_invariants
+from mrl.trainer.components import Components, build_components
 from mrl.trainer.dynamic_sampling import full_batch
 from mrl.trainer.engine_probe import Answers
 from mrl.trainer.generation import ScoredBatch
 from mrl.trainer.model_role import ModelRole, mean_of
 from mrl.trainer.model_scores import add_model_scores
 from mrl.trainer.run import Run
-from mrl.trainer.starting import start_progress
-from mrl.trainer.team import Components, build_components
+from mrl.trainer.start_progress import show_start_progress
 from mrl.workers.messages import WholeBatch
 
 TRAIN_COLUMNS = ("prompts", "responses", "rollout_log_probs", "scores")
@@ -57,7 +57,7 @@ class RayPPOTrainer:
     def init_workers(self) -> Iterator[Components]:
         """Start all roles for the length of the block, and go on from the run's checkpoint where there is one."""
         with ExitStack() as stack:
-            with start_progress(self.run):
+            with show_start_progress(self.run):
                 team = build_components(self.config, self.run.directory, self.run.events, self.clock)
                 self.team = stack.enter_context(team)
             self.actor, self.critic, self.hybrid = self.team.actor, self.team.critic, self.team.hybrid

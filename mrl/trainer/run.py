@@ -15,16 +15,16 @@ from mrl.config.run_directory import open_run_directory
 from mrl.config.schema import Config
 from mrl.data.sample_files import write_samples
 from mrl.events import EventLog, RunStarted, Warned
-from mrl.observe.clock import StepTimer
 from mrl.observe.console import Console
 from mrl.observe.metrics import MetricsFile
 from mrl.observe.panel import SamplePreview
+from mrl.observe.step_timer import StepTimer
 from mrl.observe.trackers import Tracker, open_trackers
 from mrl.protocol import DataProto
-from mrl.trainer.learnt_config import describe_changes, resume_config
-from mrl.trainer.snapshot import CheckpointManager
-from mrl.trainer.stopping import ShutdownSignal
-from mrl.trainer.team import Components
+from mrl.trainer.checkpoints import CheckpointManager
+from mrl.trainer.components import Components
+from mrl.trainer.resume_config import describe_changes, resume_config
+from mrl.trainer.shutdown import ShutdownSignal
 
 
 class Run:

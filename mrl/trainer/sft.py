@@ -17,20 +17,20 @@ from mrl.config.run_directory import CHECKPOINTS
 from mrl.config.schema import BatchConfig
 from mrl.config.sft import SftConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
-from mrl.data.answers import ANSWER, PROMPT, MessageRows, with_responses
 from mrl.data.chat import ChatTokenizer, PromptEncoder, load_tokenizer
 from mrl.data.prompt_loader import PromptLoader
 from mrl.data.rlhf_dataset import RLHFDataset
 from mrl.data.rows import RowParser
+from mrl.data.sft_rows import ANSWER, PROMPT, MessageRows, with_responses
 from mrl.data.sources import open_source
 from mrl.events import EventLog, Warned
 from mrl.observe.metrics import MetricsFile
 from mrl.protocol import DataProto
-from mrl.trainer.learnt_config import describe_changes, resume_config
+from mrl.trainer.checkpoints import CheckpointManager
 from mrl.trainer.model_role import ModelRole
 from mrl.trainer.node_models import fetch_models
-from mrl.trainer.snapshot import CheckpointManager
-from mrl.trainer.stopping import ShutdownSignal
+from mrl.trainer.resume_config import describe_changes, resume_config
+from mrl.trainer.shutdown import ShutdownSignal
 from mrl.workers.messages import ModelSetup
 
 MODEL, ROLE = "model", "actor"

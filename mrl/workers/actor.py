@@ -26,12 +26,12 @@ from mrl.controller import Dispatch, RankInfo, register
 from mrl.engine.loss import LossInput, LossOutput
 from mrl.engine.scores import ScoreRequest
 from mrl.engine.weights import held_tensors
-from mrl.hybrid.layout import ReshardPlanner
-from mrl.hybrid.reshard import Resharder, ReshardReport
-from mrl.hybrid.route import WeightSyncSpec
 from mrl.models.layout import Layout
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
+from mrl.weight_sync.planner import ReshardPlanner
+from mrl.weight_sync.resharder import Resharder, ReshardReport
+from mrl.weight_sync.spec import WeightSyncSpec
 from mrl.workers import advantages
 from mrl.workers.advantages import shard_advantages
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch

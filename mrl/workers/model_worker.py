@@ -21,11 +21,11 @@ from mrl.engine.packed_rows import TokenRows
 from mrl.engine.parallel import model_parallel, take_device
 from mrl.engine.scores import ScoreRequest
 from mrl.hub import node_copy
-from mrl.hybrid.device_room import RoleMemory
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
+from mrl.rollout.device_memory import RoleMemory
 from mrl.workers.messages import MicroBatchSizes, ModelFacts, ModelSetup, UpdateReport
 
 

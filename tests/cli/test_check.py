@@ -21,11 +21,11 @@ from mrl.cli.main import main
 from mrl.config.load import load_config
 from mrl.config.schema import Config
 from mrl.errors import ConfigError
-from mrl.plan import preflight_columns
-from mrl.plan.preflight import CheckResult, refuse
-from mrl.plan.preflight_cluster import check_slurm
-from mrl.plan.preflight_facts import node_facts
-from mrl.plan.preflight_machine import check_disk, check_nodes
+from mrl.preflight import columns
+from mrl.preflight.cluster import check_slurm
+from mrl.preflight.findings import CheckResult, refuse
+from mrl.preflight.machine import check_disk, check_nodes
+from mrl.preflight.node_facts import node_facts
 from tests.hub import make_hub_cache
 
 ROOT = Path(__file__).parents[2]
@@ -127,17 +127,17 @@ def test_declarations_are_read_as_python_has_them() -> None:
 
     workers = {"actor": ActorRolloutRefWorker, "critic": CriticWorker, "reward_model": RewardModelWorker}
     for role, worker in workers.items():
-        declared = preflight_columns.declared_columns(role)
+        declared = columns.declared_columns(role)
         batches = {name: spec for name, spec in registered_methods(worker).items() if spec.reads}
         assert batches
         for name, spec in batches.items():
-            assert declared[name] == preflight_columns.Columns(spec.reads, spec.writes, spec.optional)
+            assert declared[name] == columns.Columns(spec.reads, spec.writes, spec.optional)
 
 
 def test_the_stages_are_those_of_the_trainer() -> None:
     step = (ROOT / "mrl" / "trainer" / "ppo.py").read_text()
     full = config_of("algorithm.kl.where=both", *REWARD_MODEL)
-    called = [stage.method for stage in preflight_columns.stages(full)]
+    called = [stage.method for stage in columns.stages(full)]
     in_trainer = re.findall(r'\.(?:run|evenly|update)\((?:self\.\w+, )?"(\w+)"', step)
     assert sorted(called) == sorted(in_trainer)
     positions = [step.index(f'"{name}"') for name in called if name != "compute_advantages"]
@@ -156,28 +156,26 @@ def test_the_stages_are_those_of_the_trainer() -> None:
     ],
 )
 def test_configurations_that_load_have_all_columns(overrides: tuple[str, ...]) -> None:
-    assert preflight_columns.column_problems(config_of(*overrides)) == []
+    assert columns.column_problems(config_of(*overrides)) == []
 
 
 def test_a_column_that_nobody_writes_is_named() -> None:
     config = config_of("algorithm.kl.where=both")
     without_critic = dataclasses.replace(config, critic=None)
-    (problem,) = preflight_columns.column_problems(without_critic)
+    (problem,) = columns.column_problems(without_critic)
     assert problem.startswith("compute_advantages needs `values`; nobody has written it; columns then: old_log_probs")
 
 
 def test_a_column_that_is_not_declared_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    declared = preflight_columns.declared_columns("actor")
+    declared = columns.declared_columns("actor")
     update = dataclasses.replace(declared["update_actor"], optional=())
     monkeypatch.setattr(
-        preflight_columns,
+        columns,
         "declared_columns",
-        lambda role: (
-            declared | {"update_actor": update} if role == "actor" else preflight_columns.declared_columns(role)
-        ),
+        lambda role: declared | {"update_actor": update} if role == "actor" else columns.declared_columns(role),
     )
     config = config_of("algorithm.advantage=grpo", "critic=null", "placement.roles.critic=null")
-    assert preflight_columns.column_problems(config) == [
+    assert columns.column_problems(config) == [
         "update_actor needs `old_log_probs`, but does not declare that it reads it"
     ]
 

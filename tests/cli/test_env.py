@@ -12,7 +12,7 @@ import pytest
 
 from mrl.cli import env, machine
 from mrl.cli.main import main
-from mrl.plan.preflight_facts import memory_bytes
+from mrl.preflight.node_facts import memory_bytes
 
 
 def test_a_probe_says_yes_only_when_the_code_ran() -> None:

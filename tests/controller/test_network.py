@@ -10,7 +10,7 @@ import pytest
 from mrl.controller import RayWorkerGroup, RunContext
 from mrl.controller.links import LinkedNode, broken_links, linked_nodes
 from mrl.controller.network import Endpoint, failures, interfaces, listen, listen_everywhere, network
-from mrl.controller.survey import offered_nodes
+from mrl.controller.nodes import offered_nodes
 from mrl.errors import PlacementError
 from mrl.events import NetworkChosen, read_events
 

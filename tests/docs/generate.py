@@ -25,7 +25,7 @@ from mrl.config.sft import SftConfig
 from mrl.config.sources import read_chain
 from mrl.data.toy import TOY_TASKS
 from mrl.launch.site import SiteConfig
-from mrl.plan.preflight_columns import declared_columns, stages
+from mrl.preflight.columns import declared_columns, stages
 from tests.docs.blocks import ROOT, pages
 from tests.docs.pictures import IMAGES, PICTURES, SOLVED, recorded
 from tests.house_rules import (

@@ -14,10 +14,10 @@ import torch
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine import checkpoint
-from mrl.engine.local_world import run_distributed
 from mrl.engine.parallel import model_parallel
 from mrl.errors import EngineError
 from mrl.models.table import Head
+from mrl.verify.spawn import run_distributed
 from tests.engine.tiny_training import build, step, whole_losses
 
 LIMIT_S = 300.0

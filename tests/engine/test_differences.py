@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mrl.config.schema import ParallelConfig
-from mrl.engine.parity import Difference, HeldParameter, ParityCase, ParityResult, RankResult, make_rows, merge_ranks
-from mrl.engine.verify import FLOAT32, Tolerance, Verified, fewest_ranks, score_difference, tolerance
 from mrl.models.families import read_spec
+from mrl.verify.layout import FLOAT32, Tolerance, Verified, fewest_ranks, score_difference, tolerance
+from mrl.verify.parity import Difference, HeldParameter, ParityCase, ParityResult, RankResult, make_rows, merge_ranks
 from tests.models.tiny_models import make_tiny
 
 WEIGHT = np.arange(6, dtype=np.float32).reshape(3, 2)

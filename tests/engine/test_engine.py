@@ -17,7 +17,6 @@ from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine import checkpoint
 from mrl.engine.agreement import raise_on_all_ranks
 from mrl.engine.engine import EngineRequest, MegatronEngine
-from mrl.engine.local_world import run_distributed
 from mrl.engine.loss import LossInput, LossOutput
 from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.engine.random_states import random_states, set_random_states
@@ -26,6 +25,7 @@ from mrl.engine.weights import held_tensors
 from mrl.errors import EngineError, ModelError, MrlError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
+from mrl.verify.spawn import run_distributed
 from tests.engine.tiny_training import build, log_probs, negative_score, share, step
 
 LIMIT_S = 300.0

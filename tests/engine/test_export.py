@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine.export import export
-from mrl.engine.local_world import run_distributed
 from mrl.engine.parallel import model_parallel
 from mrl.errors import EngineError, ModelError
 from mrl.models.families import read_spec
 from mrl.models.table import Head
+from mrl.verify.spawn import run_distributed
 from tests.engine.tiny_training import build
 
 LIMIT_S = 300.0

@@ -12,7 +12,7 @@ import torch
 
 from mrl.engine import freed_memory
 from mrl.engine.freed_memory import free_unused_memory
-from mrl.engine.movable import HostMirroredStorage
+from mrl.engine.host_mirror import HostMirroredStorage
 from mrl.engine.offload import DeviceMemory
 
 MIB = 1 << 20

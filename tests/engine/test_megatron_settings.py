@@ -17,12 +17,12 @@ from mrl.config import megatron_fields
 from mrl.config.megatron_fields import FieldRules
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
 from mrl.engine.engine import EngineRequest, MegatronEngine
-from mrl.engine.local_world import run_distributed
 from mrl.engine.parallel import ParallelGroups, model_parallel
-from mrl.engine.parity import Difference, ParityCase, ParityResult, measure, merge_ranks
 from mrl.engine.scores import ScoreRequest
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
+from mrl.verify.parity import Difference, ParityCase, ParityResult, measure, merge_ranks
+from mrl.verify.spawn import run_distributed
 from tests.engine.tiny_training import negative_score, share
 from tests.models.tiny_models import make_tiny
 

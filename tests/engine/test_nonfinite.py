@@ -11,10 +11,10 @@ import torch
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine.engine import MegatronEngine
-from mrl.engine.local_world import run_distributed
 from mrl.engine.loss import LossInput, LossOutput
 from mrl.engine.parallel import model_parallel
 from mrl.errors import EngineError
+from mrl.verify.spawn import run_distributed
 from tests.engine.tiny_training import build, negative_score, step
 
 LIMIT_S = 300.0

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mrl.config.schema import ParallelConfig as Layout
-from mrl.engine.local_world import run_distributed
 from mrl.engine.offload import PartName
 from mrl.engine.parallel import model_parallel
+from mrl.verify.spawn import run_distributed
 from tests.engine.tiny_training import build, log_probs, refusal, step
 
 LIMIT_S = 300.0

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mrl.config.schema import ParallelConfig, ScheduleConfig
-from mrl.engine.local_world import run_distributed
 from mrl.engine.parallel import model_parallel
+from mrl.verify.spawn import run_distributed
 from tests.engine.tiny_training import build, step
 
 LIMIT_S = 300.0

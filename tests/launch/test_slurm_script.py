@@ -14,7 +14,7 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.errors import ConfigError
-from mrl.launch.parcel import KNOWN_DATASETS, pack
+from mrl.launch.job_bundle import KNOWN_DATASETS, pack
 from mrl.launch.site import load_site
 from mrl.launch.slurm import SlurmJob, render_script
 from tests.launch.conftest import MAIN, ROOT, Place

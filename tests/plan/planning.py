@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.load import load_config
-from mrl.plan.subject import PlanInput, make_plan_input
+from mrl.plan.plan_input import PlanInput, make_plan_input
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if not path.stem.startswith("laptop"))

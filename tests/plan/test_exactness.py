@@ -6,8 +6,8 @@ import pytest
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine import vocab_head
-from mrl.engine.local_world import run_distributed
 from mrl.plan import activations
+from mrl.verify.spawn import run_distributed
 from tests.plan.accounting import Accounts, Case, accounts
 from tests.plan.saved import SavedCase, saved_and_predicted
 

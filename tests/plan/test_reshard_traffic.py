@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from mrl.config.mesh import Mesh
-from mrl.hybrid.layout import BucketSizes, RankPlan, ReshardPlanner, RolloutLayout
 from mrl.models.layout import Layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.known_models import model_spec
 from mrl.plan.reshard_traffic import RankTraffic, ReshardTraffic
+from mrl.weight_sync.planner import BucketSizes, RankPlan, ReshardPlanner, RolloutLayout
 
 SIZES = BucketSizes(slot_bytes=64 << 20, itemsize=2, alignment=64)
 DENSE = dataclasses.replace(model_spec("Qwen2.5-0.5B"), num_layers=4, vocab=1001)

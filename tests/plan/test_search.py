@@ -13,8 +13,8 @@ import pytest
 from mrl.config.load import load_config
 from mrl.plan import search as searching
 from mrl.plan.memory import plan_memory
+from mrl.plan.plan_input import PlanInput, make_plan_input
 from mrl.plan.search import Found, Option, Placement, placements, search, try_out
-from mrl.plan.subject import PlanInput, make_plan_input
 from mrl.plan.timing import Lengths, TimedPhase, TimePlan, assumed_lengths, plan_time
 from tests.plan.planning import CONFIGS, REWARD_MODEL, subject_of
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import plan as published
 from mrl.plan.assumptions import ASSUMPTIONS
-from mrl.plan.subject import PlanInput
+from mrl.plan.plan_input import PlanInput
 from mrl.plan.timing import Lengths, TimedPhase, TimePlan, assumed_lengths, plan_time
 from tests.plan.planning import PRESETS, REWARD_MODEL, subject_of
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.engine.parity import OPTIMIZER
-from mrl.engine.verify import verify_layout
+from mrl.verify.layout import verify_layout
+from mrl.verify.parity import OPTIMIZER
 from tests.presets.twins import presets, switches, training_twin, training_twins
 
 TWINS = training_twins()

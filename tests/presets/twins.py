@@ -11,10 +11,10 @@ from mrl.config.arithmetic import role_mesh
 from mrl.config.load import load_config, load_sft_config
 from mrl.config.schema import MegatronModelConfig, ParallelConfig, ScheduleConfig, TrainedModelConfig
 from mrl.config.sft import AnyConfig
-from mrl.engine.verify import fewest_ranks
 from mrl.models.small import small_config
 from mrl.models.table import Head
 from mrl.plan.known_models import model_values
+from mrl.verify.layout import fewest_ranks
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MAX_SIZE = 2

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 
 from mrl.config.schema import Config
 from mrl.data.toy_tokenizer import save_toy_tokenizer
-from mrl.engine.verify import make_random
 from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
+from mrl.verify.layout import make_random
 from tests.presets.twins import MAX_SIZE, cut
 
 NOT_ON_A_CPU = {

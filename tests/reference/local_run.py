@@ -31,20 +31,20 @@ from mrl.data.prompt_loader import PromptLoader, SkipLog
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.events import EventLog
-from mrl.observe.clock import StepTimer
 from mrl.observe.console import Console
+from mrl.observe.step_timer import StepTimer
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
-from mrl.trainer import team as team_module
+from mrl.trainer import components as team_module
+from mrl.trainer.components import Components
 from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator, ScoredBatch
 from mrl.trainer.model_role import ModelRole
 from mrl.trainer.ppo import RayPPOTrainer
 from mrl.trainer.run import open_run
-from mrl.trainer.team import Components
 from mrl.trainer.validation import Validator
 from mrl.workers.actor import ActorRolloutRefWorker
 from mrl.workers.critic import CriticWorker

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mrl.config.load import load_config
-from mrl.engine.local_world import run_distributed
+from mrl.verify.spawn import run_distributed
 from tests.reference.compare import hold, too_large
 from tests.reference.judge import Judge
 from tests.reference.matrix import all_cases, record

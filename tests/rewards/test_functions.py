@@ -179,7 +179,7 @@ def test_each_function_is_in_the_table() -> None:
 
 def test_a_worker_is_light() -> None:
     program = (
-        "import sys, mrl.rewards.keeper, mrl.rewards.functions.gsm8k\n"
+        "import sys, mrl.rewards.supervisor, mrl.rewards.functions.gsm8k\n"
         "heavy = {'torch', 'numpy', 'ray', 'omegaconf', 'yaml', 'sympy', 'asyncio'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )

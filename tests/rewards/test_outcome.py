@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from mrl.rewards.catalogue import RewardFunction, is_built_in
 from mrl.rewards.frames import CONTROL, FrameError, FrameReader, control, frame, to_json
+from mrl.rewards.loader import RewardFunction, is_built_in
 from mrl.rewards.metrics import reward_metrics
 from mrl.rewards.outcome import FAILURE_KINDS, BadResult, Failure, Score, failure_reply, numbers_of, read_reply
 from mrl.rewards.processes import describe_status

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mrl.errors import RolloutError
-from mrl.rollout.digest import digest, weighted_sums
 from mrl.rollout.requests import Sampling, request_seed
+from mrl.weight_sync.digest import digest, weighted_sums
 
 
 def test_seeds_are_stable_and_differ_in_every_part() -> None:

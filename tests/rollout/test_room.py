@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.device_allocator.cumem import CuMemAllocator
 
-from mrl.rollout.receiver import WorkerExtension
+from mrl.weight_sync.vllm_receiver import WorkerExtension
 
 
 def test_a_part_takes_what_of_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

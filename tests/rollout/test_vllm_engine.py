@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mrl.errors import RolloutError
-from mrl.rollout.digest import digest
 from mrl.rollout.engine import RolloutEngine
 from mrl.rollout.requests import GenerationRequest, Sampling
+from mrl.weight_sync.digest import digest
 from tests.rollout.conftest import VOCAB, Small, requests, run
 from tests.rollout.trainer_side import InBackground, fused, send, update
 

@@ -14,8 +14,8 @@ from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader, slices
 from mrl.models.rollout_table import EngineSizes, rollout_tensors
 from mrl.models.table import hf_tensors
-from mrl.rollout.engine import EngineSettings, RolloutEngine, socket_path
-from mrl.rollout.handover import ALIGNMENT_BYTES, IpcSender, TensorView
+from mrl.rollout.engine import EngineSettings, RolloutEngine
+from mrl.weight_sync.ipc import ALIGNMENT_BYTES, IpcSender, TensorView, socket_path
 
 Tensors = Iterable[tuple[str, Tensor]]
 SLOT_BYTES = 1 << 20

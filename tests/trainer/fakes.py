@@ -43,10 +43,10 @@ from mrl.protocol.columns import from_rows
 from mrl.rewards.outcome import Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.trainer.components import Components, _kl_controller
 from mrl.trainer.generation import Generator
 from mrl.trainer.ppo import RayPPOTrainer
 from mrl.trainer.run import Run
-from mrl.trainer.team import Components, _kl_controller
 
 END = 2
 Journal = list[Any]

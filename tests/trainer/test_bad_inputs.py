@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from mrl.cli.main import main
 from mrl.controller import cluster
 from mrl.errors import PlacementError
-from mrl.trainer import team
+from mrl.trainer import components
 from mrl.trainer.demo_model import make_model
 
 CONFIG = """\
@@ -54,7 +54,7 @@ def run_that_would_work(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def nobody_gets_here(*_: object) -> None:
         raise PlacementError(REACHED)
 
-    monkeypatch.setattr(team, "ray_cluster", nobody_gets_here)
+    monkeypatch.setattr(components, "ray_cluster", nobody_gets_here)
     monkeypatch.setattr(cluster, "ray_cluster_soon", lambda _: nullcontext())
 
 

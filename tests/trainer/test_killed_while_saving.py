@@ -26,7 +26,7 @@ def train_for_ever(model: str, directory: Path) -> None:
     from mrl.engine import checkpoint
     from mrl.engine.parallel import model_parallel
     from mrl.events import EventLog
-    from mrl.trainer.snapshot import CheckpointManager
+    from mrl.trainer.checkpoints import CheckpointManager
     from tests.engine.tiny_training import build, step
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -63,7 +63,7 @@ def test_every_resume_finds_a_verified_state(tmp_path: Path) -> None:
 
     model = str(make_tiny("llama", tmp_path / "model"))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mrl.engine.engine", "mrl.trainer.snapshot", "tests.engine.tiny_training"])
+    context.set_forkserver_preload(["mrl.engine.engine", "mrl.trainer.checkpoints", "tests.engine.tiny_training"])
     chance = random.Random(7)
     for number in range(NUM_KILLS):
         process = context.Process(target=train_for_ever, args=(model, tmp_path))

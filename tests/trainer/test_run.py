@@ -24,8 +24,8 @@ from mrl.observe.metrics import read_metrics
 from mrl.observe.panel import SamplePreview
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
+from mrl.trainer.components import Components
 from mrl.trainer.run import Run, open_run
-from mrl.trainer.team import Components
 from tests.trainer.fakes import Prompts, Role, Screen, make_config, resolved
 
 
@@ -300,7 +300,7 @@ def test_a_run_wants_to_stop_when_its_time_is_up(begin: Begin, monkeypatch: pyte
     run, endless = begin(training={"time_limit_s": 60.0}), begin()
     assert not run.should_stop()
     now = SimpleNamespace(monotonic=lambda: run.stopping._began + 61)
-    monkeypatch.setattr("mrl.trainer.stopping.time", now)
+    monkeypatch.setattr("mrl.trainer.shutdown.time", now)
     assert run.should_stop()
     assert run.console.said == ["training.time_limit_s=60 is reached: saving and stopping"]  # type: ignore[attr-defined]
     assert not endless.should_stop()

@@ -30,7 +30,7 @@ from mrl.data.toy_tokenizer import save_toy_tokenizer
 from mrl.events import EventLog, Warned, read_events
 from mrl.observe.metrics import read_metrics
 from mrl.trainer.sft import train_sft
-from mrl.trainer.stopping import ShutdownSignal
+from mrl.trainer.shutdown import ShutdownSignal
 from mrl.workers.messages import ModelFacts, ModelSetup, UpdateReport
 
 LR = 0.5

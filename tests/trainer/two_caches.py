@@ -12,7 +12,7 @@ from pathlib import Path
 import mrl.controller  # noqa: F401 - before ray: it settles how Ray authenticates
 from mrl.config.schema import ClusterConfig, DeadlinesConfig, ModelConfig, PlacementConfig
 from mrl.controller import ResourcePoolManager, ray_cluster
-from mrl.controller.survey import run_on_nodes
+from mrl.controller.nodes import run_on_nodes
 from mrl.errors import ModelError
 from mrl.events import EventLog
 from mrl.trainer.node_models import fetch_models

@@ -19,16 +19,16 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import TrainedModelConfig
 from mrl.controller import Dispatch
 from mrl.controller.dispatch import registered_methods
-from mrl.engine.local_world import run_distributed
 from mrl.engine.loss import LossOutput, Scores
 from mrl.engine.scores import ScoreRequest
-from mrl.engine.verify import make_random
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
+from mrl.verify.layout import make_random
+from mrl.verify.spawn import run_distributed
 from mrl.workers.actor import ActorRolloutRefWorker
 from mrl.workers.messages import ModelSetup
 from mrl.workers.model_worker import ModelWorker, optional_values, response_column, response_mask, token_rows

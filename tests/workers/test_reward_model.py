@@ -12,12 +12,12 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig, RewardModelConfig
 from mrl.controller import RankInfo, Rendezvous
 from mrl.data.packing import plan_step
-from mrl.engine.local_world import run_distributed
-from mrl.engine.verify import make_random
 from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
+from mrl.verify.layout import make_random
+from mrl.verify.spawn import run_distributed
 from mrl.workers.messages import ModelSetup
 from mrl.workers.reward_model import RewardModelWorker
 

@@ -1,0 +1,1 @@
+"""`mrl check`: what would stop a run later, found before it starts: configuration, data, models, memory, machines."""

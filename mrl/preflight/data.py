@@ -1,0 +1,174 @@
+"""The data as the run will see it: real rows through template and tokenizer, and real answers through the rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from mrl.config.model_names import in_directories
+from mrl.config.schema import Config, SourceConfig
+from mrl.data.chat import ChatTokenizer, load_tokenizer
+from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, open_dataset
+from mrl.errors import BadRow, DataError, ModelError
+from mrl.events import EventLog
+from mrl.preflight.findings import CheckResult, Verdict, guarded
+from mrl.rewards.manager import RewardManager
+from mrl.rewards.outcome import Failure, Outcome, Score
+from mrl.rewards.sample import Sample
+from mrl.trainer.model_scores import check_reward_model
+
+_MAX_ROWS = 256
+_NUM_SCORED = 4
+_MAX_NAMED = 3
+_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<think>it is known</think> <answer>{}</answer>")
+"""What the built-in rewards look for; a reward of the user's mostly wants one of them as well."""
+
+Look = Callable[[RLHFDataset], list[Prompt | SkippedRow]]
+
+
+def check_data(config: Config, *, all_rows: bool) -> Iterator[CheckResult]:
+    """Tokenizer, sources and rewards; without the tokenizer nothing else can be looked at."""
+    try:
+        config = in_directories(config)
+    except ModelError as error:
+        yield CheckResult(
+            "skip", "data", f"prompts and rewards need the models' tokenizers: {error.where or error.what}"
+        )
+        return
+    try:
+        tokenizer = load_tokenizer(config.model.path)
+    except DataError as error:
+        yield CheckResult("fail", "tokenizer", f"{error.where}: {error.what}", error.fix)
+        yield CheckResult("skip", "data", "prompts and rewards need the tokenizer")
+        return
+    yield CheckResult(
+        "ok", "tokenizer", f"{len(tokenizer)} tokens, ends with id {tokenizer.eos_token_id}, chat template"
+    )
+    yield from guarded("reward_model", _check_reward_model(config, tokenizer))
+    scored: dict[str, list[Prompt]] = {}
+    for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
+        for name, source in sources.items():
+            key = f"data.{part}.{name}"
+            scored[key] = []
+            look = _all_rows if all_rows else _some_rows
+            yield from guarded(key, _check_source(config, {key: source}, tokenizer, look, scored[key]))
+    yield from guarded("data.train", _check_number(config, tokenizer))
+    yield from guarded("rewards", _check_rewards(config, scored, tokenizer))
+
+
+def _check_reward_model(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
+    if config.reward_model is not None:
+        warnings = list(check_reward_model(config, tokenizer))
+        yield from (CheckResult("warn", "reward_model", warning) for warning in warnings)
+        if not warnings:
+            yield CheckResult("ok", "reward_model", f"{config.reward_model.path} reads the policy's tokens")
+
+
+def _check_number(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
+    num = len(open_dataset(config.data.train, config.data, config.rollout, tokenizer))
+    wanted, about = config.batch.prompts_per_step, "data.train"
+    if num < wanted:
+        fix = f"add prompts, or batch.prompts_per_step={num}"
+        yield CheckResult("fail", about, f"{num} prompts, {wanted} per step", fix)
+    else:
+        yield CheckResult("ok", about, f"{num} prompts, {num / wanted:.1f} steps until one comes again")
+
+
+def _check_source(
+    config: Config, source: Mapping[str, SourceConfig], tokenizer: ChatTokenizer, look: Look, scored: list[Prompt]
+) -> Iterator[CheckResult]:
+    """What the rows of one source are like; some of the usable ones go into `scored`."""
+    (key,) = source
+    dataset = open_dataset(source, config.data, config.rollout, tokenizer)
+    found = look(dataset)
+    prompts = [row for row in found if isinstance(row, Prompt)]
+    scored += prompts[:: max(1, len(prompts) // _NUM_SCORED)][:_NUM_SCORED]
+    unusable = [row for row in found if isinstance(row, SkippedRow)]
+    seen = f"{len(dataset)} rows, {len(found)} looked at"
+    if prompts:
+        lengths = sorted(len(prompt.ids) for prompt in prompts)
+        tail = lengths[int(0.95 * (len(lengths) - 1))]
+        what = f"{seen}: prompts of {lengths[0]} to {lengths[-1]} tokens, 95 % within {tail}"
+        yield CheckResult("ok", key, f"{what}; the limit is {config.rollout.max_prompt_tokens}")
+    else:
+        yield CheckResult("fail", key, f"{seen}: none is a usable prompt", "see the lines below")
+    if dropped := [row.num_tokens for row in unusable if row.error is None]:
+        what = (
+            f"{len(dropped)} of {len(found)} prompts are too long and will be dropped; the longest has {max(dropped)}"
+        )
+        yield CheckResult("warn", key, f"{what} tokens", "raise rollout.max_prompt_tokens, if they matter")
+    errors = [row.error for row in unusable if row.error is not None]
+    bad = [error for error in errors if isinstance(error, BadRow)]
+    verdict: Verdict = "fail" if len(errors) > len(bad) or len(bad) > config.data.max_bad_rows else "warn"
+    for error in errors[:_MAX_NAMED]:
+        yield CheckResult(verdict, key, str(error).partition("\n")[0], error.fix)
+    if len(errors) > _MAX_NAMED:
+        yield CheckResult(verdict, key, f"{len(errors) - _MAX_NAMED} more rows like these")
+
+
+def _some_rows(dataset: RLHFDataset) -> list[Prompt | SkippedRow]:
+    """Rows at even distances."""
+    step = max(1, len(dataset) // _MAX_ROWS)
+    return dataset.read([draw for row in range(0, len(dataset), step) for draw in dataset.draws(row, row + 1)])
+
+
+def _all_rows(dataset: RLHFDataset) -> list[Prompt | SkippedRow]:
+    """Every row that is no prompt, ids that occur twice included, and some that are one."""
+    bad = list(dataset.check())
+    known = {unusable.draw.number for unusable in bad}
+    return [*bad, *(row for row in _some_rows(dataset) if row.draw.number not in known)]
+
+
+def _check_rewards(
+    config: Config, prompts: Mapping[str, list[Prompt]], tokenizer: ChatTokenizer
+) -> Iterator[CheckResult]:
+    """The right answers, scored in the workers that will score the responses: a sane reward gives them something."""
+    if not config.reward.functions:
+        yield CheckResult("skip", "rewards", "there is no reward function: the reward model alone scores")
+        return
+    reward = dataclasses.replace(config.reward, on_failure="drop", max_failed_share=1.0)  # to see them all
+    with tempfile.TemporaryDirectory() as directory:
+        events = EventLog(Path(directory, "events.jsonl"))
+        try:
+            with RewardManager(reward, events) as rewards:
+                for key, of_source in prompts.items():
+                    if of_source:
+                        samples = [_answered(prompt, form, tokenizer) for form in _FORMS for prompt in of_source]
+                        yield _scores(key, rewards.score(samples), samples)
+        finally:
+            events.close()
+
+
+def _answered(prompt: Prompt, form: str, tokenizer: ChatTokenizer) -> Sample:
+    """A sample whose response is the ground truth in some form, or nothing but the form where the source has none."""
+    row, response = prompt.row, form.format(prompt.row.ground_truth or "")
+    return Sample(
+        prompt=prompt.text,
+        response=response,
+        num_response_tokens=len(tokenizer([response], add_special_tokens=False)["input_ids"][0]),
+        ground_truth=row.ground_truth,
+        data_source=row.data_source,
+        extra_info=row.extra_info,
+        uid=prompt.draw.uid,
+        row_id=prompt.draw.number,
+    )
+
+
+def _scores(key: str, outcomes: Sequence[Outcome], samples: Sequence[Sample]) -> CheckResult:
+    about = f"rewards of {key}"
+    if failures := [outcome for outcome in outcomes if isinstance(outcome, Failure)]:
+        what = f"{len(failures)} of {len(outcomes)} samples have no score: {failures[0].kind}: {failures[0].detail}"
+        return CheckResult("fail", about, what, "mend the reward function")
+    scores = [outcome for outcome in outcomes if isinstance(outcome, Score)]
+    num_rows = len(scores) // len(_FORMS)
+    by_form = [scores[begin : begin + num_rows] for begin in range(0, len(scores), num_rows)]
+    best = max(range(len(_FORMS)), key=lambda form: sum(score.value for score in by_form[form]))
+    shown = ", ".join(f"{score.value:g}" for score in by_form[best])
+    what = f"the right answers, written as {samples[best * num_rows].response!r:.60}, score {shown}"
+    if not any(score.value > 0 for score in by_form[best]):
+        fix = "does the function want another form, or columns.ground_truth another column?"
+        return CheckResult("warn", about, f"{what}: none of them is rewarded", fix)
+    slowest = max(score.seconds for score in scores)
+    return CheckResult("ok", about, f"{what}; the slowest took {1000 * slowest:.0f} ms")

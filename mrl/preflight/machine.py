@@ -1,0 +1,160 @@
+"""Whether a machine is fit for a run: this one, or each node of a cluster by the facts that it sends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mrl.config.arithmetic import longest_sample_tokens, samples_per_step
+from mrl.config.run_directory import CHECKPOINTS, steps_in
+from mrl.config.schema import Config
+from mrl.errors import ModelError, SetupError
+from mrl.plan.known_models import model_spec
+from mrl.preflight.findings import CheckResult, check_columns
+from mrl.preflight.memory import check_machine
+from mrl.preflight.node_facts import node_facts
+
+_CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32 weights and Adam's two moments
+_COLUMN_BYTES_PER_TOKEN = 4 * 8  # ids, log-probs, values, advantages, ... of a step, in Ray's object store
+_SHM_FLOOR_BYTES = 1 << 30  # NCCL and vLLM exchange through it as well; a container has 64 MiB by default
+_MIN_FILES, _MIN_PROCESSES, _MIN_PORTS = 16384, 8192, 8192
+_GIB = 1 << 30
+
+
+def existing_parent(directory: Path) -> Path:
+    """The nearest directory at or above a path that is there."""
+    return next(parent for parent in (directory.absolute(), *directory.absolute().parents) if parent.is_dir())
+
+
+@contextmanager
+def canary_file(config: Config) -> Iterator[str]:
+    """A file where the run directory will be, for as long as the block takes: every node must see it."""
+    directory = existing_parent(Path(config.run.dir))
+    try:
+        handle, path = tempfile.mkstemp(prefix=".mrl-canary-", dir=directory)
+    except OSError as error:
+        fix = "choose another run.dir"
+        raise SetupError(f"nothing can be written there: {error.strerror}", where=str(directory), fix=fix) from error
+    os.close(handle)
+    try:
+        yield path
+    finally:
+        os.unlink(path)
+
+
+def check_start(config: Config) -> Iterator[CheckResult]:
+    """What a run looks at before it starts anything; nodes of a joined cluster are looked at when it joins."""
+    yield from check_columns(config)
+    yield from check_disk(config)
+    if config.cluster.ray_address is None:
+        yield from check_here(config, with_gpus=False)
+
+
+def check_here(config: Config, *, with_gpus: bool) -> Iterator[CheckResult]:
+    """This machine; asking for its GPUs takes about a second."""
+    with canary_file(config) as canary:
+        here = node_facts(canary, with_gpus)
+    yield from check_nodes(config, [here], here["versions"])
+
+
+def check_disk(config: Config) -> Iterator[CheckResult]:
+    """Room for the checkpoints that are kept, the best one, and the one that is being written, but for those there."""
+    free, about = shutil.disk_usage(existing_parent(Path(config.run.dir))).free, "disk"
+    try:
+        num_parameters = model_spec(config.model.path).num_parameters
+    except ModelError as error:
+        yield CheckResult("skip", about, f"{free / _GIB:.1f} GiB free in {config.run.dir}; {error.what}", error.fix)
+        return
+    parameters = len(config.trained_roles()) * num_parameters
+    num_there = len(steps_in(Path(config.run.dir, config.run.name, CHECKPOINTS)))
+    each, num = parameters * _CHECKPOINT_BYTES_PER_PARAMETER, max(1, config.training.keep + 2 - num_there)
+    what = f"{free / _GIB:.1f} GiB free in {config.run.dir}; {num} more checkpoints of {each / _GIB:.2f} GiB"
+    if each * num > free:
+        fix = f"free {(each * num - free) / _GIB:.1f} GiB, a smaller training.keep, or another run.dir"
+        yield CheckResult("fail", about, what, fix)
+    else:
+        yield CheckResult("ok", about, what)
+
+
+def check_nodes(
+    config: Config, facts: Sequence[Mapping[str, Any]], expected: Mapping[str, str]
+) -> Iterator[CheckResult]:
+    """Findings about nodes; what several have in common is said once. `expected` are the driver's versions."""
+    nodes_of: dict[CheckResult, list[str]] = {}
+    for node in facts:
+        for finding in _check_node(config, node, expected):
+            nodes_of.setdefault(finding, []).append(node["node"])
+    for finding, names in nodes_of.items():
+        who = (
+            names[0] if len(names) == 1 else f"{len(names)} nodes ({', '.join(names[:4])}{', ...' * (len(names) > 4)})"
+        )
+        where = "" if finding.verdict == "ok" and len(names) == len(facts) else f"{who}: "
+        yield CheckResult(finding.verdict, finding.about, f"{where}{finding.what}", finding.fix)
+
+
+def _check_node(config: Config, node: Mapping[str, Any], expected: Mapping[str, str]) -> Iterator[CheckResult]:
+    if not node["sees_canary"]:
+        fix = "put run.dir on a file system that all nodes share"
+        yield CheckResult("fail", "run directory", f"{config.run.dir} is not what the driver sees there", fix)
+    elif not node["has_sockets"]:
+        what = f"no Unix socket can be made in {config.run.dir}, and weights go to the engines through one"
+        yield CheckResult("fail", "run directory", what, "choose another run.dir")
+    else:
+        yield CheckResult("ok", "run directory", f"{config.run.dir} is seen, and can hold sockets")
+    if other := {name: version for name, version in node["versions"].items() if expected.get(name) != version}:
+        found = ", ".join(f"{name} {version}" for name, version in other.items())
+        here = ", ".join(f"{name} {expected.get(name, 'not installed')}" for name in other)
+        yield CheckResult("fail", "versions", f"{found}; the driver has {here}", "install the same everywhere")
+    yield _shared_memory(config, node["shm_free_bytes"])
+    if config.cluster.device == "cpu":
+        yield check_machine(config, node["usable_memory_bytes"], node["taken_memory_bytes"])
+    yield from _limits(node)
+    for variable, interface in node["missing_interfaces"].items():
+        what = f"{variable}={interface}, and there is no such network interface"
+        yield CheckResult("fail", "network", what, f"unset {variable}, or name one that `ip link` lists")
+    if config.cluster.device == "gpu" and node["gpus"] is not None:
+        yield _gpus(config, node["gpus"], node["versions"])
+
+
+def _shared_memory(config: Config, free: int) -> CheckResult:
+    step = samples_per_step(config.batch) * longest_sample_tokens(config.rollout) * _COLUMN_BYTES_PER_TOKEN
+    wanted = step + (_SHM_FLOOR_BYTES if config.cluster.device == "gpu" else 0)
+    # Whole GiB: the same on every node, where the exact number is not.
+    what = f"/dev/shm has {free // _GIB} GiB free; the columns of a step take up to {step / _GIB:.2f} GiB"
+    if free < wanted:
+        return CheckResult(
+            "fail", "shared memory", what, f"give the node or container {wanted / _GIB:.1f} GiB (--shm-size)"
+        )
+    return CheckResult("ok", "shared memory", what)
+
+
+def _limits(node: Mapping[str, Any]) -> Iterator[CheckResult]:
+    low = False
+    for name, key, fewest, fix in (
+        ("open files", "most_files", _MIN_FILES, f"ulimit -Hn {_MIN_FILES} for the user, or in the container"),
+        ("processes", "most_processes", _MIN_PROCESSES, f"ulimit -u {_MIN_PROCESSES}"),
+        ("ports", "num_ports", _MIN_PORTS, "widen net.ipv4.ip_local_port_range"),
+    ):
+        if 0 <= node[key] < fewest:  # -1 is no limit
+            low = True
+            yield CheckResult("warn", "limits", f"at most {node[key]} {name}; a full node wants {fewest}", fix)
+    if not low:
+        yield CheckResult("ok", "limits", "open files, processes and ports suffice for a full node")
+
+
+def _gpus(config: Config, gpus: Sequence[Sequence[str]], versions: Mapping[str, str]) -> CheckResult:
+    wanted = config.cluster.devices_per_node
+    kinds = ", ".join(sorted({f"{name}, driver {driver}" for name, driver in gpus}))
+    nccl = next((version for name, version in versions.items() if name.startswith("nvidia-nccl")), "")
+    what = f"{len(gpus)} GPUs ({kinds or 'nvidia-smi finds none'}); " + (f"NCCL {nccl}" if nccl else "no NCCL package")
+    if len(gpus) < wanted:
+        fix = f"cluster.devices_per_node={len(gpus)}" if gpus else "is this node meant, and is its driver loaded?"
+        return CheckResult("fail", "GPUs", f"{what}; cluster.devices_per_node is {wanted}", fix)
+    return CheckResult(
+        "ok" if nccl else "warn", "GPUs", what, "" if nccl else "mrl env says whether torch has it built in"
+    )

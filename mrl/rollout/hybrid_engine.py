@@ -1,0 +1,237 @@
+"""`HybridEngine`: the trainer and the engines share devices; this says whose memory is where, and moves the weights.
+
+training -> the trainer gives up gradients and optimizer, and other roles on its devices give up all
+         -> the engines wake their weights -> weights go over
+         -> the trainer gives up its parameters -> the engines wake their cache -> generating -> the way back
+
+Engines with a pool of their own stay awake; receivers on their devices take the weights from the network.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from mrl.config.arithmetic import has_own_rollout_pool, longest_sample_tokens, num_engines, rollout_devices
+from mrl.config.mesh import Mesh
+from mrl.config.schema import Config, DeadlinesConfig
+from mrl.controller import DeviceSlots, RayClassWithInitArgs, RayWorkerGroup, RunContext
+from mrl.errors import RolloutError
+from mrl.models.families import read_spec
+from mrl.models.rollout_table import EngineSizes
+from mrl.models.spec import ModelSpec
+from mrl.rollout.device_memory import device_full
+from mrl.rollout.engine import EngineSettings, Part
+from mrl.rollout.fleet import RolloutFleet
+from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.weight_sync.planner import RolloutLayout
+from mrl.weight_sync.spec import WeightSyncSpec
+
+SOCKETS = "handover"
+REPLICA, RECEIVER = "rollout-{}", "receiver"
+PARTS = ("parameters", "gradients", "optimizer")
+
+
+class HybridEngine:
+    """One of the two works at a time. Weights go over when they have changed, each time under a new version.
+
+    Engines start beside the trainer's groups, but on GPUs after them: an engine measures what is free of its device,
+    and nobody else may start on it meanwhile.
+    """
+
+    _actor: RayWorkerGroup
+    _guests: list[RayWorkerGroup]
+
+    def __init__(self, config: Config, groups: Mapping[str, Future[RayWorkerGroup]], context: RunContext) -> None:
+        self._config, self._context, self._groups = config, context, groups
+        self._receivers: RayWorkerGroup | None = None
+        if has_own_rollout_pool(config):
+            self._receivers = start_weight_receivers(config, context)
+        self._take_turns = config.sync.offload and self._receivers is None
+        self._sockets = context.run_directory / SOCKETS
+        shutil.rmtree(self._sockets, ignore_errors=True)  # of a run that crashed
+        self._sockets.mkdir(mode=0o700)
+        self._gpus: list[str] = []
+        if config.cluster.device == "gpu":
+            wait(groups.values())
+            self._gpus = (self._receivers or groups["actor"].result()).visible_gpus()
+        self._version = 1
+        self._held = 0
+        self._is_generating = self._parameters_are_away = False
+        self._metrics: dict[str, float] = {}
+        self._fleet = RolloutFleet(
+            num_engines(config), self._start_replica, self._send_weights, self._settings(0), context.events
+        )
+        if self._take_turns:
+            self._fleet.sleep()
+
+    @property
+    def full_tensor_reason(self) -> str:
+        """Why the engines' parameters cannot be written directly and whole tensors travel; empty where they can."""
+        return self._fleet.full_tensor_reason
+
+    def connect(self) -> None:
+        """Tell the trainer's ranks, whose models are there by now, which engine is on whose device."""
+        config, tp = self._config, self._config.rollout.tp
+        groups, pools = {role: group.result() for role, group in self._groups.items()}, config.placement.roles
+        self._actor = groups["actor"]
+        self._guests = [group for role, group in groups.items() if role != "actor" and pools[role] == pools["actor"]]
+        num_workers = num_engines(config) * tp
+        nodes = [node for node, _ in self._actor.where()]
+        first = len(nodes) if self._receivers else 0
+        nodes += [node for node, _ in self._receivers.where()] if self._receivers else []
+        hosts = tuple(range(first, first + num_workers))
+        route = WeightSyncSpec(
+            layout=RolloutLayout(self._engine_sizes(), hosts, tuple(nodes.index(node) for node in nodes)),
+            sockets=self._sockets,
+            engines=tuple(REPLICA.format(worker // tp) for worker in range(num_workers)),
+            dtype=self._settings(0).dtype,
+            trained_dtype=config.actor.dtype,
+            bucket_bytes=config.sync.bucket_bytes,
+            timeout_s=self._context.deadlines.call_s,
+            rendezvous=self._receivers.rendezvous() if self._receivers else None,
+        )
+        if self._receivers is None:
+            self._actor.prepare_sending(route)
+            return
+        waiting = self._receivers.prepare_receiving.future(config.model.path, config.actor.parallel, first, route)
+        self._actor.prepare_sending(route)
+        waiting.get()
+
+    def weights_changed(self) -> None:
+        """The actor has been updated: what the engines hold is of yesterday."""
+        self._version += 1
+
+    def metrics(self) -> dict[str, float]:
+        """What the last transfer moved, and how long it took."""
+        return dict(self._metrics)
+
+    @contextmanager
+    def rollout_mode(self) -> Iterator[None]:
+        """The engines, awake and with the actor's weights, for the length of the block."""
+        if self._is_generating:
+            raise RolloutError("the engines generate already: rollout_mode was entered twice")
+        self._is_generating = True
+        if self._take_turns:
+            self._actor.offload("gradients", "optimizer")
+            for group in self._guests:
+                group.offload(*PARTS)
+            self._wake("weights")
+        if self._held != self._version:
+            self._fleet.update(self._version)
+            self._held = self._version
+        if self._take_turns:
+            self._actor.offload("parameters")
+            self._parameters_are_away = True
+            self._wake("kv_cache")
+        yield
+        # A failure in the block ends the run, and with it every process: there is no way back to training then.
+        if self._take_turns:
+            self._fleet.sleep()
+            self._held = 0
+            for group in (self._actor, *self._guests):
+                group.onload(*PARTS)
+            self._parameters_are_away = False
+        self._is_generating = False
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generated]:
+        """Samples of the present policy, each as it is finished."""
+        if not self._is_generating:
+            raise RolloutError("the trainer has the devices: generate within rollout_mode")
+        return self._fleet.stream(requests, sampling, self._version)
+
+    def probe(self, request: GenerationRequest, sampling: Sampling, *, everyone: bool) -> dict[int, Generated]:
+        """One request, answered by all engines, or by those alone that have not been asked since they started."""
+        return self._fleet.probe(request, sampling, self._version, everyone=everyone)
+
+    def close(self) -> None:
+        """End the engines; no socket stays behind."""
+        self._fleet.close()
+        if self._receivers is not None:
+            self._receivers.shutdown()
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
+    def _wake(self, part: Part) -> None:
+        """Wake that part of all engines; of a GPU without room for it, say who holds what."""
+        rollout = self._config.rollout
+        for replica, rooms in self._fleet.wake(part).items():
+            for device, room in enumerate(rooms, replica * rollout.tp):
+                if room.lacking_bytes > 0:
+                    held = {group.role: group.device_memory()[device] for group in (self._actor, *self._guests)}
+                    where = f"device {self._gpus[device]} of {self._actor.where()[device][0]}"
+                    raise device_full(part, where, room, held, rollout.vllm)
+
+    def _start_replica(self, index: int) -> RayWorkerGroup:
+        tp, slots = (
+            self._config.rollout.tp,
+            self._context.resources.device_slots("rollout" if self._receivers else "actor"),
+        )
+        gpus = ",".join(self._gpus[index * tp : (index + 1) * tp])
+        slot = DeviceSlots(slots.devices[index * tp : index * tp + 1], slots.fraction, slots.description, gpus)
+        settings, limit_s = self._settings(index), self._context.deadlines.call_s
+        worker = RayClassWithInitArgs(
+            "mrl.rollout.replica:RolloutReplica", self._config.rollout.engine, settings, limit_s
+        )
+        spec = read_spec(self._config.model.path)
+        deadlines = replace(self._context.deadlines, start_s=engine_start_s(self._context.deadlines, spec))
+        return RayWorkerGroup(settings.replica, worker, Mesh(1), replace(self._context, deadlines=deadlines), slot)
+
+    def _engine_sizes(self) -> EngineSizes:
+        """How the engines are split. Where they cannot be written directly, each of their ranks takes whole tensors."""
+        tp, spec = self._config.rollout.tp, read_spec(self._config.model.path)
+        whole_experts = spec.moe is not None and self._config.rollout.vllm.get("enable_expert_parallel", False)
+        return EngineSizes(tp, ep=tp if whole_experts else 1, whole=bool(self.full_tensor_reason))
+
+    def _settings(self, index: int) -> EngineSettings:
+        rollout, path = self._config.rollout, self._config.model.path
+        return EngineSettings(
+            model=Path(path),
+            dtype=rollout.vllm.get("dtype", self._config.actor.dtype),
+            device="cuda" if self._config.cluster.device == "gpu" else "cpu",
+            max_tokens=longest_sample_tokens(rollout),
+            vocab=read_spec(path).vocab,
+            sockets=self._sockets,
+            replica=REPLICA.format(index),
+            tp=rollout.tp,
+            vllm={name: value for name, value in rollout.vllm.items() if name != "dtype"},
+        )
+
+    def _send_weights(self, replicas: Sequence[int], version: int) -> None:
+        """The trainer's half of a transfer. A replica that starts late finds the parameters away: they come back."""
+        began, tp = time.perf_counter(), self._config.rollout.tp
+        if self._parameters_are_away:
+            self._actor.onload("parameters")
+        workers = [replica * tp + rank for replica in replicas for rank in range(tp)]
+        taking = self._receivers.send_weights.future(version, workers) if self._receivers else None
+        reports = self._actor.send_weights(version, workers) + (taking.get() if taking else [])
+        if self._parameters_are_away:
+            self._actor.offload("parameters")
+        if failures := [report.failure for report in reports if report.failure]:
+            raise RolloutError(f"weights {version} did not arrive: {failures[0]}")
+        self._metrics = {
+            "sync/seconds": time.perf_counter() - began,
+            "sync/bytes_between_ranks": sum(report.bytes_received for report in reports),
+            "sync/least_bytes": sum(report.least_bytes for report in reports),
+        }
+
+
+def engine_start_s(deadlines: DeadlinesConfig, spec: ModelSpec) -> float:
+    """For an engine to start: it makes room for its weights, compiles for them and captures their graphs."""
+    return deadlines.engine_start_s or deadlines.start_s + spec.num_parameters / 5e8
+
+
+def start_weight_receivers(config: Config, context: RunContext) -> RayWorkerGroup:
+    """One process on each device of the engines' own pool."""
+    mesh = Mesh(rollout_devices(config))
+    return RayWorkerGroup(
+        RECEIVER,
+        RayClassWithInitArgs("mrl.workers.weight_receiver:WeightReceiver"),
+        mesh,
+        context,
+        context.resources.device_slots("rollout"),
+    )

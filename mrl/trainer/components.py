@@ -1,0 +1,183 @@
+"""All that a trainer works with: workers, engines, prompts, rewards. They start and end together."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.algos.core_algos import AdaptiveKLController, FixedKLController, KLController
+from mrl.config.arithmetic import role_mesh
+from mrl.config.model_names import in_directories
+from mrl.config.schema import Config
+from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
+from mrl.data.chat import load_tokenizer
+from mrl.data.prompt_loader import PromptLoader, SkipLog
+from mrl.data.rlhf_dataset import open_dataset
+from mrl.events import EventLog, ModelLoaded, Warned
+from mrl.models.families import read_spec
+from mrl.models.hf_reader import HfReader
+from mrl.observe.step_timer import StepTimer
+from mrl.rewards.manager import RewardManager
+from mrl.rollout.hybrid_engine import HybridEngine
+from mrl.trainer.engine_probe import EngineProbe
+from mrl.trainer.generation import Generator
+from mrl.trainer.model_role import ModelRole
+from mrl.trainer.model_scores import check_reward_model
+from mrl.trainer.node_models import fetch_models
+from mrl.trainer.validation import Validator
+from mrl.workers.messages import ModelSetup
+
+
+@dataclass
+class Components:
+    """What a step calls."""
+
+    actor: ModelRole
+    critic: ModelRole | None
+    reward_model: ModelRole | None
+    hybrid: HybridEngine
+    engine_probe: EngineProbe
+    prompts: PromptLoader
+    generator: Generator
+    validator: Validator
+    kl: KLController
+
+    @property
+    def roles(self) -> dict[str, ModelRole]:
+        """The models that are trained."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside the models, as plain JSON."""
+        return {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.prompts.load_state_dict(state["prompts"])
+        self.kl.load_state_dict(state["kl"])
+
+
+@contextmanager
+def build_components(config: Config, directory: Path, events: EventLog, clock: StepTimer) -> Iterator[Components]:
+    """Start everything. What can fail cheaply comes first: prompts and rewards before any device is asked for."""
+    config = in_directories(config)
+    with ExitStack() as stack:
+        tokenizer = load_tokenizer(config.model.path)
+        for name in config.model_roles():
+            check_model(model_setup(name, config))
+        for warning in check_reward_model(config, tokenizer):
+            events.write(Warned("reward_model", warning))
+        prompts = PromptLoader(
+            open_dataset(config.data.train, config.data, config.rollout, tokenizer), config.data, config.batch, events
+        )
+        validation = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
+        rewards = stack.enter_context(RewardManager(config.reward, events)) if config.reward.functions else None
+        with clock("start"):
+            stack.enter_context(ray_cluster(config.cluster))
+            resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
+            resources.create(directory, events)
+            stack.callback(resources.release)
+            fetch_models(config, resources, events)
+            context = RunContext(directory, events, config.deadlines, resources)
+            groups = stack.enter_context(_started(config, context))
+            hybrid = HybridEngine(config, groups, context)  # the engines sleep before the models load
+            stack.callback(hybrid.close)
+            roles = _with_models(config, groups, events)
+            hybrid.connect()
+        generator = Generator(config, hybrid, rewards, tokenizer, clock.progress)
+        validator = Validator(config, validation, generator, SkipLog(config.data.max_bad_rows, events))
+        yield Components(
+            actor=roles["actor"],
+            critic=roles.get("critic"),
+            reward_model=roles.get("reward_model"),
+            hybrid=hybrid,
+            engine_probe=EngineProbe(config, hybrid, roles["actor"], tokenizer, events),
+            prompts=prompts,
+            generator=generator,
+            validator=validator,
+            kl=_kl_controller(config),
+        )
+
+
+def check_model(setup: ModelSetup) -> None:
+    """Refuse a model whose files cannot be what its config.json says; only their headers are read."""
+    spec = read_spec(setup.path)
+    HfReader(setup.path).check(spec, setup.head, setup.new_head)
+
+
+def model_setup(role: str, config: Config) -> ModelSetup:
+    """What a role's workers are told of their model."""
+    pools = config.placement.roles
+    return ModelSetup(
+        path=config.model_of(role)[1],
+        head="lm" if role == "actor" else "score",
+        settings=config.model_roles()[role],
+        seed=config.training.seed,
+        timeout_s=config.deadlines.call_s,
+        new_head=role == "critic" and config.model.critic is None,
+        keeps_reference=role == "actor" and config.algorithm.kl.where != "none",
+        shares_device=config.cluster.device == "cpu" or list(pools.values()).count(pools[role]) > 1,
+    )
+
+
+@contextmanager
+def _started(config: Config, context: RunContext) -> Iterator[dict[str, Future[RayWorkerGroup]]]:
+    """The processes of all roles, which start at once, for the length of the block."""
+    with ThreadPoolExecutor(len(config.model_roles()), "start") as threads:
+        groups = {name: threads.submit(_start, name, config, context) for name in config.model_roles()}
+        try:
+            yield groups
+        finally:
+            wait(groups.values())
+            for group in groups.values():
+                if group.exception() is None:
+                    group.result().shutdown()
+
+
+def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
+    """The processes of a role; their models come later, all roles' at once."""
+    setup, horizon = model_setup(role, config), config.rollout.max_response_tokens
+    if role == "actor":
+        arguments = [setup, config.algorithm, config.rollout.temperature, horizon]
+        worker = RayClassWithInitArgs("mrl.workers.actor:ActorRolloutRefWorker", *arguments)
+    elif role == "critic":
+        worker = RayClassWithInitArgs("mrl.workers.critic:CriticWorker", setup, config.algorithm, horizon)
+    else:
+        worker = RayClassWithInitArgs("mrl.workers.reward_model:RewardModelWorker", setup)
+    return RayWorkerGroup(role, worker, role_mesh(config, role), context)
+
+
+def _with_models(
+    config: Config, groups: Mapping[str, Future[RayWorkerGroup]], events: EventLog
+) -> dict[str, ModelRole]:
+    """The roles, their models loaded: side by side, but on one GPU in turn, for loading takes room of its own."""
+
+    def load(names: Sequence[str]) -> dict[str, ModelRole]:
+        loaded = {}
+        for name in names:
+            group, began = groups[name].result(), time.monotonic()
+            loaded[name] = ModelRole(group, config.model_roles()[name])
+            events.write(ModelLoaded(name, loaded[name].num_parameters, time.monotonic() - began))
+        return loaded
+
+    queues: dict[str, list[str]] = defaultdict(list)
+    for name in groups:
+        queues[name if config.cluster.device == "cpu" else config.placement.roles[name]].append(name)
+    with ThreadPoolExecutor(len(queues), "load") as threads:
+        loaded = dict(item for roles in threads.map(load, queues.values()) for item in roles.items())
+    return {name: loaded[name] for name in groups}
+
+
+def _kl_controller(config: Config) -> KLController:
+    kl = config.algorithm.kl
+    return (
+        FixedKLController(kl.coef)
+        if kl.target is None
+        else AdaptiveKLController(kl.coef, kl.target, kl.horizon_samples)
+    )

@@ -1,0 +1,94 @@
+"""What a run says between its start and its first step: how much is up, and what is awaited and doing what."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from mrl.config.arithmetic import has_own_rollout_pool, num_engines
+from mrl.config.schema import Config
+from mrl.controller.worker_log import last_words, log_path
+from mrl.events import Event, ModelLoaded, PoolReady, WorkersStarted
+from mrl.rollout.hybrid_engine import RECEIVER, REPLICA
+from mrl.trainer.run import Run
+
+EVERY_S = 10.0
+_SHOWN = 4
+_LETTERS = 80
+
+
+@contextmanager
+def show_start_progress(run: Run) -> Iterator[None]:
+    """Say every few seconds what is awaited, for the length of the block in which everything starts."""
+    progress = StartProgress(run, parts_of(run.config))
+    run.events.listeners.append(progress.on_event)
+    ended = threading.Event()
+    thread = threading.Thread(target=progress.repeat, args=(ended,), name="start-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        run.events.listeners.remove(progress.on_event)
+
+
+def parts_of(config: Config) -> list[str]:
+    """All that must be up before the first step: Ray's devices, processes by their role, models."""
+    pools = map(_pool, config.placement.pools)
+    engines = [REPLICA.format(index) for index in range(num_engines(config))]
+    receivers = [RECEIVER] if has_own_rollout_pool(config) else []
+    return [*pools, *config.model_roles(), *receivers, *engines, *map(_model_of, config.model_roles())]
+
+
+class StartProgress:
+    """Strikes off what events say is up."""
+
+    def __init__(self, run: Run, parts: Sequence[str]) -> None:
+        self._run = run
+        self._num_parts = len(parts)
+        self._awaited = dict.fromkeys(parts)
+        self._began = time.monotonic()
+
+    def on_event(self, event: Event) -> None:
+        """One more is up, perhaps."""
+        if isinstance(event, PoolReady):
+            self._awaited.pop(_pool(event.pool), None)
+        elif isinstance(event, WorkersStarted):
+            self._awaited.pop(event.role, None)
+        elif isinstance(event, ModelLoaded):
+            self._awaited.pop(_model_of(event.role), None)
+        else:
+            return
+        self._run.clock.progress(self._num_parts - len(self._awaited), self._num_parts)
+
+    def repeat(self, ended: threading.Event) -> None:
+        """Say it, again and again, until this is set."""
+        while not ended.wait(EVERY_S):
+            self._run.console.note(self.line())
+
+    def line(self) -> str:
+        """How long it has taken, what is up, and of what is awaited the last words."""
+        awaited = list(self._awaited)
+        shown = [name + self._last_words(name) for name in awaited[:_SHOWN]]
+        more = [f"{len(awaited) - _SHOWN} more"] if len(awaited) > _SHOWN else []
+        seconds = time.monotonic() - self._began
+        up = self._num_parts - len(awaited)
+        return f"starting for {seconds:.0f} s, {up} of {self._num_parts} up; awaited: {', '.join([*shown, *more])}"
+
+    def _last_words(self, role: str) -> str:
+        """The end of the log of its first rank; the run directory is visible here, wherever the role runs."""
+        attempts = sorted(Path(self._run.directory, "logs").glob(f"{role}.*"), key=lambda path: int(path.suffix[1:]))
+        said = last_words(log_path(attempts[-1], 0)) if attempts else ""
+        return f" ({said.rpartition('] ')[2][:_LETTERS]})" if said else ""
+
+
+def _pool(name: str) -> str:
+    return f"the devices of pool {name}"
+
+
+def _model_of(role: str) -> str:
+    return f"the {role}'s model"

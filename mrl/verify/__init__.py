@@ -1,0 +1,1 @@
+"""`mrl verify`: whether a parallel layout computes what transformers computes."""

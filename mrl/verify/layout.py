@@ -1,0 +1,174 @@
+"""Is a role's layout the same model as one rank, and as transformers? Asked of a small model of the same shape.
+
+Everything but the sizes is the user's: the family, the layout, the dtype, the settings that are passed on to Megatron
+(of the model, of data parallelism, of the optimizer). It runs on this machine, a process a rank: over gloo, or with a
+GPU each over NCCL.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mrl.config.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
+from mrl.engine.model import DTYPES
+from mrl.models.families import read_spec
+from mrl.models.small import small_config
+from mrl.models.spec import ModelSpec
+from mrl.models.table import Head
+from mrl.verify.parity import (
+    OPTIMIZER,
+    Difference,
+    Floats,
+    ParityCase,
+    RankResult,
+    measure,
+    merge_ranks,
+    transformers_scores,
+)
+from mrl.verify.spawn import Device, run_distributed
+
+BUDGETS = (64, 1000)
+"""Tokens of the first step's micro-batches: many of them, and one that holds the batch whole."""
+_LIMIT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The largest differences of a layout that is right: of its scores, and of loss and gradient norm, relative."""
+
+    scores: float
+    loss: float
+    grad_norm: float
+
+
+FLOAT32 = Tolerance(scores=2e-5, loss=1e-5, grad_norm=1e-5)
+_BFLOAT16_ROUNDING = 2.0**-8
+"""The largest relative error of one rounding to eight binary digits."""
+
+
+def tolerance(dtype: str, head: Head, spec: ModelSpec, oracle: Floats) -> Tolerance:
+    """What rounding explains; `oracle` is what transformers computes in float32.
+
+    In bfloat16 every layer rounds what it adds to the hidden state, anew and at random, so relative errors grow with
+    the root of the layers, r = 2^-8 sqrt(layers). Each limit is about twice or more the largest of 112 runs on the CPU:
+    four families, dense and with experts, in tp, cp, pp, vpp, ep and dp on two and four ranks, policies and dense
+    critics. Scores were off by 2.8 r of their own spread. A policy's loss was by 0.017 r, as only its entropy depends
+    on the model, and its gradient norm by 0.56 r, with experts 2.6 r. A critic's were by 4.6 r, but in the first step
+    by 0.6 r: Adam then goes as far for the smallest gradient, whose sign may be rounding's.
+    """
+    if dtype == "float32":
+        return FLOAT32
+    rounding = _BFLOAT16_ROUNDING * math.sqrt(spec.num_layers)
+    is_dense_policy = head == "lm" and spec.moe is None
+    return Tolerance(
+        scores=6 * rounding * float(oracle.std()),
+        loss=(0.05 if head == "lm" else 10) * rounding,
+        grad_norm=(2 if is_dense_policy else 10) * rounding,
+    )
+
+
+def score_difference(dtype: str, spec: ModelSpec, found: Floats, oracle: Floats) -> float:
+    """The largest; in bfloat16 the root mean square, where there are experts without the tenth that is farthest off.
+
+    A rounding may send a token at a tie to another expert: up to two tokens of 74 in the runs on the CPU.
+    """
+    differences = np.sort(np.abs(found - oracle))
+    if dtype == "float32":
+        return float(differences[-1])
+    num_flips = 0 if spec.moe is None else len(differences) // 10
+    return float(np.sqrt(np.square(differences[: len(differences) - num_flips]).mean()))
+
+
+@dataclass(frozen=True)
+class Verified:
+    """How far a layout is from what it should be, the worse of both budgets, and how far it may be."""
+
+    num_ranks: int
+    transformers: float
+    loss: float
+    grad_norm: float
+    parameters: float
+    tolerance: Tolerance
+
+    @property
+    def is_right(self) -> bool:
+        """Whether every difference is within its tolerance."""
+        found = (self.transformers, self.loss, self.grad_norm)
+        return all(value <= limit for value, limit in zip(found, astuple(self.tolerance), strict=True))
+
+
+def fewest_ranks(parallel: ParallelConfig, dp: int) -> int:
+    """The ranks that show a layout whole, with two data-parallel ones where there are more."""
+    dense, experts = parallel.tp * parallel.cp * parallel.pp, parallel.etp * parallel.ep * parallel.pp
+    return next(size for copies in range(min(dp, 2), dp + 1) if not (size := copies * dense) % experts)
+
+
+def verify_layout(
+    model: Mapping[str, Any],
+    head: Head,
+    settings: MegatronModelConfig,
+    num_ranks: int,
+    directory: Path,
+    device: Device = "cpu",
+) -> Verified:
+    """Measure a role; `model` is what the `config.json` of its model holds."""
+    parallel = settings.parallel
+    # No token is padding: its embedding would be zero, and a norm makes rounding a thousand times larger there.
+    small = {**small_config(model, parallel), "pad_token_id": None}
+    path = make_random(small, head, directory, DTYPES[settings.dtype])
+    spec = read_spec(path)
+    ddp, optimizer = (settings.ddp, settings.optimizer) if isinstance(settings, TrainedModelConfig) else ({}, {})
+    # What an update is (Adam's numbers, clipping) is the user's on both sides, but for a rate at which mistakes show.
+    optimizer = {**optimizer, "lr": OPTIMIZER["lr"]}
+    alone = ParityCase(str(path), head, ParallelConfig(), BUDGETS[0], dtype=settings.dtype, optimizer=optimizer)
+    oracle = transformers_scores(path, alone)
+    one = merge_ranks([run_distributed(1, _measure, [alone], timeout_s=_LIMIT_S, device=device)[0][0]])
+    own = replace(alone, parallel=parallel, megatron=settings.megatron, ddp=ddp)
+    cases = [replace(own, max_tokens=budget) for budget in BUDGETS]
+    by_rank = run_distributed(num_ranks, _measure, cases, timeout_s=_LIMIT_S, device=device)
+    results = [merge_ranks(list(ranks)) for ranks in zip(*by_rank, strict=True)]
+    differences = [Difference.between(one, result) for result in results]
+    return Verified(
+        num_ranks=num_ranks,
+        transformers=max(score_difference(settings.dtype, spec, result.scores, oracle) for result in results),
+        loss=max(difference.loss for difference in differences),
+        grad_norm=max(difference.grad_norm for difference in differences),
+        parameters=max(difference.parameters for difference in differences),
+        tolerance=tolerance(settings.dtype, head, spec, oracle),
+    )
+
+
+def _measure(cases: list[ParityCase]) -> list[RankResult]:
+    """On one rank, without torch's word on every call of Megatron that it has a newer name for."""
+    warnings.simplefilter("ignore", FutureWarning)
+    return measure(cases)
+
+
+def make_random(values: Mapping[str, Any], head: Head, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Random weights by transformers; norms and biases are random too, so that a mix-up shows."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    options = {name: value for name, value in values.items() if name not in ("model_type", "architectures", "dtype")}
+    config = AutoConfig.for_model(values["model_type"], **options)
+    config.num_labels = 1
+    kind = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = kind.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in _vectors(made):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    made.to(dtype).save_pretrained(directory)
+    return directory
+
+
+def _vectors(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    yield from (parameter for parameter in model.parameters() if parameter.ndim == 1)

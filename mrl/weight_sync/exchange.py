@@ -1,0 +1,163 @@
+"""Slices from rank to rank through small buffers: each message is cut to fit, and each rank has one peer at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import zip_longest
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.models.hf_reader import slices
+from mrl.models.parameters import Region
+from mrl.weight_sync.intersections import RegionCopy, ShardRegion, num_elements
+from mrl.weight_sync.planner import PlannedBucket, RankPlan, Transfer
+from mrl.weight_sync.transport import Addressed, P2PTransport
+
+Held = Mapping[tuple[int, str], Tensor]
+"""Local Megatron parameters by pipeline chunk and name."""
+_NUM_BUFFERS = 4
+_index = cache(slices)  # layers of a kind share their boxes
+
+
+class MessageRound(NamedTuple):
+    """One message to one rank and one from another; either may be empty."""
+
+    destination: int
+    sent: list[Transfer]
+    source: int
+    received: list[Transfer]
+
+
+def message_schedule(plan: RankPlan, bucket: PlannedBucket, limit: int) -> list[MessageRound]:
+    """The messages of a bucket, of at most `limit` elements each.
+
+    Every rank goes around the circle: it sends to the one `shift` places on and receives from the one as far back. All
+    do so in the same order and nobody waits in another, so nobody waits for ever.
+    """
+    rank, num_ranks = plan.rank, plan.num_ranks
+    shifts = {(other - rank) % num_ranks for other in bucket.outgoing}
+    shifts |= {(rank - other) % num_ranks for other in bucket.incoming}
+    found: list[MessageRound] = []
+    for shift in sorted(shifts - {0}):
+        destination, source = (rank + shift) % num_ranks, (rank - shift) % num_ranks
+        sent = split_messages(bucket.outgoing.get(destination, []), limit)
+        received = split_messages(bucket.incoming.get(source, []), limit)
+        pairs = zip_longest(sent, received)
+        found += [MessageRound(destination, out or [], source, into or []) for out, into in pairs]
+    return found
+
+
+def split_messages(moves: Sequence[Transfer], limit: int) -> list[list[Transfer]]:
+    """The same moves in runs of at most `limit` elements; what does not fit into a run is cut between rows."""
+    runs: list[list[Transfer]] = []
+    room = 0
+    for move in moves:
+        for each in [move] if move.part.num_elements <= room else _by_slice(move):
+            (start, stop), size = each.part.slices[0].source[0], each.part.num_elements
+            width = 1 if size <= room else size // (stop - start)
+            assert width <= limit, f"a row of {width} elements in messages of {limit}: a bucket holds several rows"
+            while size > 0:
+                if room < width:
+                    runs.append([])
+                    room = limit
+                fitting = size if size <= room else room // width * width
+                runs[-1].append(each if fitting == each.part.num_elements else _rows(each, size, fitting, width))
+                size, room = size - fitting, room - fitting
+    return runs
+
+
+def _by_slice(move: Transfer) -> Iterator[Transfer]:
+    for each in move.part.slices:
+        yield move._replace(part=ShardRegion((each,), num_elements(each.source)))
+
+
+def _rows(move: Transfer, left: int, fitting: int, width: int) -> Transfer:
+    """Of a single slice of which `left` elements are left, the rows that make up the next `fitting`."""
+    (each,) = move.part.slices
+    begin = (move.part.num_elements - left) // width
+    end = begin + fitting // width
+    source, target = (((box[0][0] + begin, box[0][0] + end), *box[1:]) for box in (each.source, each.target))
+    return move._replace(part=ShardRegion((RegionCopy(each.name, source, target),), fitting))
+
+
+class WeightExchange:
+    """Moves what steps say, and counts it as it passes. While one message is under way the next is packed."""
+
+    def __init__(self, held: Held, transport: P2PTransport, dtype: torch.dtype, limit: int) -> None:
+        self._held, self._transport = held, transport
+        self._buffers = torch.empty(_NUM_BUFFERS, limit, dtype=dtype, device=transport.device)
+        self.extra_bytes = self._buffers.nbytes
+        self.bytes_sent = self.bytes_received = self.num_transfers = 0
+
+    def run(
+        self, planned: Sequence[MessageRound], receiving_ranks: Collection[int], matrices: Sequence[Tensor] | None
+    ) -> None:
+        """Send to the ranks that receive; what comes in goes into the matrices, or nowhere without them."""
+        takes = self._transport.rank in receiving_ranks
+        waiting: tuple[Sequence[dist.Work], list[Transfer], Tensor] = [], [], self._buffers[0]
+        for number, step in enumerate(planned):
+            outgoing, incoming = self._buffers[:2] if number % 2 else self._buffers[2:]
+            out: list[Addressed] = []
+            into: list[Addressed] = []
+            if step.sent and step.destination in receiving_ranks:
+                message = self._pack(step.sent, outgoing)
+                out.append((message, step.destination))
+                self.bytes_sent += message.nbytes
+                self.num_transfers += 1
+            if step.received and takes:
+                message = incoming[: sum(move.part.num_elements for move in step.received)]
+                into.append((message, step.source))
+                self.bytes_received += message.nbytes
+            started = self._transport.start(out, into)
+            _finish(*waiting, matrices)
+            waiting = started, step.received if takes else [], incoming
+        _finish(*waiting, matrices)
+
+    def copy_local(self, moves: Sequence[Transfer], matrices: Sequence[Tensor]) -> None:
+        """Copy what this rank holds itself."""
+        for move in moves:
+            matrix = matrices[move.tensor]
+            for each in move.part.slices:
+                matrix[_index(each.target)].copy_(self._source(move, each))
+
+    def _source(self, move: Transfer, each: RegionCopy) -> Tensor:
+        return self._held[move.home.chunk, move.home.prefix + each.name][_index(each.source)]
+
+    def _pack(self, moves: Sequence[Transfer], buffer: Tensor) -> Tensor:
+        end = 0
+        for move in moves:
+            for each in move.part.slices:
+                shape, strides, size = _contiguous(each.source)
+                buffer.as_strided(shape, strides, buffer.storage_offset() + end).copy_(self._source(move, each))
+                end += size
+        return buffer[:end]
+
+
+def _finish(
+    works: Sequence[dist.Work], moves: Sequence[Transfer], buffer: Tensor, matrices: Sequence[Tensor] | None
+) -> None:
+    """Wait for messages, and unpack the one that came in."""
+    for work in works:
+        work.wait()
+    if matrices is None:
+        return
+    end = 0
+    for move in moves:
+        for each in move.part.slices:
+            shape, strides, size = _contiguous(each.target)
+            packed = buffer.as_strided(shape, strides, buffer.storage_offset() + end)
+            matrices[move.tensor][_index(each.target)].copy_(packed)
+            end += size
+
+
+@cache
+def _contiguous(box: Region) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, strides and elements of a box that lies by itself."""
+    shape = tuple(stop - start for start, stop in box)
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return shape, strides, math.prod(shape)

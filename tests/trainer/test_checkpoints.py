@@ -1,0 +1,212 @@
+"""Checkpoints of a run: whole or not there, damage is named, and what is kept is what was asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mrl.errors import CheckpointError
+from mrl.events import EventLog, Saved, Warned, read_events
+from mrl.trainer.checkpoints import CheckpointManager, find_checkpoint
+
+
+class Role:
+    """Saves as a worker group does: a directory with a manifest in it."""
+
+    def __init__(self) -> None:
+        self.weights = "none"
+        self.group = SimpleNamespace(save_checkpoint=self.save_checkpoint)
+
+    def save_checkpoint(self, directory: str) -> None:
+        path = Path(directory)
+        path.mkdir()
+        (path / "manifest.json").write_text(json.dumps({"weights": self.weights}))
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> EventLog:
+    return EventLog(tmp_path / "events.jsonl")
+
+
+def save(snapshots: CheckpointManager, step: int, is_best: bool = False) -> Path:
+    role: Any = Role()
+    role.weights = f"of step {step}"
+    return snapshots.save(step, {"actor": role}, {"number": step}, is_best)
+
+
+def test_the_newest_comes_back_with_its_state(tmp_path: Path, events: EventLog) -> None:
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 2, events)
+    assert snapshots.newest() is None
+    for step in (1, 2, 10):
+        save(snapshots, step)
+    found = snapshots.newest()
+    assert found is not None
+    assert (found.step, found.state) == (10, {"number": 10})
+    assert json.loads((found.path / "actor" / "manifest.json").read_text()) == {"weights": "of step 10"}
+    assert snapshots.steps() == [2, 10], "two are kept"
+    assert [record.event.step for record in read_events(events.path) if isinstance(record.event, Saved)] == [1, 2, 10]
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path, events: EventLog) -> None:
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 1, events)
+    for step in (1, 2, 3, 4):
+        save(snapshots, step, is_best=step in (1, 2))
+    assert snapshots.steps() == [2, 4]
+
+
+def test_a_checkpoint_is_whole_when_it_becomes_visible(
+    tmp_path: Path, events: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is killed right after the rename has left a checkpoint, or none."""
+    seen, rename = [], Path.rename
+
+    def watched(self: Path, target: Path) -> Path:
+        if self.is_dir():
+            seen.append((sorted(file.name for file in self.iterdir()), target.name))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    save(CheckpointManager(tmp_path / "checkpoints", 2, events), 3)
+    assert seen == [(["actor", "manifest.json"], "step-000003")]
+
+
+def test_the_latest_file_decides_nothing(tmp_path: Path, events: EventLog) -> None:
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 2, events)
+    save(snapshots, 1)
+    save(snapshots, 2)
+    (tmp_path / "checkpoints" / "latest").write_text("step-000001")
+    found = snapshots.newest()
+    assert found is not None
+    assert found.step == 2
+
+
+@pytest.mark.parametrize("victim", ["manifest.json", "actor/manifest.json"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "other"])
+def test_damage_is_named_and_nothing_older_is_taken_in_silence(
+    victim: str, damage: str, tmp_path: Path, events: EventLog
+) -> None:
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 3, events)
+    save(snapshots, 1)
+    path = save(snapshots, 2) / victim
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_text(path.read_text()[:-5] if damage == "cut" else '{"format": "other", "step": 2}')
+    with pytest.raises(CheckpointError, match=r"the newest checkpoint is damaged: .*; the one before is step 1"):
+        snapshots.newest()
+
+
+def test_a_save_that_did_not_end_is_invisible_and_removed_later(tmp_path: Path, events: EventLog) -> None:
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 2, events)
+    save(snapshots, 1)
+    (tmp_path / "checkpoints" / ".saving-000002" / "actor").mkdir(parents=True)
+    found = snapshots.newest()
+    assert found is not None
+    assert found.step == 1
+    save(snapshots, 3)
+    assert not (tmp_path / "checkpoints" / ".saving-000002").exists()
+    assert any(isinstance(record.event, Warned) for record in read_events(events.path))
+
+
+def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path: Path, events: EventLog) -> None:
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 2, events)
+    save(snapshots, 1)
+    role: Any = Role()
+    role.weights = "others"
+    path = snapshots.save(1, {"actor": role}, {}, is_best=False)
+    assert json.loads((path / "actor" / "manifest.json").read_text()) == {"weights": "others"}
+
+
+def test_a_checkpoint_by_its_name(tmp_path: Path, events: EventLog) -> None:
+    directory = tmp_path / "checkpoints"
+    snapshots = CheckpointManager(directory, 3, events)
+    with pytest.raises(CheckpointError, match='no checkpoint "latest"; steps that have one: none'):
+        find_checkpoint(directory, "latest")
+    for step in (1, 2, 3):
+        save(snapshots, step, is_best=step == 2)
+    assert [find_checkpoint(directory, which).name for which in ("latest", "best", "1")] == [
+        *("step-000003", "step-000002", "step-000001")
+    ]
+    with pytest.raises(CheckpointError, match='no checkpoint "7"; steps that have one: 1, 2, 3'):
+        find_checkpoint(directory, "7")
+
+
+def test_the_pointers_name_what_they_say(tmp_path: Path, events: EventLog) -> None:
+    directory = tmp_path / "checkpoints"
+    snapshots = CheckpointManager(directory, 9, events)
+    names = []
+    for step, is_best in ((3, False), (4, True), (5, False), (12, True), (13, False)):
+        path = save(snapshots, step, is_best)
+        assert path == directory / f"step-{step:06d}"
+        best = directory / "best"
+        names.append((best.read_text() if best.exists() else "", (directory / "latest").read_text()))
+    four, twelve = "step-000004", "step-000012"
+    assert names == [
+        ("", "step-000003"),
+        *[(four, four), (four, "step-000005")],
+        *[(twelve, twelve), (twelve, "step-000013")],
+    ]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [2, 6]), (2, [2, 5, 6]), (4, [2, 3, 4, 5, 6]), (9, [1, 2, 3, 4, 5, 6])])
+def test_the_newest_are_kept_and_the_best_for_as_long_as_it_is(
+    keep: int, kept: list[int], tmp_path: Path, events: EventLog
+) -> None:
+    snapshots = CheckpointManager(tmp_path / "checkpoints", keep, events)
+    for step in range(1, 7):
+        save(snapshots, step, is_best=step == 2)
+    assert snapshots.steps() == kept
+    save(snapshots, 7, is_best=True)
+    assert (2 in snapshots.steps()) == (keep >= 6), "the best of before has no place of its own any more"
+
+
+def test_a_damaged_checkpoint_is_not_found_by_any_name(tmp_path: Path, events: EventLog) -> None:
+    directory = tmp_path / "checkpoints"
+    snapshots = CheckpointManager(directory, 3, events)
+    (save(snapshots, 1, is_best=True) / "actor" / "manifest.json").write_text("{}")
+    for which in ("latest", "best", "1"):
+        with pytest.raises(CheckpointError, match=r"actor/manifest.json is not what was saved"):
+            find_checkpoint(directory, which)
+
+
+def test_a_checkpoint_of_another_step_is_none_of_this_one(tmp_path: Path, events: EventLog) -> None:
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 3, events)
+    save(snapshots, 1).rename(tmp_path / "checkpoints" / "step-000004")
+    with pytest.raises(CheckpointError, match="it says format mrl-run-1, step 1"):
+        snapshots.newest()
+
+
+def test_every_role_is_in_the_checkpoint_and_its_size_is_told(tmp_path: Path, events: EventLog) -> None:
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 3, events)
+    roles: dict[str, Any] = {"actor": Role(), "critic": Role()}
+    roles["critic"].weights = "of the critic"
+    path = snapshots.save(1, roles, {"n": 1}, is_best=False)
+    assert json.loads((path / "critic" / "manifest.json").read_text()) == {"weights": "of the critic"}
+    (saved,) = [record.event for record in read_events(events.path) if isinstance(record.event, Saved)]
+    num_bytes = sum(len(each.read_bytes()) for each in path.rglob("*.json"))
+    assert (saved.what, saved.path, saved.bytes) == ("checkpoint", str(path), num_bytes)
+    assert 0 <= saved.seconds < 60
+    (path / "critic" / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"critic/manifest.json is not what was saved"):
+        snapshots.newest()
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, events: EventLog) -> None:
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 1, events)
+    save(snapshots, 1)
+
+    def fail(directory: str) -> None:
+        raise OSError("no space")
+
+    role: Any = Role()
+    role.group.save_checkpoint = fail
+    with pytest.raises(OSError, match="no space"):
+        snapshots.save(2, {"actor": role}, {}, is_best=True)
+    found = snapshots.newest()
+    assert found is not None
+    assert (found.step, (tmp_path / "checkpoints" / "latest").read_text()) == (1, "step-000001")
+    assert not (tmp_path / "checkpoints" / "best").exists()

@@ -1,0 +1,127 @@
+"""`mrl verify layout`: the user's family and layout on a small model, and a verdict that can be bad."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from mrl.cli.main import main
+from mrl.config.schema import ParallelConfig
+from mrl.models.families import spec_of
+from mrl.models.hf_config import HfConfig
+from mrl.models.layout import Layout
+from mrl.models.small import small_config
+from mrl.plan.known_models import model_values
+from mrl.verify import layout
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS = [
+    ("Llama-3.1-70B", ParallelConfig(tp=8, pp=4)),
+    ("Qwen2.5-7B", ParallelConfig(tp=4)),
+    ("Qwen2.5-0.5B", ParallelConfig(pp=2, vpp=2)),
+    ("Qwen3-30B-A3B", ParallelConfig(tp=4, ep=8, etp=2)),
+    ("Mixtral-8x22B", ParallelConfig(tp=2, pp=4, ep=4)),
+]
+
+
+@pytest.mark.parametrize(("name", "parallel"), LAYOUTS, ids=lambda value: str(value)[:40])
+def test_a_small_model_is_divided_as_the_large_one(name: str, parallel: ParallelConfig) -> None:
+    values = model_values(name)
+    large = spec_of(HfConfig(values, name))
+    small = spec_of(HfConfig(small_config(values, parallel), name))
+    Layout.of(parallel).check(small)
+    assert small.family == large.family
+    assert small.tied == large.tied
+    assert (small.num_kv_heads < parallel.tp) == (large.num_kv_heads < parallel.tp)
+    assert (small.num_heads > small.num_kv_heads) == (large.num_heads > large.num_kv_heads)
+    assert small.num_parameters < 2_000_000
+
+
+def test_few_ranks_show_a_layout() -> None:
+    assert layout.fewest_ranks(ParallelConfig(tp=2, pp=2), dp=16) == 8
+    assert layout.fewest_ranks(ParallelConfig(tp=2), dp=1) == 2
+    assert layout.fewest_ranks(ParallelConfig(tp=2, ep=8), dp=16) == 8
+
+
+@pytest.mark.slow
+def test_layouts_are_right_in_both_formats(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    arguments = ["verify", "layout", "configs/laptop-ppo.yaml", "--role=critic", "--model=Qwen2.5-0.5B"]
+    assert main(arguments) == 0
+    assert "critic: right on 4 ranks, a small qwen2 in float32: from transformers " in capfd.readouterr().out
+    assert main([*arguments, "--dtype=bfloat16"]) == 0
+    assert "critic: right on 4 ranks, a small qwen2 in bfloat16: from transformers " in capfd.readouterr().out
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
+    """What would be measured, on a machine of eight GPUs as far as torch can tell, and found right."""
+    monkeypatch.chdir(ROOT)
+    right = layout.Verified(8, 0.0, 0.0, 0.0, 0.0, layout.FLOAT32)
+    with (
+        mock.patch.object(torch.cuda, "device_count", return_value=8),
+        mock.patch.object(layout, "verify_layout", return_value=right) as verify_layout,
+    ):
+        yield verify_layout
+
+
+ON_8_GPUS = "configs/grpo-qwen2.5-7b-1n8g.yaml"
+ON_64_GPUS = "configs/ppo-llama3.1-70b-8n8g.yaml"
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "device", "dtype", "shows_all"),
+    [
+        (ON_8_GPUS, [], "gpu", "bfloat16", True),
+        (ON_8_GPUS, ["--dtype=float32"], "gpu", "float32", True),
+        (ON_8_GPUS, ["--device=cpu"], "cpu", "float32", False),
+        (ON_8_GPUS, ["--device=cpu", "--dtype=bfloat16"], "cpu", "bfloat16", False),
+        ("configs/laptop-grpo.yaml", ["--model=Qwen2.5-0.5B"], "cpu", "float32", True),
+    ],
+)
+def test_ranks_are_what_the_configuration_says_unless_told_otherwise(
+    measured: mock.Mock,
+    capsys: pytest.CaptureFixture[str],
+    config: str,
+    options: list[str],
+    device: str,
+    dtype: str,
+    *,
+    shows_all: bool,
+) -> None:
+    assert main(["verify", "layout", config, *options]) == 0
+    (_, _, settings, _, _, on_device), _ = measured.call_args
+    assert (on_device, settings.dtype) == (device, dtype)
+    said = capsys.readouterr().out
+    assert f" in {dtype}: from transformers 0.0e+00 (at most 2.0e-05); from one rank: " in said
+    assert ("which shows nothing of NCCL, of Transformer Engine" in said) is not shows_all
+    assert ("nor of bfloat16" in said) is (not shows_all and dtype == "float32")
+
+
+def test_a_wrong_layout_has_an_exit_code(measured: mock.Mock, capsys: pytest.CaptureFixture[str]) -> None:
+    measured.return_value = replace(measured.return_value, grad_norm=0.5)
+    assert main(["verify", "layout", ON_8_GPUS]) == 1
+    said = capsys.readouterr().out
+    assert "actor: WRONG on 8 ranks, a small qwen2 in bfloat16: " in said
+    assert "gradient norm 5.0e-01 (1.0e-05), parameters" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "64 GPUs, one for each rank, and this machine has 8; a smaller pp shows the same, or --device=cpu,"),
+        (["actor.parallel.pp=1"], "16 GPUs, one for each rank, and this machine has 8; --device=cpu,"),
+        (["--device=cpu"], "64 processes, and --max-ranks=16; a smaller pp shows the same, or --max-ranks=64"),
+    ],
+)
+def test_a_layout_that_is_too_large_starts_nothing(
+    measured: mock.Mock, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    assert main(["verify", "layout", ON_64_GPUS, "--role=actor", *options]) == 2
+    assert f"actor: not measured: this layout takes {said}" in capsys.readouterr().out
+    measured.assert_not_called()

@@ -1,0 +1,217 @@
+"""The hand-over at its edges: what fits exactly, what is left open, and frames that nobody should send."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mrl.errors import RolloutError
+from mrl.weight_sync.digest import Digests, digest
+from mrl.weight_sync.ipc import (
+    _LENGTH,
+    ALIGNMENT_BYTES,
+    NUM_SLOTS,
+    IpcReceiver,
+    IpcSender,
+    TensorView,
+    _Channel,
+    _connect,
+    _placed,
+    _share,
+)
+
+CPU = torch.device("cpu")
+LIMIT_S = 20.0
+SLOT_BYTES = 1024
+BUFFER = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+
+
+class Listening:
+    """A receiver in a thread: what it saw, and what it raised."""
+
+    def __init__(self, path: Path, num_rounds: int = 1) -> None:
+        self.receiver = IpcReceiver(path, LIMIT_S)
+        self.seen: list[tuple[int, dict[str, list[float]]]] = []
+        self.errors: list[str] = []
+        self.thread = threading.Thread(target=self.listen, args=(num_rounds,), daemon=True)
+        self.thread.start()
+
+    def listen(self, num_rounds: int) -> None:
+        for _ in range(num_rounds):
+            try:
+                for bucket in self.receiver.buckets():
+                    tensors = {name: tensor.flatten().tolist() for name, tensor in bucket.tensors.items()}
+                    self.seen.append((bucket.version, tensors))
+                self.receiver.reply({"number": str(len(self.seen))})
+            except RolloutError as error:
+                self.errors.append(error.what)
+
+    def end(self) -> None:
+        self.thread.join(LIMIT_S)
+        assert not self.thread.is_alive(), "the receiver still waits"
+        self.receiver.close()
+
+
+@pytest.fixture
+def listen(tmp_path: Path) -> Iterator[Callable[..., tuple[Path, Listening]]]:
+    made: list[Listening] = []
+
+    def start(num_rounds: int = 1) -> tuple[Path, Listening]:
+        made.append(Listening(tmp_path / "rollout-0-0.sock", num_rounds))
+        return tmp_path / "rollout-0-0.sock", made[-1]
+
+    yield start
+    for each in made:
+        each.end()
+
+
+@pytest.mark.parametrize(
+    ("row", "lies_within"),
+    [
+        (["a", "float32", [256], 0], True),
+        (["a", "float32", [257], 0], False),
+        (["a", "bfloat16", [512], 0], True),
+        (["a", "float32", [4, 60], ALIGNMENT_BYTES], True),
+        (["a", "float32", [241], ALIGNMENT_BYTES], False),
+        (["a", "float32", [0, 5], SLOT_BYTES], True),
+        (["a", "float32", [1], -ALIGNMENT_BYTES], False),
+        (["a", "float32", [1], 32], False),
+        (["a", "float32", [-1, 4], 0], False),
+        (["a", "float32", [-4, -4], 0], False),
+    ],
+    ids=str,
+)
+def test_a_tensor_lies_in_its_buffer_to_the_last_byte(row: list[Any], lies_within: bool) -> None:
+    if lies_within:
+        placed = _placed(row, BUFFER)
+        assert (placed.name, placed.shape, placed.offset) == (row[0], tuple(row[2]), row[3])
+        assert placed.view(BUFFER).shape == tuple(row[2])
+        return
+    with pytest.raises(RolloutError, match=f"does not lie in a buffer of {SLOT_BYTES} bytes"):
+        _placed(row, BUFFER)
+
+
+def test_a_placed_tensor_is_a_view_of_its_bytes() -> None:
+    buffer = torch.zeros(256, dtype=torch.uint8)
+    placed = TensorView("a", torch.bfloat16, (2, 3), 64)
+    assert placed.num_bytes == 12
+    placed.view(buffer).fill_(1)
+    assert torch.nonzero(buffer).flatten().tolist() == [*range(64, 76)]  # 1 is 0x3F80
+    assert TensorView("b", torch.float32, (), 0).num_bytes == 4
+
+
+def test_nothing_stays_open_after_many_versions(listen: Callable[..., tuple[Path, Listening]]) -> None:
+    path, listening = listen(6)
+    sender = IpcSender(path, SLOT_BYTES, CPU, LIMIT_S)
+    num_open = []
+    for version in range(6):
+        sender.begin(version)
+        slots = []
+        for number in range(5):
+            slot = sender.slot()
+            slots.append(slot.number)
+            assert slot.buffer.numel() == SLOT_BYTES
+            placed = TensorView(f"t{number}", torch.float32, (2,), ALIGNMENT_BYTES)
+            placed.view(slot.buffer).fill_(10 * version + number)
+            sender.send(slot, [placed])
+        assert slots == [0, 1, 0, 1, 0]
+        assert sender.end() == {"number": str(5 * (version + 1))}
+        sender.close()
+        num_open.append(len(os.listdir("/proc/self/fd")))
+    assert max(num_open[2:]) <= num_open[1] + 1
+    assert listening.seen == [(v, {f"t{n}": [10.0 * v + n] * 2}) for v in range(6) for n in range(5)]
+
+
+def test_a_shared_buffer_cannot_shrink_under_its_reader() -> None:
+    buffer, handle, descriptor = _share(SLOT_BYTES, CPU)
+    assert descriptor is not None
+    assert handle == {"bytes": SLOT_BYTES}
+    for size in (0, 2 * SLOT_BYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size)
+    os.close(descriptor)
+    buffer.fill_(3)
+    assert int(buffer.sum()) == 3 * SLOT_BYTES
+
+
+def spoken_to(path: Path) -> _Channel:
+    return _Channel(_connect(path, LIMIT_S), "the receiver")
+
+
+def test_another_protocol_is_refused_with_both_numbers(listen: Callable[..., tuple[Path, Listening]]) -> None:
+    path, listening = listen()
+    line = spoken_to(path)
+    line.send("hello", {"protocol": 2, "version": 1, "slots": []})
+    with pytest.raises(RolloutError, match="protocol 2 of the trainer is not the rollout worker's 1"):
+        line.receive("welcome", LIMIT_S)
+    line.close()
+    listening.thread.join(LIMIT_S)
+    assert listening.errors == ["the trainer speaks protocol 2, not 1"]
+
+
+def test_what_comes_out_of_turn_is_refused(listen: Callable[..., tuple[Path, Listening]]) -> None:
+    path, listening = listen()
+    line = spoken_to(path)
+    line.send("bucket", {"slot": 0, "tensors": []})
+    listening.thread.join(LIMIT_S)
+    line.close()
+    assert listening.errors == ["the trainer sent `bucket` where `hello` was expected"]
+
+
+def test_a_frame_of_absurd_length_is_not_waited_for(listen: Callable[..., tuple[Path, Listening]]) -> None:
+    path, listening = listen()
+    line = spoken_to(path)
+    line._connection.sendall(_LENGTH.pack(1 << 30))
+    listening.thread.join(LIMIT_S)
+    line.close()
+    assert listening.errors == [f"the trainer announced a frame of {1 << 30} bytes"]
+
+
+def test_the_end_is_only_told_after_every_slot_was_read(listen: Callable[..., tuple[Path, Listening]]) -> None:
+    path, _ = listen()
+    sender = IpcSender(path, SLOT_BYTES, CPU, LIMIT_S)
+    sender.begin(1)
+    for _ in range(NUM_SLOTS):
+        sender.send(sender.slot(), [])
+    assert sender.end() == {"number": "2"}
+    assert len(sender._free) == NUM_SLOTS
+    sender.close()
+    with pytest.raises(AssertionError, match="before `begin` or after `close`"):
+        sender.end()
+
+
+def test_a_socket_of_a_worker_that_crashed_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "rollout-0-0.sock"
+    path.write_text("left behind")
+    receiver = IpcReceiver(path, LIMIT_S)
+    assert path.is_socket()
+    receiver.reject("nobody is connected, so nobody is told")
+    receiver.close()
+    assert not path.exists()
+
+
+# --- digests ----------------------------------------------------------------------------------------------------------
+
+
+def test_digests_are_of_what_was_added_when_it_was_added() -> None:
+    digests, tensor = Digests(), torch.arange(6.0).view(2, 3)
+    digests.add("a", tensor)
+    before = digest(tensor)
+    tensor.zero_()
+    digests.add("b", tensor)
+    assert "a" in digests
+    assert "c" not in digests
+    assert digests.read() == {"a": before, "b": digest(torch.zeros(2, 3))}
+    assert digests.read() == {"a": before, "b": digest(torch.zeros(2, 3))}
+    assert before != digest(torch.zeros(2, 3))
+    assert len(before) == 32
+    digests.add("a", tensor)  # the newest counts
+    assert digests.read()["a"] == digest(tensor)
+    assert digest(torch.zeros(2, 3)) != digest(torch.zeros(3, 2))
+    assert digest(torch.zeros(0)) != digest(torch.zeros(1))

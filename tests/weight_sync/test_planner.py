@@ -1,0 +1,222 @@
+"""Plans: every element arrives where vLLM wants it, nothing crosses that need not, and a rank plans alone and fast."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from mrl.config.mesh import Mesh
+from mrl.errors import ModelError, PlacementError
+from mrl.models.families import read_spec, spec_of
+from mrl.models.hf_config import HfConfig
+from mrl.models.hf_reader import slices
+from mrl.models.layout import Layout, RankPlace
+from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
+from mrl.models.spec import ModelSpec
+from mrl.models.table import Shard, hf_tensors, shards_of
+from mrl.weight_sync.planner import BucketSizes, RankPlan, ReshardPlanner, RolloutLayout, Transfer
+from tests.models import published
+from tests.models.conftest import Tiny
+
+Ids = npt.NDArray[np.int64]
+SIZES = BucketSizes(slot_bytes=32 << 10, itemsize=4, alignment=64)
+
+CASES = [
+    ("qwen3", Mesh(4, tp=2, pp=2), Layout(tp=2, pp=2), EngineSizes(2)),
+    ("qwen3", Mesh(4, tp=2, pp=2), Layout(tp=2, pp=2), EngineSizes(4)),
+    ("llama", Mesh(4, tp=4), Layout(tp=4), EngineSizes(1)),
+    ("llama", Mesh(8, tp=2, pp=2, cp=2), Layout(tp=2, pp=2, vpp=2), EngineSizes(4)),
+    ("llama_tied", Mesh(4, pp=4), Layout(pp=4), EngineSizes(2)),
+    ("llama_tied", Mesh(4, tp=2, pp=2), Layout(tp=2, pp=2), EngineSizes(1)),
+    ("qwen2", Mesh(6, tp=2, pp=3), Layout(tp=2, pp=3, first_stage_layers=1, last_stage_layers=1), EngineSizes(2)),
+    ("mistral", Mesh(4), Layout(), EngineSizes(4)),
+    ("qwen3_moe", Mesh(4, tp=2, ep=2), Layout(tp=2, ep=2), EngineSizes(4)),
+    ("qwen3_moe", Mesh(8, pp=2, ep=4), Layout(pp=2, vpp=2, ep=4), EngineSizes(2, 2)),
+    ("mixtral", Mesh(8, tp=2, pp=2, ep=2, etp=2), Layout(tp=2, pp=2, ep=2, etp=2), EngineSizes(4, 4)),
+    ("mixtral", Mesh(8, tp=4, ep=2), Layout(tp=4, ep=2), EngineSizes(1)),
+    ("mixtral", Mesh(4, tp=2, pp=2), Layout(tp=2, pp=2), EngineSizes(2, whole=True)),
+    ("llama_tied", Mesh(4, tp=2, pp=2), Layout(tp=2, pp=2), EngineSizes(4, whole=True)),
+]
+
+
+def numbered(spec: ModelSpec) -> dict[str, Ids]:
+    """Tensors in which no number occurs twice."""
+    tensors, first = {}, 1
+    for name, shape in hf_tensors(spec, "lm").items():
+        count = int(np.prod(shape))
+        tensors[name] = np.arange(first, first + count).reshape(shape)
+        first += count
+    return tensors
+
+
+def assembled(made: Shard | Fused, hf: dict[str, Ids]) -> Ids:
+    tensor = np.zeros(made.shape, np.int64)
+    matrix = tensor.reshape(-1, made.shape[-1]) if tensor.ndim > 1 else tensor
+    for piece in made.pieces:
+        matrix[slices(piece.target)] = hf[piece.hf][slices(piece.source)]
+    return tensor
+
+
+def local_parameters(spec: ModelSpec, layout: Layout, mesh: Mesh, rank: int) -> dict[tuple[int, str], Ids]:
+    at, hf = mesh.coordinates(rank), numbered(spec)
+    shards = shards_of(spec, layout, RankPlace(at.tp, at.pp, at.ep, at.etp), "lm")
+    return {(shard.chunk, shard.name): assembled(shard, hf) for shard in shards}
+
+
+def rollout_of(mesh: Mesh, sizes: EngineSizes, ranks_per_node: int = 8) -> RolloutLayout:
+    hosts = tuple(range(mesh.world_size // sizes.tp * sizes.tp))
+    return RolloutLayout(sizes, hosts, tuple(rank // ranks_per_node for rank in range(mesh.world_size)))
+
+
+@pytest.mark.parametrize("has_own_pool", [False, True], ids=["beside the trainer", "in a pool of their own"])
+@pytest.mark.parametrize(("family", "mesh", "layout", "sizes"), CASES, ids=str)
+def test_what_is_planned_assembles_every_worker(
+    tiny: Tiny, family: str, mesh: Mesh, layout: Layout, sizes: EngineSizes, has_own_pool: bool
+) -> None:
+    spec = read_spec(tiny(family))
+    rollout = rollout_of(mesh, sizes, 2)
+    if has_own_pool:
+        nodes = tuple(rank // 2 for rank in range(2 * mesh.world_size))
+        rollout = RolloutLayout(sizes, tuple(mesh.world_size + host for host in rollout.hosts), nodes)
+    planner = ReshardPlanner(spec, layout, mesh, rollout)
+    local = [local_parameters(spec, layout, mesh, rank) for rank in range(mesh.world_size)]
+    plans = [planner.plan(rank, SIZES) for rank in range(len(rollout.nodes))]
+    for plan in plans:
+        if plan.worker is None:
+            continue
+        expected = {f.name: assembled(f, numbered(spec)) for f in rollout_tensors(spec, sizes, plan.worker % sizes.tp)}
+        for bucket in plan.buckets:
+            made = [np.zeros(tensor.fused.shape, np.int64) for tensor in bucket.tensors]
+            for source, moves in bucket.incoming.items():
+                for home, tensor_number, part in moves:
+                    target = made[tensor_number]
+                    matrix = target.reshape(-1, target.shape[-1]) if target.ndim > 1 else target
+                    for name, source_box, target_box in part.slices:
+                        assert not matrix[slices(target_box)].any(), "written twice"
+                        parameter = local[source][home.chunk, home.prefix + name]
+                        matrix[slices(target_box)] = parameter[slices(source_box)]
+            for tensor, array in zip(bucket.tensors, made, strict=True):
+                np.testing.assert_array_equal(array, expected.pop(tensor.name), tensor.name)
+        assert not expected
+        assert plan.num_received() == planner.least_received(plan.rank)
+    assert_agreed(plans)
+
+
+def assert_agreed(plans: list[RankPlan]) -> None:
+    """What one sends is what the other awaits, in the same order."""
+    for plan in plans:
+        assert len(plan.buckets) == len(plans[0].buckets)
+        for number, bucket in enumerate(plan.buckets):
+            for other in plans:
+                if other.rank != plan.rank:
+                    awaited = other.buckets[number].incoming.get(plan.rank, [])
+                    assert bucket.outgoing.get(other.rank, []) == awaited
+
+
+def test_buckets_are_bounded_and_aligned(tiny: Tiny) -> None:
+    spec = read_spec(tiny("qwen3"))
+    mesh = Mesh(2, tp=2)
+    plan = ReshardPlanner(spec, Layout(tp=2), mesh, rollout_of(mesh, EngineSizes(1))).plan(0, SIZES)
+    for bucket in plan.buckets:
+        ends = [t.offset + 4 * int(np.prod(t.fused.shape)) for t in bucket.tensors]
+        assert all(tensor.offset % 64 == 0 for tensor in bucket.tensors)
+        assert all(end <= tensor.offset for end, (_, tensor) in zip(ends, pairwise(bucket.tensors), strict=False))
+        assert ends[-1] <= SIZES.slot_bytes or len(bucket.tensors) == 1
+    assert len(plan.buckets) > 3
+
+
+def test_no_tensor_stands_out_of_its_slot_whatever_the_slot_holds(tiny: Tiny) -> None:
+    """Slots of every size near an end of a tensor: what is left for alignment decides."""
+    spec, mesh = read_spec(tiny("qwen3")), Mesh(1)
+    planner = ReshardPlanner(spec, Layout(), mesh, rollout_of(mesh, EngineSizes(1)))
+    whole = planner.plan(0, BucketSizes(1 << 30, 2, 4096)).buckets[0].tensors
+    for last in whole:
+        end = last.offset + 2 * int(np.prod(last.fused.shape))
+        for slot_bytes in (end - 2, end, end + 2, end + 4000):
+            for bucket in planner.plan(0, BucketSizes(slot_bytes, 2, 4096)).buckets:
+                ends = [tensor.offset + 2 * int(np.prod(tensor.fused.shape)) for tensor in bucket.tensors]
+                assert len(ends) == 1 or ends[-1] <= slot_bytes
+
+
+def test_the_lower_bound_is_what_a_set_of_numbers_says(tiny: Tiny) -> None:
+    for family, mesh, layout, sizes in CASES:
+        spec = read_spec(tiny(family))
+        planner, hf = ReshardPlanner(spec, layout, mesh, rollout_of(mesh, sizes)), numbered(spec)
+        for rank in (0, mesh.world_size - 1):
+            if rank not in planner.rollout.hosts:
+                continue
+            own = np.concatenate([a.ravel() for a in local_parameters(spec, layout, mesh, rank).values()])
+            needed = [assembled(f, hf).ravel() for f in rollout_tensors(spec, sizes, rank % sizes.tp)]
+            lacking = np.setdiff1d(np.concatenate(needed), own)
+            assert planner.least_received(rank) == lacking.size - (0 in lacking), (family, rank)
+
+
+def test_a_copy_on_the_own_node_is_nearer_and_copies_share_the_work(tiny: Tiny) -> None:
+    spec, mesh = read_spec(tiny("llama")), Mesh(8, tp=2)
+    planner = ReshardPlanner(spec, Layout(tp=2), mesh, rollout_of(mesh, EngineSizes(1), ranks_per_node=4))
+    sent = np.zeros((8, 8), np.int64)
+    for rank in range(8):
+        for bucket in planner.plan(rank, SIZES).buckets:
+            for destination, moves in bucket.outgoing.items():
+                sent[rank, destination] += sum(move.part.num_elements for move in moves)
+    assert not sent[:4, 4:].any()
+    assert not sent[4:, :4].any()
+    from_each = sent.sum(axis=1)
+    assert from_each.max() < 1.3 * from_each.mean()
+
+
+def test_each_stage_serves_another_part_of_the_workers_at_any_time(tiny: Tiny) -> None:
+    """Or all would wait for one stage after another."""
+    spec, mesh = read_spec(tiny("llama")), Mesh(4, pp=4)
+    planner = ReshardPlanner(spec, Layout(pp=4), mesh, rollout_of(mesh, EngineSizes(1)))
+    plans = [planner.plan(rank, BucketSizes(1, 4, 64)) for rank in range(4)]
+    for number in range(len(plans[0].buckets)):
+        sources = [set(plan.buckets[number].incoming) for plan in plans]
+        assert len(set.union(*sources)) >= 3, (number, sources)
+
+
+def num_slices(buckets: list[dict[int, list[Transfer]]]) -> int:
+    return sum(len(move.part.slices) for bucket in buckets for moves in bucket.values() for move in moves)
+
+
+def test_a_rank_of_the_largest_world_plans_within_a_second() -> None:
+    """Sixty-one layers of 256 experts, 47,000 tensors, on 1,024 ranks."""
+    large = {**published.QWEN3_235B, "num_hidden_layers": 61, "num_experts": 256, "mlp_only_layers": [0, 1, 2]}
+    spec = spec_of(HfConfig(large, "config.json"))
+    assert len(hf_tensors(spec, "lm")) > 45_000
+    layout = Layout(pp=16, ep=16, first_stage_layers=3, last_stage_layers=2)
+    mesh = Mesh(1024, pp=16, ep=16)
+    seconds = []
+    for _ in range(3):  # the quickest: others may be using the machine
+        planner = ReshardPlanner(spec, layout, mesh, rollout_of(mesh, EngineSizes(32)))
+        start = time.process_time()
+        plan = planner.plan(517, BucketSizes(256 << 20, 2, 64))
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 1
+    assert num_slices([bucket.incoming for bucket in plan.buckets]) > 45_000
+    assert num_slices([bucket.outgoing for bucket in plan.buckets]) > 30_000
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nodes", "message"),
+    [
+        ((0, 1, 2), (0,) * 4, "3 workers are no whole number of engines of tp 2"),
+        ((0, 0), (0,) * 4, "each needs one of 4 for itself"),
+        ((3, 4), (0,) * 4, "each needs one of 4 for itself"),
+        ((0, 1), (0,) * 3, "3 ranks have a node, but there are 4 trainer ranks"),
+    ],
+)
+def test_engines_that_the_devices_do_not_fit(
+    tiny: Tiny, hosts: tuple[int, ...], nodes: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(PlacementError, match=message):
+        ReshardPlanner(read_spec(tiny("llama")), Layout(), Mesh(4), RolloutLayout(EngineSizes(2), hosts, nodes))
+
+
+def test_engines_that_the_model_does_not_fit(tiny: Tiny) -> None:
+    with pytest.raises(ModelError, match="tp 3 does not divide"):
+        ReshardPlanner(read_spec(tiny("llama")), Layout(), Mesh(3), RolloutLayout(EngineSizes(3), (0, 1, 2), (0, 0, 0)))

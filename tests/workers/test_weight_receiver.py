@@ -1,0 +1,75 @@
+"""Receivers stand behind the trainer's ranks and meet them at the first receiver's socket."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mrl.config.mesh import Mesh
+from mrl.config.schema import ParallelConfig
+from mrl.controller import Dispatch, RankInfo, Rendezvous
+from mrl.controller.dispatch import registered_methods
+from mrl.models.rollout_table import EngineSizes
+from mrl.models.small import small_config
+from mrl.plan.known_models import model_values
+from mrl.weight_sync.planner import RolloutLayout
+from mrl.weight_sync.spec import WeightSyncSpec
+from mrl.workers import weight_receiver
+from mrl.workers.weight_receiver import WeightReceiver
+
+
+@dataclass(frozen=True)
+class NotedRoute(WeightSyncSpec):
+    """A route that nobody joins; it keeps what it was asked, and where the ranks were to meet."""
+
+    joined: list[tuple[int, torch.device, Rendezvous | None]] = field(default_factory=list)
+
+    def transport(self, rank: int, device: torch.device) -> Any:
+        self.joined.append((rank, device, self.rendezvous))
+        return "transport"
+
+
+def test_a_porter_comes_after_the_trainers_ranks_and_serves_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parallel = ParallelConfig(tp=2)
+    (tmp_path / "config.json").write_text(json.dumps(dict(small_config(model_values("Qwen3-8B"), parallel))))
+    made: list[Any] = []
+
+    class Notes:
+        def __init__(self, *arguments: Any) -> None:
+            made.append(arguments)
+
+        def send(self, version: int, workers: list[int]) -> tuple[int, list[int]]:
+            return version, workers
+
+    monkeypatch.setattr(weight_receiver, "Resharder", Notes)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        rendezvous = Rendezvous("10.0.0.7", 4321, 2, listener)
+        place = RankInfo("rollout", 1, 1, Mesh(2), rendezvous)
+        worker = WeightReceiver(place)
+        assert worker.rendezvous() == Rendezvous("10.0.0.7", 4321, 2, None), "the socket itself stays here"
+        layout = RolloutLayout(EngineSizes(1), (4, 5), ("n0",) * 6)
+        elsewhere = Rendezvous("nowhere", 1, 2, None)
+        route = NotedRoute(layout, tmp_path, ("e0", "e1"), "bfloat16", "float32", 1 << 20, 5.0, elsewhere)
+        worker.prepare_receiving(str(tmp_path), parallel, 4, route)
+    assert route.joined == [(5, torch.device("cpu"), rendezvous)]
+    ((planner, transport, held, socket_paths, settings),) = made
+    assert (transport, held) == ("transport", {}), "it holds no weights"
+    assert socket_paths == route.socket_paths()
+    assert settings == route.settings()
+    assert planner.mesh == Mesh(4, tp=2), "the layout is the trainer's"
+    assert worker.send_weights(3, [1, 0]) == (3, [1, 0])  # type: ignore[comparison-overlap]
+
+
+def test_one_porter_says_where_to_meet_and_all_prepare() -> None:
+    specs = registered_methods(WeightReceiver)
+    assert specs["rendezvous"].dispatch is Dispatch.RANK_ZERO
+    assert specs["prepare_receiving"].dispatch is Dispatch.ONE_TO_ALL
+    assert specs["send_weights"].dispatch is Dispatch.ONE_TO_ALL
