@@ -17,14 +17,14 @@ if "ray" not in sys.modules:
 
 if TYPE_CHECKING:
     from mrl.controller.cluster import ray_cluster
-    from mrl.controller.dispatch import Dispatch, register
+    from mrl.controller.dispatch import Dispatch, register, register_call
     from mrl.controller.resource_pool import DeviceSlots, RayResourcePool, ResourcePoolManager
     from mrl.controller.worker import RankInfo, Rendezvous, Worker
     from mrl.controller.worker_group import DataProtoFuture, RayClassWithInitArgs, RayWorkerGroup, RunContext
 
 _MODULES = {
     "cluster": ("ray_cluster",),
-    "dispatch": ("Dispatch", "register"),
+    "dispatch": ("Dispatch", "register", "register_call"),
     "resource_pool": ("RayResourcePool", "ResourcePoolManager", "DeviceSlots"),
     "worker": ("RankInfo", "Rendezvous", "Worker"),
     "worker_group": ("DataProtoFuture", "RayClassWithInitArgs", "RayWorkerGroup", "RunContext"),
@@ -45,6 +45,7 @@ __all__ = [
     "Worker",
     "ray_cluster",
     "register",
+    "register_call",
 ]
 
 

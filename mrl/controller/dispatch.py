@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
+from mrl.config.step_calls import StepCall
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _SPEC_ATTRIBUTE = "mrl_method_spec"
@@ -53,6 +55,17 @@ def register(
         spec = MethodSpec(method.__name__, dispatch, tuple(reads), tuple(writes), tuple(optional))
         setattr(method, _SPEC_ATTRIBUTE, spec)
         return method
+
+    return mark
+
+
+def register_call(call: StepCall) -> Callable[[Method], Method]:
+    """Let a worker's method be called in a training step, with the columns that the step's table says."""
+
+    def mark(method: Method) -> Method:
+        if method.__name__ != call.method:
+            raise ValueError(f"{method.__name__} is registered as {call.method}")
+        return register(Dispatch.DATA_PARALLEL, call.reads, call.writes, call.optional)(method)
 
     return mark
 

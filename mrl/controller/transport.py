@@ -140,7 +140,8 @@ def store(batch: DataProto) -> DataProto:
 def fetch(batch: DataProto, timeout_s: float) -> DataProto:
     """The same batch with every stored column brought here: for samples to show and for tests. A step needs none."""
     plan, references = plan_shard(batch, list(batch.columns()))
-    return assemble_shard(plan, ray.get(references, timeout=timeout_s))
+    # Asked for nothing, `ray.get` would start a cluster of its own where none has been joined.
+    return assemble_shard(plan, ray.get(references, timeout=timeout_s) if references else [])
 
 
 def _is_number_per_row(column: Column) -> bool:

@@ -14,8 +14,9 @@ from typing import Literal
 from mrl.config.arithmetic import role_batch, role_mesh, samples_per_step, updates_per_step
 from mrl.config.load import Resolved
 from mrl.config.schema import Config
+from mrl.config.step_calls import step_calls
 from mrl.errors import ConfigError, MrlError, Problem
-from mrl.preflight.columns import column_problems, stages
+from mrl.preflight.columns import column_problems
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
 
@@ -88,7 +89,7 @@ def check_columns(config: Config) -> Iterator[CheckResult]:
                 "fail", "columns", problem, "this is a defect of mrl, or of your own algorithm's settings"
             )
         return
-    calls = [stage.method for stage in stages(config)]
+    calls = [call.method for call in step_calls(config)]
     yield CheckResult("ok", "columns", f"{', '.join(calls)}: every column is written before it is read")
 
 

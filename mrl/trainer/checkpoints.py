@@ -19,7 +19,7 @@ from typing import Any
 from mrl.config.run_directory import checkpoint_of, steps_in
 from mrl.errors import CheckpointError
 from mrl.events import EventLog, Saved, Warned
-from mrl.trainer.model_role import ModelRole
+from mrl.trainer.role_client import RoleClient
 
 MANIFEST = "manifest.json"
 _FORMAT = "mrl-run-1"
@@ -65,7 +65,7 @@ class CheckpointManager:
         """The steps that have a checkpoint, whole or damaged."""
         return steps_in(self._directory)
 
-    def save(self, step: int, roles: Mapping[str, ModelRole], state: Mapping[str, Any], is_best: bool) -> Path:
+    def save(self, step: int, roles: Mapping[str, RoleClient], state: Mapping[str, Any], is_best: bool) -> Path:
         """Write a checkpoint, on disk and visible when this returns; then remove those that are not kept."""
         began = time.monotonic()
         target, staged = checkpoint_of(self._directory, step), self._directory / f"{_STAGED}-{step:06d}"

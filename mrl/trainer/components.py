@@ -27,20 +27,22 @@ from mrl.rewards.manager import RewardManager
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator
-from mrl.trainer.model_role import ModelRole
 from mrl.trainer.model_scores import check_reward_model
 from mrl.trainer.node_models import fetch_models
+from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, RoleClient
 from mrl.trainer.validation import Validator
 from mrl.workers.messages import ModelSetup
+
+_CLIENTS = {"actor": ActorClient, "critic": CriticClient, "reward_model": RewardModelClient}
 
 
 @dataclass
 class Components:
     """What a step calls."""
 
-    actor: ModelRole
-    critic: ModelRole | None
-    reward_model: ModelRole | None
+    actor: ActorClient
+    critic: CriticClient | None
+    reward_model: RewardModelClient | None
     hybrid: HybridEngine
     engine_probe: EngineProbe
     prompts: PromptLoader
@@ -49,9 +51,10 @@ class Components:
     kl: KLController
 
     @property
-    def roles(self) -> dict[str, ModelRole]:
+    def roles(self) -> dict[str, RoleClient]:
         """The models that are trained."""
-        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
+        roles: dict[str, RoleClient] = {"actor": self.actor}
+        return roles if self.critic is None else roles | {"critic": self.critic}
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the models, as plain JSON."""
@@ -153,16 +156,14 @@ def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
     return RayWorkerGroup(role, worker, role_mesh(config, role), context)
 
 
-def _with_models(
-    config: Config, groups: Mapping[str, Future[RayWorkerGroup]], events: EventLog
-) -> dict[str, ModelRole]:
-    """The roles, their models loaded: side by side, but on one GPU in turn, for loading takes room of its own."""
+def _with_models(config: Config, groups: Mapping[str, Future[RayWorkerGroup]], events: EventLog) -> dict[str, Any]:
+    """Load the models side by side, but on one GPU in turn: loading takes memory of its own."""
 
-    def load(names: Sequence[str]) -> dict[str, ModelRole]:
-        loaded = {}
+    def load(names: Sequence[str]) -> dict[str, RoleClient]:
+        loaded: dict[str, RoleClient] = {}
         for name in names:
             group, began = groups[name].result(), time.monotonic()
-            loaded[name] = ModelRole(group, config.model_roles()[name])
+            loaded[name] = _CLIENTS[name](group, config.model_roles()[name])
             events.write(ModelLoaded(name, loaded[name].num_parameters, time.monotonic() - began))
         return loaded
 

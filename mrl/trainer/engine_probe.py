@@ -20,7 +20,7 @@ from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
-from mrl.trainer.model_role import ModelRole
+from mrl.trainer.role_client import ActorClient
 
 TEXT = "A ferry crosses the bay in 40 minutes and waits 15 on each side. When is it back where it began? Step by step,"
 MAX_RESPONSE_TOKENS = 64
@@ -34,7 +34,7 @@ class EngineProbe:
     """Asks engines while they are awake, and compares once the actor has its devices again."""
 
     def __init__(
-        self, config: Config, hybrid: HybridEngine, actor: ModelRole, tokenizer: ChatTokenizer, events: EventLog
+        self, config: Config, hybrid: HybridEngine, actor: ActorClient, tokenizer: ChatTokenizer, events: EventLog
     ) -> None:
         self._config, self._hybrid, self._actor, self._events = config, hybrid, actor, events
         (prompt,) = tokenizer([TEXT], add_special_tokens=False)["input_ids"]
@@ -67,7 +67,7 @@ class EngineProbe:
 
     def _mean_differences(self, answers: Answers) -> dict[int, float]:
         batch = self._batch(list(answers.values()))
-        written = self._actor.run("compute_log_prob", batch)
+        written, _ = self._actor.compute_log_prob(batch)
         found = batch.union(fetch(written, self._config.deadlines.call_s)).values("old_log_probs").float().cpu().numpy()
         rows = np.split(found, np.cumsum(batch.lengths("responses"))[:-1])
         return {

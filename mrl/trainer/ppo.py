@@ -6,17 +6,17 @@ make them to the workers that read them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from mrl.algos.core_algos import overlong_penalty
-from mrl.config.arithmetic import needs_old_log_probs
+from mrl.config import step_calls
 from mrl.config.schema import Config
+from mrl.config.step_calls import OPTIONAL_SAMPLE_COLUMNS, SAMPLE_COLUMNS
 from mrl.controller.transport import store
 from mrl.protocol import DataProto
 from mrl.trainer import step_metrics
@@ -25,14 +25,11 @@ from mrl.trainer.components import Components, build_components
 from mrl.trainer.dynamic_sampling import full_batch
 from mrl.trainer.engine_probe import Answers
 from mrl.trainer.generation import ScoredBatch
-from mrl.trainer.model_role import ModelRole, mean_of
 from mrl.trainer.model_scores import add_model_scores
+from mrl.trainer.role_client import Metrics, mean_of
 from mrl.trainer.run import Run
 from mrl.trainer.start_progress import show_start_progress
 from mrl.workers.messages import WholeBatch
-
-TRAIN_COLUMNS = ("prompts", "responses", "rollout_log_probs", "scores")
-OPTIONAL_TRAIN_COLUMNS = ("baseline_scores", "response_mask")
 
 
 @dataclass(frozen=True)
@@ -51,6 +48,7 @@ class RayPPOTrainer:
 
     def __init__(self, run: Run) -> None:
         self.config, self.clock, self.run = run.config, run.clock, run
+        self.calls = step_calls.step_calls(run.config)
         self.num_steps_done = 0
 
     @contextmanager
@@ -59,13 +57,13 @@ class RayPPOTrainer:
         with ExitStack() as stack:
             with show_start_progress(self.run):
                 team = build_components(self.config, self.run.directory, self.run.events, self.clock)
-                self.team = stack.enter_context(team)
-            self.actor, self.critic, self.hybrid = self.team.actor, self.team.critic, self.team.hybrid
-            self.reward_model = self.team.reward_model
+                self.components = stack.enter_context(team)
+            self.actor, self.critic, self.hybrid = self.components.actor, self.components.critic, self.components.hybrid
+            self.reward_model = self.components.reward_model
             if reason := self.hybrid.full_tensor_reason:
                 self.run.warn("rollout", f"weights travel as whole tensors: {reason}")
-            self.num_steps_done = self.run.resume(self.team)
-            yield self.team
+            self.num_steps_done = self.run.resume(self.components)
+            yield self.components
 
     def fit(self) -> dict[str, float]:
         """All steps that are left; the figures of the last validation."""
@@ -84,7 +82,7 @@ class RayPPOTrainer:
             stop = run.should_stop()
             run.record(report.step, report.batch, report.metrics | figures)
             if is_last or stop or run.save_is_due(report.step):
-                run.save(self.team, report.step, figures)
+                run.save(self.components, report.step, figures)
             if stop:
                 break
         return validated
@@ -92,54 +90,58 @@ class RayPPOTrainer:
     def step(self) -> StepReport:
         """One step. Every line is a phase, and every phase is timed."""
         step = self.clock.step = self.num_steps_done + 1
-        algorithm = self.config.algorithm
         with self.clock("rollout"), self.hybrid.rollout_mode():  # Megatron's layout -> vLLM's, and back to sleep
             samples = self.collect(step)  # responses, rollout_log_probs, scores
-            answers = self.team.engine_probe.ask(step)
+            answers = self.components.engine_probe.ask(step)
         self.compare_engines(step, answers)
         if self.reward_model is not None:
             with self.clock("reward_model"):
-                written = self.reward_model.run("compute_rm_score", samples.batch)
-                samples = add_model_scores(self.config, samples, written)
+                rm_scores = self.reward_model.compute_rm_score(samples.batch)
+                samples = add_model_scores(self.config, samples, rm_scores)
         batch, metrics = store(samples.batch.select(*self._train_columns(samples.batch))), dict(samples.metrics)
-        if needs_old_log_probs(self.config):
+        if step_calls.LOG_PROB in self.calls:
             with self.clock("old_log_prob"):
-                batch = batch.union(_pop_metrics(self.actor.run("compute_log_prob", batch), "mismatch", metrics))
-        if algorithm.kl.where != "none":
+                old_log_probs, mismatch = self.actor.compute_log_prob(batch)
+                batch, metrics = batch.union(old_log_probs), metrics | mismatch
+        if step_calls.REF_LOG_PROB in self.calls:
             with self.clock("ref_log_prob"):
-                batch = batch.union(self.actor.run("compute_ref_log_prob", batch))
+                batch = batch.union(self.actor.compute_ref_log_prob(batch))
         if self.critic is not None:
             with self.clock("values"):
-                batch = batch.union(self.critic.run("compute_values", batch))
+                batch = batch.union(self.critic.compute_values(batch))
         with self.clock("advantage"):
-            uids = list(samples.batch.non_tensor_batch["uid"])
-            batch = batch.union(_pop_metrics(self.estimate_advantages(batch, uids), "reward", metrics))
-        updates: dict[str, list[dict[str, float]]] = {}
+            advantages, kl = self.estimate_advantages(batch, list(samples.batch.non_tensor_batch["uid"]))
+            batch, metrics = batch.union(advantages), metrics | kl
+        updates: dict[str, list[Metrics]] = {}
         if self.critic is not None:
             with self.clock("update_critic"):
-                updates["critic"] = self.update(self.critic, "update_critic", batch)
+                updates["critic"] = self.train(self.critic.update_critic, batch)
         if step > self.config.training.critic_warmup_steps:
             with self.clock("update_actor"):
-                updates["actor"] = self.update(self.actor, "update_actor", batch)
+                updates["actor"] = self.train(self.actor.update_actor, batch)
             self.hybrid.weights_changed()
         for role, of_role in updates.items():
             metrics |= mean_of(of_role, role)
         check_invariants(self.config, step, metrics, updates.get("actor", []), _num_written(samples.batch))
-        self.team.kl.update(metrics["reward/kl"], len(batch))
+        self.components.kl.update(metrics["reward/kl"], len(batch))
         self.num_steps_done = step
-        metrics |= step_metrics.batch_metrics(samples.batch, self.config.rollout.max_response_tokens)
+        return StepReport(step, samples.batch, metrics | self._measured(samples.batch) | self.hybrid.metrics())
+
+    def _measured(self, batch: DataProto) -> Metrics:
+        """Lengths, seconds and speed of the step that ends now."""
+        metrics = step_metrics.batch_metrics(batch, self.config.rollout.max_response_tokens)
         seconds = self.clock.pop_seconds()
-        metrics |= step_metrics.timing_metrics(seconds, samples.batch, self.config.cluster)
+        metrics |= step_metrics.timing_metrics(seconds, batch, self.config.cluster)
         num_trained = int(metrics["perf/total_num_tokens"]) * self.config.batch.epochs_per_step
-        for name, trained in self.team.roles.items():
-            metrics |= step_metrics.training_metrics(trained, name, seconds.get(f"update_{name}", 0.0), num_trained)
-        return StepReport(step, samples.batch, metrics | self.hybrid.metrics())
+        for name, role in self.components.roles.items():
+            metrics |= step_metrics.training_metrics(role, name, seconds.get(f"update_{name}", 0.0), num_trained)
+        return metrics
 
     def validate(self) -> dict[str, float]:
         """The policy as it is now on the validation prompts."""
         with self.clock("validation"), self.hybrid.rollout_mode():
-            figures = self.team.validator.run()
-            answers = self.team.engine_probe.ask(self.num_steps_done)
+            figures = self.components.validator.run()
+            answers = self.components.engine_probe.ask(self.num_steps_done)
         self.compare_engines(self.num_steps_done, answers)
         return figures
 
@@ -147,11 +149,11 @@ class RayPPOTrainer:
         """See that the engines that were asked compute what the trainer computes, before anything is learnt."""
         if answers:
             with self.clock("probe"):
-                self.team.engine_probe.compare(step, answers)
+                self.components.engine_probe.compare(step, answers)
 
     def collect(self, step: int) -> ScoredBatch:
         """The step's samples with their scores."""
-        scored = full_batch(self.config, self.team.prompts, lambda prompts: self.generate(prompts, step))
+        scored = full_batch(self.config, self.components.prompts, lambda prompts: self.generate(prompts, step))
         overlong = self.config.algorithm.overlong
         if overlong is None:
             return scored
@@ -165,7 +167,7 @@ class RayPPOTrainer:
 
     def generate(self, prompts: DataProto, step: int) -> ScoredBatch:
         """Samples of these prompts; for ReMax also the greedy answer, whose score is the baseline."""
-        generator = self.team.generator
+        generator = self.components.generator
         scored = generator.run(prompts.repeat(self.config.batch.samples_per_prompt), generator.training, step)
         if self.config.algorithm.advantage != "remax":
             return scored
@@ -177,20 +179,20 @@ class RayPPOTrainer:
         column = DataProto.from_dict({"baseline_scores": scores}, row_ids=kept.row_ids)
         return ScoredBatch(kept.union(column), scored.metrics | {"reward/greedy/mean": float(scores.mean())})
 
-    def estimate_advantages(self, batch: DataProto, uids: list[str]) -> DataProto:
+    def estimate_advantages(self, batch: DataProto, uids: list[str]) -> tuple[DataProto, Metrics]:
         """Advantages, on the critic's ranks where there is one: its values are there."""
         position = DataProto.from_dict({"position": torch.arange(len(batch))}, row_ids=batch.row_ids)
         role = self.critic or self.actor
-        return role.evenly("compute_advantages", batch.union(position), WholeBatch(uids, self.team.kl.coef))
+        return role.compute_advantages(batch.union(position), WholeBatch(uids, self.components.kl.coef))
 
-    def update(self, role: ModelRole, method: str, batch: DataProto) -> list[dict[str, float]]:
-        """All optimizer steps of a role; what each says."""
+    def train(self, update: Callable[[DataProto], Metrics], batch: DataProto) -> list[Metrics]:
+        """Make all optimizer steps of a role; what each reports."""
         parts = self.updates(batch)
-        figures: list[dict[str, float]] = []
+        reports: list[Metrics] = []
         for rows in parts:
-            self.clock.progress(len(figures), len(parts))
-            figures.append(role.update(method, rows))
-        return figures
+            self.clock.progress(len(reports), len(parts))
+            reports.append(update(rows))
+        return reports
 
     def updates(self, batch: DataProto) -> list[DataProto]:
         """The rows of each optimizer step, drawn anew in each epoch over the batch."""
@@ -204,7 +206,7 @@ class RayPPOTrainer:
 
     @staticmethod
     def _train_columns(batch: DataProto) -> list[str]:
-        return [*TRAIN_COLUMNS, *(name for name in OPTIONAL_TRAIN_COLUMNS if name in batch.columns())]
+        return [*SAMPLE_COLUMNS, *(name for name in OPTIONAL_SAMPLE_COLUMNS if name in batch.columns())]
 
 
 def _num_written(batch: DataProto) -> int:
@@ -212,10 +214,3 @@ def _num_written(batch: DataProto) -> int:
     if "response_mask" in batch.columns():
         return int(batch.values("response_mask").sum())
     return int(batch.lengths("responses").sum())
-
-
-def _pop_metrics(written: DataProto, prefix: str, metrics: dict[str, Any]) -> DataProto:
-    """The columns that workers wrote; what they said beside them goes into the metrics."""
-    metrics |= {f"{prefix}/{name}": value for name, value in written.meta_info.items()}
-    written.meta_info = {}
-    return written

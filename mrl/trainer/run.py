@@ -51,8 +51,8 @@ class Run:
         self.events.write(Warned(about, message))
         self.console.print(f"warning: {about}: {message}")
 
-    def resume(self, team: Components) -> int:
-        """Put the team into the state of the newest checkpoint; how many steps are done."""
+    def resume(self, components: Components) -> int:
+        """Put everything into the state of the newest checkpoint; how many steps are done."""
         found = self.snapshots.newest() if self.config.training.resume == "auto" else None
         metrics = self.directory / "metrics.jsonl"
         if found is None and metrics.exists():
@@ -65,9 +65,9 @@ class Run:
             return 0
         for key, change in describe_changes(found.state["config"], self.config, found.step).items():
             self.warn(key, change)
-        for name, role in team.roles.items():
+        for name, role in components.roles.items():
             role.group.load_checkpoint(str(found.path / name))
-        team.load_state_dict(found.state["team"])
+        components.load_state_dict(found.state["team"])
         self._best = -np.inf if found.state["best"] is None else found.state["best"]
         self.console.print(f"resumed from {found.path}")
         return found.step
@@ -93,18 +93,18 @@ class Run:
         every = self.config.training.save_every
         return bool(every) and step % every == 0
 
-    def save(self, team: Components, step: int, validated: Mapping[str, float]) -> None:
+    def save(self, components: Components, step: int, validated: Mapping[str, float]) -> None:
         """Save everything. It is the best so far if it was validated itself, and scored higher than any before."""
         score = validated.get(f"val/score/mean@{self.config.validation.samples_per_prompt}", -np.inf)
         is_best = score > self._best
         self._best = max(self._best, score)
         state = {
             "config": resume_config(self.config),
-            "team": team.state_dict(),
+            "team": components.state_dict(),
             "best": None if np.isneginf(self._best) else self._best,
         }
         with self.clock("save"):
-            self.snapshots.save(step, team.roles, state, is_best)
+            self.snapshots.save(step, components.roles, state, is_best)
 
     def should_stop(self) -> bool:
         """Whether a signal came or the time is up; what it was is said."""

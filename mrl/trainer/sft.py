@@ -27,9 +27,9 @@ from mrl.events import EventLog, Warned
 from mrl.observe.metrics import MetricsFile
 from mrl.protocol import DataProto
 from mrl.trainer.checkpoints import CheckpointManager
-from mrl.trainer.model_role import ModelRole
 from mrl.trainer.node_models import fetch_models
 from mrl.trainer.resume_config import describe_changes, resume_config
+from mrl.trainer.role_client import SftClient
 from mrl.trainer.shutdown import ShutdownSignal
 from mrl.workers.messages import ModelSetup
 
@@ -65,7 +65,7 @@ def train_sft(
         context = RunContext(directory, events, config.deadlines, resources)
         group = RayWorkerGroup(ROLE, worker, role_mesh(config, ROLE), context)
         stack.callback(group.shutdown)
-        run = _SftRun(config, directory, events, rows, ModelRole(group, config.actor))
+        run = _SftRun(config, directory, events, rows, SftClient(group, config.actor))
         run.resume(say)
         thread = stack.enter_context(ThreadPoolExecutor(1, "rows"))
 
@@ -102,7 +102,7 @@ class _SftRun:
     """What is done of a run, and what of it is on disk."""
 
     def __init__(
-        self, config: SftConfig, directory: Path, events: EventLog, rows: PromptLoader, role: ModelRole
+        self, config: SftConfig, directory: Path, events: EventLog, rows: PromptLoader, role: SftClient
     ) -> None:
         self._config, self._events, self._rows, self._role = config, events, rows, role
         self._snapshots = CheckpointManager(directory / CHECKPOINTS, config.training.keep, events)
@@ -147,7 +147,7 @@ class _SftRun:
 
     def step(self, read: _Read) -> tuple[int, dict[str, float]]:
         """One update; its number and its figures."""
-        figures = self._role.update("update_sft", read.batch)
+        figures = self._role.update_sft(read.batch)
         self.num_done += 1
         self._losses.append(figures["loss"])
         self._metrics.write(self.num_done, figures)

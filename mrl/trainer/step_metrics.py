@@ -10,7 +10,7 @@ import numpy.typing as npt
 from mrl.config.hardware import device_flops_per_s
 from mrl.config.schema import ClusterConfig
 from mrl.protocol import DataProto
-from mrl.trainer.model_role import ModelRole
+from mrl.trainer.role_client import RoleClient
 
 
 def batch_metrics(batch: DataProto, max_response_tokens: int) -> dict[str, float]:
@@ -40,7 +40,7 @@ def timing_metrics(seconds: Mapping[str, float], batch: DataProto, cluster: Clus
     return figures
 
 
-def training_metrics(role: ModelRole, name: str, seconds: float, num_tokens: int) -> dict[str, float]:
+def training_metrics(role: RoleClient, name: str, seconds: float, num_tokens: int) -> dict[str, float]:
     """What a role's updates of a step reached: floating-point operations per second and device, and, where the device
     is a known one, the share of what it could. Attention over other tokens is not counted."""
     if not seconds:

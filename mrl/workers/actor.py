@@ -21,8 +21,9 @@ from mrl.algos.core_algos import (
     correction_weights,
     mismatch_metrics,
 )
+from mrl.config import step_calls
 from mrl.config.algorithm import AlgorithmConfig
-from mrl.controller import Dispatch, RankInfo, register
+from mrl.controller import Dispatch, RankInfo, register, register_call
 from mrl.engine.loss import LossInput, LossOutput
 from mrl.engine.scores import ScoreRequest
 from mrl.engine.weights import held_tensors
@@ -32,7 +33,6 @@ from mrl.protocol.columns import jagged
 from mrl.weight_sync.planner import ReshardPlanner
 from mrl.weight_sync.resharder import Resharder, ReshardReport
 from mrl.weight_sync.spec import WeightSyncSpec
-from mrl.workers import advantages
 from mrl.workers.advantages import shard_advantages
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch
 from mrl.workers.model_worker import ModelWorker, optional_values, response_column, response_mask, token_rows
@@ -50,12 +50,7 @@ class ActorRolloutRefWorker(ModelWorker):
         self._temperature = temperature
         self._horizon_tokens = algorithm.loss.horizon_tokens or horizon_tokens
 
-    @register(
-        Dispatch.DATA_PARALLEL,
-        reads=("prompts", "responses"),
-        writes=("old_log_probs",),
-        optional=("response_mask", "rollout_log_probs"),
-    )
+    @register_call(step_calls.LOG_PROB)
     def compute_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
         """Log-probs of the responses by the policy as it is now, and how far the engine's own were from them."""
         log_probs_T = self._log_probs(batch, sizes)
@@ -66,24 +61,20 @@ class ActorRolloutRefWorker(ModelWorker):
             answer.meta_info = mismatch_metrics(pair, self.sum_over_shards, self.max_over_shards)
         return answer
 
-    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("ref_log_probs",))
+    @register_call(step_calls.REF_LOG_PROB)
     def compute_ref_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
         """Log-probs of the responses by the policy as it was before training."""
         with self.engine.memory.weights_of(self.reference):
             return response_column(batch, "ref_log_probs", self._log_probs(batch, sizes))
 
-    @register(Dispatch.DATA_PARALLEL, reads=advantages.READS, writes=("advantages",), optional=advantages.OPTIONAL)
+    @register_call(step_calls.ACTOR_ADVANTAGES)
     def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> DataProto:
         """Advantages where there is no critic."""
         estimate, kl = shard_advantages(batch, whole, self._algorithm, self.sum_over_shards)
         column = jagged(estimate.advantages_T.float(), batch.lengths("responses"))
         return DataProto.from_dict({"advantages": column}, meta_info={"kl": kl}, row_ids=batch.row_ids)
 
-    @register(
-        Dispatch.DATA_PARALLEL,
-        reads=("prompts", "responses", "advantages"),
-        optional=("response_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs"),
-    )
+    @register_call(step_calls.UPDATE_ACTOR)
     def update_actor(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
         """One optimizer step on these rows, all of one update. Without old log-probs the policy's own are meant."""
         columns = optional_values(batch, "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")

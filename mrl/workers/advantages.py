@@ -23,9 +23,6 @@ from mrl.protocol import DataProto
 from mrl.workers.messages import WholeBatch
 from mrl.workers.model_worker import optional_values, response_mask
 
-READS = ("responses", "scores", "position")
-OPTIONAL = ("response_mask", "values", "old_log_probs", "ref_log_probs", "baseline_scores")
-
 
 def shard_advantages(
     batch: DataProto, whole: WholeBatch, config: AlgorithmConfig, sum_over_shards: Reduce

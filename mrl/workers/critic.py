@@ -7,13 +7,13 @@ from functools import partial
 import torch
 
 from mrl.algos.core_algos import BatchTotals, LossNormalizer, Rows, ValueTokens, critic_objective
+from mrl.config import step_calls
 from mrl.config.algorithm import AlgorithmConfig
-from mrl.controller import Dispatch, RankInfo, register
+from mrl.controller import RankInfo, register_call
 from mrl.engine.loss import LossInput, LossOutput
 from mrl.engine.scores import ScoreRequest
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
-from mrl.workers import advantages
 from mrl.workers.advantages import shard_advantages
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch
 from mrl.workers.model_worker import ModelWorker, optional_values, response_column, token_rows
@@ -27,15 +27,13 @@ class CriticWorker(ModelWorker):
         self._algorithm = algorithm
         self._horizon_tokens = algorithm.loss.horizon_tokens or horizon_tokens
 
-    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("values",))
+    @register_call(step_calls.VALUES)
     def compute_values(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
         """The value of the state before each response token."""
         scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest())
         return response_column(batch, "values", None if scores is None else scores.values_T)
 
-    @register(
-        Dispatch.DATA_PARALLEL, reads=advantages.READS, writes=("advantages", "returns"), optional=advantages.OPTIONAL
-    )
+    @register_call(step_calls.CRITIC_ADVANTAGES)
     def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> DataProto:
         """Advantages, and the returns that the critic is trained towards."""
         estimate, kl = shard_advantages(batch, whole, self._algorithm, self.sum_over_shards)
@@ -48,7 +46,7 @@ class CriticWorker(ModelWorker):
             row_ids=batch.row_ids,
         )
 
-    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses", "values", "returns"), optional=("response_mask",))
+    @register_call(step_calls.UPDATE_CRITIC)
     def update_critic(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
         """One optimizer step on these rows, which are one update's."""
         rows = token_rows(batch, optional_values(batch, "values", "returns"))

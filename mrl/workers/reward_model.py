@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from mrl.controller import Dispatch, register
+from mrl.config import step_calls
+from mrl.controller import register_call
 from mrl.engine.scores import ScoreRequest
 from mrl.protocol import DataProto
 from mrl.workers.messages import MicroBatchSizes
@@ -16,7 +17,7 @@ from mrl.workers.model_worker import ModelWorker, token_rows
 class RewardModelWorker(ModelWorker):
     """A rank of the reward model."""
 
-    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("rm_scores",))
+    @register_call(step_calls.RM_SCORE)
     def compute_rm_score(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
         """The score of each response, which is the head's output at its last token."""
         whole = token_rows(batch, {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -18,8 +17,10 @@ from typing import Any
 import pytest
 
 from mrl.cli.main import main
+from mrl.config import step_calls
 from mrl.config.load import load_config
 from mrl.config.schema import Config
+from mrl.config.step_calls import STEP
 from mrl.errors import ConfigError
 from mrl.preflight import columns
 from mrl.preflight.cluster import check_slurm
@@ -119,7 +120,7 @@ def test_memory_that_does_not_suffice_comes_with_what_would(check: Callable[...,
 # --- columns ----------------------------------------------------------------------------------------------------
 
 
-def test_declarations_are_read_as_python_has_them() -> None:
+def test_workers_register_the_calls_of_the_table() -> None:
     from mrl.controller.dispatch import registered_methods
     from mrl.workers.actor import ActorRolloutRefWorker
     from mrl.workers.critic import CriticWorker
@@ -127,21 +128,9 @@ def test_declarations_are_read_as_python_has_them() -> None:
 
     workers = {"actor": ActorRolloutRefWorker, "critic": CriticWorker, "reward_model": RewardModelWorker}
     for role, worker in workers.items():
-        declared = columns.declared_columns(role)
-        batches = {name: spec for name, spec in registered_methods(worker).items() if spec.reads}
-        assert batches
-        for name, spec in batches.items():
-            assert declared[name] == columns.Columns(spec.reads, spec.writes, spec.optional)
-
-
-def test_the_stages_are_those_of_the_trainer() -> None:
-    step = (ROOT / "mrl" / "trainer" / "ppo.py").read_text()
-    full = config_of("algorithm.kl.where=both", *REWARD_MODEL)
-    called = [stage.method for stage in columns.stages(full)]
-    in_trainer = re.findall(r'\.(?:run|evenly|update)\((?:self\.\w+, )?"(\w+)"', step)
-    assert sorted(called) == sorted(in_trainer)
-    positions = [step.index(f'"{name}"') for name in called if name != "compute_advantages"]
-    assert positions == sorted(positions)
+        registered = {name: spec for name, spec in registered_methods(worker).items() if spec.reads}
+        calls = {call.method: (call.reads, call.writes, call.optional) for call in STEP if call.role == role}
+        assert {name: (spec.reads, spec.writes, spec.optional) for name, spec in registered.items()} == calls
 
 
 @pytest.mark.parametrize(
@@ -167,13 +156,8 @@ def test_a_column_that_nobody_writes_is_named() -> None:
 
 
 def test_a_column_that_is_not_declared_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    declared = columns.declared_columns("actor")
-    update = dataclasses.replace(declared["update_actor"], optional=())
-    monkeypatch.setattr(
-        columns,
-        "declared_columns",
-        lambda role: declared | {"update_actor": update} if role == "actor" else columns.declared_columns(role),
-    )
+    update = dataclasses.replace(step_calls.UPDATE_ACTOR, optional=())
+    monkeypatch.setattr(step_calls, "STEP", (*step_calls.STEP[:-1], update))
     config = config_of("algorithm.advantage=grpo", "critic=null", "placement.roles.critic=null")
     assert columns.column_problems(config) == [
         "update_actor needs `old_log_probs`, but does not declare that it reads it"

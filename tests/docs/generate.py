@@ -23,9 +23,9 @@ from mrl.config.reward_rules import BUILT_IN
 from mrl.config.schema import Config
 from mrl.config.sft import SftConfig
 from mrl.config.sources import read_chain
+from mrl.config.step_calls import STEP
 from mrl.data.toy import TOY_TASKS
 from mrl.launch.site import SiteConfig
-from mrl.preflight.columns import declared_columns, stages
 from tests.docs.blocks import ROOT, pages
 from tests.docs.pictures import IMAGES, PICTURES, SOLVED, recorded
 from tests.house_rules import (
@@ -40,25 +40,12 @@ from tests.house_rules import (
 )
 
 _MADE = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_EVERYTHING_ON = (
-    *("algorithm.kl.where=both", "algorithm.correction={}"),
-    *("reward_model={path: some/model, max_tokens_per_device: 512}", "placement.roles.reward_model=laptop"),
-)
 _FROM_ELSEWHERE = {
     "response_mask": "nothing in mrl today",
     "baseline_scores": "rollout and rewards, of a greedy answer",
     "position": "the trainer",
 }
 
-WHEN = {
-    "compute_rm_score": "there is a reward model",
-    "compute_log_prob": "several updates a step, KL in the reward, or a correction",
-    "compute_ref_log_prob": "`algorithm.kl.where` is not `none`",
-    "compute_values": "there is a critic",
-    "compute_advantages": "always; on the critic where there is one, else on the actor",
-    "update_critic": "there is a critic; once per update",
-    "update_actor": "always, after `training.critic_warmup_steps`; once per update",
-}
 COLUMNS = {
     "prompts": ("tokens", "the prompt as it was encoded and cut"),
     "responses": ("tokens", "what the engine wrote, its end token included"),
@@ -86,13 +73,12 @@ def table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 
 
 def calls() -> str:
-    """The calls of a step with everything switched on, from what the workers' methods declare."""
+    """The calls of a step."""
 
     def rows() -> Iterator[Sequence[str]]:
-        for stage in stages(load_config(str(ROOT / "configs/laptop-ppo.yaml"), _EVERYTHING_ON).config):
-            declared = declared_columns(stage.role)[stage.method]
-            columns = (", ".join(names) for names in (declared.reads, declared.optional, declared.writes))
-            yield f"`{stage.role}.{stage.method}`", *columns, WHEN[stage.method]
+        for call in STEP:
+            columns = (", ".join(names) for names in (call.reads, call.optional, call.writes))
+            yield f"`{call.role}.{call.method}`", *columns, call.when
 
     return table(("call", "reads", "reads where it is there", "writes", "when"), rows())
 
@@ -101,11 +87,10 @@ def columns() -> str:
     """Every column that workers read or write, with who writes it."""
     writers: dict[str, list[str]] = {}
     known = set()
-    for role in ("reward_model", "actor", "critic"):
-        for method, declared in declared_columns(role).items():
-            known |= {*declared.reads, *declared.optional, *declared.writes}
-            for name in declared.writes:
-                writers.setdefault(name, []).append(f"`{role}.{method}`")
+    for call in STEP:
+        known |= {*call.reads, *call.optional, *call.writes}
+        for name in call.writes:
+            writers.setdefault(name, []).append(f"`{call.role}.{call.method}`")
     assert known == COLUMNS.keys(), f"COLUMNS has words for every column and no other: {known ^ COLUMNS.keys()}"
     rows = (
         (f"`{name}`", *words, ", ".join(writers.get(name, [_FROM_ELSEWHERE.get(name, "rollout and rewards")])))

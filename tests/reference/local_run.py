@@ -42,8 +42,8 @@ from mrl.trainer import components as team_module
 from mrl.trainer.components import Components
 from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator, ScoredBatch
-from mrl.trainer.model_role import ModelRole
 from mrl.trainer.ppo import RayPPOTrainer
+from mrl.trainer.role_client import RoleClient
 from mrl.trainer.run import open_run
 from mrl.trainer.validation import Validator
 from mrl.workers.actor import ActorRolloutRefWorker
@@ -173,7 +173,7 @@ def local_team(
     """What `build_components` makes, without Ray."""
     mesh, rank = groups.mesh, groups.at.rank
 
-    def start(role: str) -> ModelRole:
+    def start(role: str) -> RoleClient:
         place = RankInfo(role, rank, rank, mesh, Rendezvous("", 0, mesh.world_size, None))
         setup, horizon = team_module.model_setup(role, config), config.rollout.max_response_tokens
         worker: Worker
@@ -183,13 +183,13 @@ def local_team(
             worker = _Critic(place, setup, config.algorithm, horizon)
         else:
             worker = _RewardModel(place, setup)
-        return ModelRole(LocalGroup(role, worker, mesh), config.model_roles()[role])
+        return team_module._CLIENTS[role](LocalGroup(role, worker, mesh), config.model_roles()[role])
 
     tokenizer = load_tokenizer(config.model.path)
     dataset = open_dataset(config.data.train, config.data, config.rollout, tokenizer)
     validation = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
     rewards: Any = InstantRewards(case.failures)
-    roles = {role: start(role) for role in config.model_roles()}
+    roles: Any = {role: start(role) for role in config.model_roles()}
     hybrid: Any = ScriptedEngine(config, tokenizer.eos_token_id, [role.group for role in roles.values()])
     generator = Generator(config, hybrid, rewards, tokenizer, clock.progress)
     if case.mask:
@@ -272,7 +272,7 @@ def _part(
     with open_run(resolved, Console(1, stream=io.StringIO(), quiet=True)) as run:
         trainer = RayPPOTrainer(run)
         if case.stop_after is None:
-            run.save = lambda team, step, validated: None  # type: ignore[method-assign]
+            run.save = lambda components, step, validated: None  # type: ignore[method-assign]
         with trainer.init_workers():
             run.should_stop = lambda: trainer.num_steps_done == stop_after  # type: ignore[method-assign]
             recorder = Recorder(trainer, directory / "weights" / case.name)

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from mrl.config.step_calls import STEP
 from mrl.controller.transport import fetch
 from mrl.protocol import DataProto, RemoteColumn
 from mrl.protocol.columns import Jagged
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer.generation import ScoredBatch
-from mrl.trainer.model_role import ModelRole
 from mrl.trainer.ppo import RayPPOTrainer
+from mrl.trainer.role_client import RoleClient
 
 FETCH_S = 60.0
 TEXTS = ("uid", "data_source", "prompt_text", "response_text", "ground_truth")
@@ -29,7 +30,7 @@ class Recorder:
         self._steps: list[dict[str, Any]] = []
         self._validations: list[dict[str, Any]] = []
         self._asked: dict[str, Any] = {}
-        team = trainer.team
+        team = trainer.components
         self._wrap(team.hybrid, "generate", self._on_generate)
         self._wrap(team.generator, "run", self._on_run)
         self._wrap(trainer, "step", self._on_step)
@@ -47,20 +48,20 @@ class Recorder:
         original = getattr(owner, name)
         setattr(owner, name, lambda *args, **kwargs: listener(original, *args, **kwargs))
 
-    def _listen(self, name: str, role: ModelRole) -> None:
-        def on_columns(original: Callable[..., DataProto], method: str, batch: DataProto, *rest: Any) -> DataProto:
-            written = original(method, batch, *rest)
-            self._now["columns"] |= _columns(written)
+    def _listen(self, name: str, role: RoleClient) -> None:
+        def on_columns(original: Callable[..., Any], *args: Any) -> Any:
+            written = original(*args)
+            self._now["columns"] |= _columns(written[0] if isinstance(written, tuple) else written)
             return written
 
-        def on_update(original: Callable[..., Any], method: str, batch: DataProto) -> Any:
-            report = original(method, batch)
+        def on_update(original: Callable[..., Any], batch: DataProto) -> Any:
+            report = original(batch)
             self._now["updates"].setdefault(name, []).append(report | {"row_ids": sorted(batch.row_ids.tolist())})
             return report
 
-        self._wrap(role, "run", on_columns)
-        self._wrap(role, "evenly", on_columns)
-        self._wrap(role, "update", on_update)
+        for call in STEP:
+            if call.role == name:
+                self._wrap(role, call.method, on_columns if call.writes else on_update)
 
     def _on_generate(
         self, original: Callable[..., Iterator[Generated]], requests: Sequence[GenerationRequest], sampling: Sampling
@@ -77,7 +78,7 @@ class Recorder:
         self, original: Callable[..., ScoredBatch], batch: DataProto, sampling: Sampling, step: int
     ) -> ScoredBatch:
         scored = original(batch, sampling, step)
-        generator = self._trainer.team.generator
+        generator = self._trainer.components.generator
         kinds = {id(generator.training): "training", id(generator.greedy): "greedy"}
         call = {"kind": kinds.get(id(sampling), "validation"), "step": step, "rows": _rows(scored.batch)}
         self._now["calls"].append(call | self._asked)
@@ -86,7 +87,7 @@ class Recorder:
     def _on_step(self, original: Callable[..., Any]) -> Any:
         before, self._now = self._now, _empty()
         report = original()
-        team, step = self._trainer.team, report.step
+        team, step = self._trainer.components, report.step
         self._now |= {
             "step": step,
             "row_ids": report.batch.row_ids.tolist(),

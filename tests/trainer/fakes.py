@@ -233,23 +233,39 @@ class Role:
         self.journal.append((self.name, method, len(batch)))
         self.batches.setdefault(method, []).append(batch)
 
-    def run(self, method: str, batch: DataProto) -> DataProto:
+    def _written(self, method: str, batch: DataProto) -> DataProto:
         self._took(method, batch)
-        row_ids = batch.row_ids[::-1].copy()
-        if method == "compute_rm_score":
-            return DataProto.from_dict({"rm_scores": torch.tensor(row_ids * 0.5)}, row_ids=row_ids)
         name, extra = WRITTEN[method]
-        said = {"log_prob_abs_diff_mean": 0.001} if method == "compute_log_prob" else {}
-        return DataProto.from_dict({name: self._tokens(batch, extra)}, meta_info=said, row_ids=row_ids)
+        return DataProto.from_dict({name: self._tokens(batch, extra)}, row_ids=batch.row_ids[::-1].copy())
 
-    def evenly(self, method: str, batch: DataProto, *arguments: Any) -> DataProto:
-        self._took(method, batch)
-        self.whole.append(*arguments)
+    def compute_rm_score(self, batch: DataProto) -> DataProto:
+        self._took("compute_rm_score", batch)
+        row_ids = batch.row_ids[::-1].copy()
+        return DataProto.from_dict({"rm_scores": torch.tensor(row_ids * 0.5)}, row_ids=row_ids)
+
+    def compute_log_prob(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        return self._written("compute_log_prob", batch), {"mismatch/log_prob_abs_diff_mean": 0.001}
+
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        return self._written("compute_ref_log_prob", batch)
+
+    def compute_values(self, batch: DataProto) -> DataProto:
+        return self._written("compute_values", batch)
+
+    def compute_advantages(self, batch: DataProto, whole: Any) -> tuple[DataProto, dict[str, float]]:
+        self._took("compute_advantages", batch)
+        self.whole.append(whole)
         columns = {"advantages": 0.75} | ({"returns": 0.875} if self.name == "critic" else {})
         tensors = {name: self._tokens(batch, extra) for name, extra in columns.items()}
-        return DataProto.from_dict(tensors, meta_info={"kl": self.kl}, row_ids=batch.row_ids[::-1].copy())
+        return DataProto.from_dict(tensors, row_ids=batch.row_ids[::-1].copy()), {"reward/kl": self.kl}
 
-    def update(self, method: str, batch: DataProto) -> dict[str, float]:
+    def update_actor(self, batch: DataProto) -> dict[str, float]:
+        return self._update("update_actor", batch)
+
+    def update_critic(self, batch: DataProto) -> dict[str, float]:
+        return self._update("update_critic", batch)
+
+    def _update(self, method: str, batch: DataProto) -> dict[str, float]:
         self._took(method, batch)
         self.num_updates += 1
         masked = "response_mask" in batch.columns()
@@ -309,7 +325,7 @@ class Scene:
     """A trainer among stand-ins."""
 
     trainer: RayPPOTrainer
-    team: Any
+    components: Any
     run: Run
     screen: Screen
     hybrid: Hybrid
@@ -333,7 +349,7 @@ def scene(
     run = Run(resolved(config), directory, screen)
     roles = {name: Role(name, journal) for name in config.model_roles()}
     generator = Generator(config, hybrid, Rewards(outcome), Tokenizer(), run.clock.progress)  # type: ignore[arg-type]
-    team: Any = Components(
+    components: Any = Components(
         roles["actor"],  # type: ignore[arg-type]
         roles.get("critic"),  # type: ignore[arg-type]
         roles.get("reward_model"),  # type: ignore[arg-type]
@@ -348,7 +364,7 @@ def scene(
     @contextmanager
     def build_components(*arguments: Any) -> Iterator[Any]:
         assert arguments == (config, directory, run.events, run.clock)
-        yield team
+        yield components
 
     def store(batch: DataProto) -> DataProto:
         stored.append(batch)
@@ -359,6 +375,6 @@ def scene(
         patch.setattr("mrl.trainer.ppo.store", store)
         trainer = RayPPOTrainer(run)
         with trainer.init_workers() as started:
-            assert started is team
-            yield Scene(trainer, team, run, screen, hybrid, journal, stored)
+            assert started is components
+            yield Scene(trainer, components, run, screen, hybrid, journal, stored)
     run.events.close()

@@ -132,7 +132,7 @@ class Stage:
             "RunContext": self._recorder("context"),
             "RayWorkerGroup": self._group,
             "HybridEngine": self._hybrid,
-            "ModelRole": self._role,
+            "_CLIENTS": dict.fromkeys(("actor", "critic", "reward_model"), self._role),
             "EngineProbe": self._recorder("probe"),
             "Generator": self._recorder("generator"),
             "Validator": self._recorder("validator"),
@@ -262,7 +262,7 @@ def test_models_load_side_by_side_but_for_those_of_one_gpu(
         present.remove(group)
         return SimpleNamespace(num_parameters=7, settings=settings)
 
-    monkeypatch.setattr(made, "ModelRole", load)
+    monkeypatch.setattr(made, "_CLIENTS", dict.fromkeys(("actor", "critic", "reward_model"), load))
     groups: dict[str, Future[Any]] = {role: Future() for role in roles}
     for role, group in groups.items():
         group.set_result(role)

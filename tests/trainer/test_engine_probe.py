@@ -46,11 +46,10 @@ class Actor:
         self.row_multiple = row_multiple
         self.batches: list[DataProto] = []
 
-    def run(self, method: str, batch: DataProto) -> DataProto:
-        assert method == "compute_log_prob"
+    def compute_log_prob(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         self.batches.append(batch)
         rows = from_rows([SCORED.tolist() for _ in range(len(batch))])
-        return DataProto.from_dict({"old_log_probs": rows}, row_ids=batch.row_ids[::-1].copy())
+        return DataProto.from_dict({"old_log_probs": rows}, row_ids=batch.row_ids[::-1].copy()), {}
 
 
 def words(text: Sequence[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:

@@ -83,7 +83,7 @@ def test_a_plain_step_leaves_out_what_it_does_not_need(tmp_path: Path) -> None:
         *phase("update_actor", ("actor", "update_actor", 4)),
         "weights changed",
     ]
-    (update,) = seen(found.team.actor, "update_actor")
+    (update,) = seen(found.components.actor, "update_actor")
     assert update.row_ids.tolist() == [0, 1, 2, 3], "a single update has the rows in their order"
     assert set(update.columns()) == TRAIN_COLUMNS | {"advantages"}
 
@@ -91,14 +91,14 @@ def test_a_plain_step_leaves_out_what_it_does_not_need(tmp_path: Path) -> None:
 def test_everyone_is_given_the_rows_that_are_its_own(tmp_path: Path) -> None:
     with scene(with_everything(tmp_path), tmp_path) as found:
         found.trainer.step()
-    actor, critic = found.team.actor, found.team.critic
+    actor, critic = found.components.actor, found.components.critic
     (stored,) = found.stored
     assert set(stored.columns()) == TRAIN_COLUMNS
     assert torch.equal(stored["scores"], torch.tensor([0.0, 1.25, 2.5, 3.75], dtype=torch.float64)), (
         "the functions give a quarter of the row id, and the reward model its half, which weighs 2"
     )
     assert stored.lengths("responses").tolist() == LENGTHS
-    (scored,) = seen(found.team.reward_model, "compute_rm_score")
+    (scored,) = seen(found.components.reward_model, "compute_rm_score")
     assert "response_text" in scored.columns(), "what it scores is still here"
     (advantage,) = seen(critic, "compute_advantages")
     wanted = TRAIN_COLUMNS | {"old_log_probs", "ref_log_probs", "values", "position"}
@@ -121,7 +121,7 @@ def test_everyone_is_given_the_rows_that_are_its_own(tmp_path: Path) -> None:
 
 def test_the_figures_of_a_step(tmp_path: Path) -> None:
     with scene(with_everything(tmp_path), tmp_path) as found:
-        found.team.critic.kl = 5e-5
+        found.components.critic.kl = 5e-5
         report = found.trainer.step()
     metrics = report.metrics
     assert report.step == found.trainer.num_steps_done == 1
@@ -152,12 +152,14 @@ def test_the_figures_of_a_step(tmp_path: Path) -> None:
 
 def test_the_kl_coefficient_is_steered_by_what_was_measured_on_all_samples(tmp_path: Path) -> None:
     with scene(with_everything(tmp_path), tmp_path) as found:
-        assert isinstance(found.team.kl, AdaptiveKLController)
-        found.team.critic.kl = 4.4e-5
+        assert isinstance(found.components.kl, AdaptiveKLController)
+        found.components.critic.kl = 4.4e-5
         found.trainer.step()
-        assert found.team.kl.coef == pytest.approx(0.1 * (1 + 0.1 * 4 / 100), rel=1e-9), "4.4e-5 is a tenth too much"
+        assert found.components.kl.coef == pytest.approx(0.1 * (1 + 0.1 * 4 / 100), rel=1e-9), (
+            "4.4e-5 is a tenth too much"
+        )
         found.trainer.step()
-    assert [whole.kl_coef for whole in found.team.critic.whole] == pytest.approx([0.1, 0.1004], rel=1e-9)
+    assert [whole.kl_coef for whole in found.components.critic.whole] == pytest.approx([0.1, 0.1004], rel=1e-9)
 
 
 def test_the_policy_learns_after_the_warm_up_of_the_critic(tmp_path: Path) -> None:
@@ -168,8 +170,8 @@ def test_the_policy_learns_after_the_warm_up_of_the_critic(tmp_path: Path) -> No
             report = found.trainer.step()
             assert ("actor/loss" in report.metrics) == (number == 3)
             assert found.journal.count("weights changed") == (number == 3)
-            actor.append(len(seen(found.team.actor, "update_actor")))
-            assert len(seen(found.team.critic, "update_critic")) == 4 * number
+            actor.append(len(seen(found.components.actor, "update_actor")))
+            assert len(seen(found.components.critic, "update_critic")) == 4 * number
     assert actor == [0, 0, 4]
 
 
@@ -177,7 +179,7 @@ def test_steps_are_numbered_from_one_and_draw_other_seeds(tmp_path: Path) -> Non
     with scene(make_config(tmp_path, algorithm={"kl": KL}), tmp_path) as found:
         assert [found.trainer.step().step for _ in range(3)] == [1, 2, 3]
         assert found.run.clock.step == 3
-        found.team.actor.kl = 0.5  # the audit of a first step would not have it
+        found.components.actor.kl = 0.5  # the audit of a first step would not have it
         found.trainer.step()
     for step, requests in enumerate(found.hybrid.requests, 1):
         prompts = (f"p{2 * step - 2}", f"p{2 * step - 1}")
@@ -195,7 +197,7 @@ def test_a_step_that_learns_from_too_few_tokens_is_refused(tmp_path: Path) -> No
 
 def test_the_first_step_begins_at_the_reference(tmp_path: Path) -> None:
     with scene(make_config(tmp_path, algorithm={"kl": KL}), tmp_path) as found:
-        found.team.actor.kl = 0.01
+        found.components.actor.kl = 0.01
         with pytest.raises(AuditFailed, match=r"step 1: .*the KL to the reference is 0"):
             found.trainer.step()
 
@@ -255,7 +257,7 @@ def test_the_baseline_of_remax_is_the_greedy_answer_to_the_same_prompt(tmp_path:
     config = make_config(tmp_path, algorithm={"advantage": "remax"}, batch={"prompts_per_step": 3})
     with scene(config, tmp_path, remax_outcome, remax_answer) as found:
         report = found.trainer.step()
-        generator, hybrid = found.team.generator, found.hybrid
+        generator, hybrid = found.components.generator, found.hybrid
     assert hybrid.samplings == [generator.training, generator.greedy]
     assert [len(requests) for requests in hybrid.requests] == [6, 3]
     assert report.batch.row_ids.tolist() == [0, 2, 3]
@@ -263,17 +265,17 @@ def test_the_baseline_of_remax_is_the_greedy_answer_to_the_same_prompt(tmp_path:
     assert report.batch["baseline_scores"].tolist() == [900.0, 901.0, 901.0]
     assert report.metrics["reward/greedy/mean"] == pytest.approx(2702 / 3)
     assert report.metrics["reward/score/mean"] == pytest.approx(514 / 5), "of what was sampled"
-    (advantage,) = seen(found.team.actor, "compute_advantages")
+    (advantage,) = seen(found.components.actor, "compute_advantages")
     assert set(advantage.columns()) == TRAIN_COLUMNS | {"baseline_scores", "position"}
     assert advantage["position"].tolist() == [0, 1, 2], "where their uids stand, which are no row ids"
-    (whole,) = found.team.actor.whole
+    (whole,) = found.components.actor.whole
     assert list(whole.uids) == ["p0", "p1", "p1"]
 
 
 def test_without_remax_nothing_is_generated_greedily(tmp_path: Path) -> None:
     with scene(make_config(tmp_path), tmp_path) as found:
         found.trainer.step()
-    assert found.hybrid.samplings == [found.team.generator.training]
+    assert found.hybrid.samplings == [found.components.generator.training]
 
 
 def test_tokens_that_the_model_did_not_write_are_not_counted(tmp_path: Path) -> None:
@@ -286,5 +288,5 @@ def test_tokens_that_the_model_did_not_write_are_not_counted(tmp_path: Path) -> 
         report = found.trainer.step()
     assert report.metrics["actor/tokens"] == sum(LENGTHS) - 4
     for method in ("compute_advantages", "update_actor"):
-        (batch,) = seen(found.team.actor, method)
+        (batch,) = seen(found.components.actor, method)
         assert batch.values("response_mask").tolist() == mask.values.tolist()

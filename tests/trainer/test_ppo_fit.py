@@ -125,7 +125,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
         path = tmp_path / "checkpoints" / "step-000002"
         assert again.screen.said[-1] == f"resumed from {path}"
         for role in ("actor", "critic"):
-            assert again.team.roles[role].loaded == [str(path / role)]
+            assert again.components.roles[role].loaded == [str(path / role)]
         assert again.trainer.fit() == {SCORE: 0.5}, "the first validation is not repeated"
     assert list(lines(tmp_path)) == [0, 1, 2, 3, 4, 5]
     for step in (3, 4, 5):
@@ -133,8 +133,8 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
         assert {name: lines(tmp_path)[step][name] for name in same} == {name: expected[step][name] for name in same}
     seeds = [[request.seed for request in requests] for requests in again.hybrid.requests]
     assert seeds == [[request.seed for request in requests] for requests in whole.hybrid.requests[2:]]
-    rows = [batch.row_ids.tolist() for batch in again.team.actor.batches["update_actor"]]
-    assert rows == [batch.row_ids.tolist() for batch in whole.team.actor.batches["update_actor"]][2 * 4 :]
+    rows = [batch.row_ids.tolist() for batch in again.components.actor.batches["update_actor"]]
+    assert rows == [batch.row_ids.tolist() for batch in whole.components.actor.batches["update_actor"]][2 * 4 :]
 
 
 def test_a_finished_run_does_nothing_more(tmp_path: Path) -> None:

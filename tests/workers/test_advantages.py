@@ -15,7 +15,7 @@ from mrl.config.algorithm import AlgorithmConfig, KlConfig
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.workers.actor import ActorRolloutRefWorker
-from mrl.workers.advantages import OPTIONAL, READS, shard_advantages
+from mrl.workers.advantages import shard_advantages
 from mrl.workers.critic import CriticWorker
 from mrl.workers.messages import WholeBatch
 from tests.workers.by_hand import Row, advantages_of
@@ -135,11 +135,6 @@ def test_scores_keep_their_precision_on_the_way_between_shards() -> None:
     for number, row in enumerate(rows):
         row.score = 1e6 + number * 1e-3  # float32 knows no such differences
     check(rows, config_of("dr_grpo", "none"), 2)
-
-
-def test_declared_columns_are_those_that_are_read() -> None:
-    assert set(READS) == {"responses", "scores", "position"}
-    assert set(OPTIONAL) == {"response_mask", "values", "old_log_probs", "ref_log_probs", "baseline_scores"}
 
 
 def test_a_score_per_token_is_refused() -> None:

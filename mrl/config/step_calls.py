@@ -1,0 +1,144 @@
+"""The calls of a training step in their order: whose method, which columns it reads and writes, when it is made.
+
+Workers register their methods by it, the trainer makes its calls by it, `mrl check` proves by it that each column is
+written before it is read, and the documentation lists it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from mrl.config.arithmetic import needs_old_log_probs, updates_per_step
+from mrl.config.schema import Config
+
+Columns = tuple[str, ...]
+SAMPLE_COLUMNS: Columns = ("prompts", "responses", "rollout_log_probs", "scores")
+OPTIONAL_SAMPLE_COLUMNS: Columns = ("baseline_scores", "response_mask")
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """A method of a role's workers."""
+
+    role: Literal["actor", "critic", "reward_model"]
+    method: str
+    when: str
+    """`is_made` in words."""
+    is_made: Callable[[Config], bool]
+    reads: Columns
+    writes: Columns = ()
+    optional: Columns = ()
+    """Columns that it reads where they are there."""
+    needs: Callable[[Config], Columns] = lambda config: ()
+    """The optional columns without which it cannot do what the configuration asks for."""
+
+
+def _charges_kl(config: Config, where: str) -> bool:
+    return config.algorithm.kl.where in (where, "both")
+
+
+def _needed_for_advantages(config: Config) -> Columns:
+    estimator: dict[str, Columns] = {"gae": ("values",), "remax": ("baseline_scores",)}
+    kl = ("old_log_probs", "ref_log_probs") if _charges_kl(config, "reward") else ()
+    return estimator.get(config.algorithm.advantage, ()) + kl
+
+
+def _needed_by_actor(config: Config) -> Columns:
+    needed = {
+        "old_log_probs": updates_per_step(config.batch) > 1,
+        "ref_log_probs": _charges_kl(config, "loss"),
+        "rollout_log_probs": config.algorithm.correction is not None,
+    }
+    return tuple(name for name, is_needed in needed.items() if is_needed)
+
+
+_ADVANTAGES_READ: Columns = ("responses", "scores", "position")
+_ADVANTAGES_OPTIONAL: Columns = ("response_mask", "values", "old_log_probs", "ref_log_probs", "baseline_scores")
+
+RM_SCORE = StepCall(
+    role="reward_model",
+    method="compute_rm_score",
+    when="there is a reward model",
+    is_made=lambda config: config.reward_model is not None,
+    reads=("prompts", "responses"),
+    writes=("rm_scores",),
+)
+LOG_PROB = StepCall(
+    role="actor",
+    method="compute_log_prob",
+    when="several updates a step, KL in the reward, or a correction",
+    is_made=needs_old_log_probs,
+    reads=("prompts", "responses"),
+    writes=("old_log_probs",),
+    optional=("response_mask", "rollout_log_probs"),
+)
+REF_LOG_PROB = StepCall(
+    role="actor",
+    method="compute_ref_log_prob",
+    when="`algorithm.kl.where` is not `none`",
+    is_made=lambda config: config.algorithm.kl.where != "none",
+    reads=("prompts", "responses"),
+    writes=("ref_log_probs",),
+)
+VALUES = StepCall(
+    role="critic",
+    method="compute_values",
+    when="there is a critic",
+    is_made=lambda config: config.critic is not None,
+    reads=("prompts", "responses"),
+    writes=("values",),
+)
+CRITIC_ADVANTAGES = StepCall(
+    role="critic",
+    method="compute_advantages",
+    when="there is a critic, whose values are on its ranks",
+    is_made=lambda config: config.critic is not None,
+    reads=_ADVANTAGES_READ,
+    writes=("advantages", "returns"),
+    optional=_ADVANTAGES_OPTIONAL,
+    needs=_needed_for_advantages,
+)
+ACTOR_ADVANTAGES = StepCall(
+    role="actor",
+    method="compute_advantages",
+    when="there is no critic",
+    is_made=lambda config: config.critic is None,
+    reads=_ADVANTAGES_READ,
+    writes=("advantages",),
+    optional=_ADVANTAGES_OPTIONAL,
+    needs=_needed_for_advantages,
+)
+UPDATE_CRITIC = StepCall(
+    role="critic",
+    method="update_critic",
+    when="there is a critic; once per update",
+    is_made=lambda config: config.critic is not None,
+    reads=("prompts", "responses", "values", "returns"),
+    optional=("response_mask",),
+)
+UPDATE_ACTOR = StepCall(
+    role="actor",
+    method="update_actor",
+    when="always, after `training.critic_warmup_steps`; once per update",
+    is_made=lambda config: True,
+    reads=("prompts", "responses", "advantages"),
+    optional=("response_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs"),
+    needs=_needed_by_actor,
+)
+STEP = (
+    RM_SCORE,
+    LOG_PROB,
+    REF_LOG_PROB,
+    VALUES,
+    CRITIC_ADVANTAGES,
+    ACTOR_ADVANTAGES,
+    UPDATE_CRITIC,
+    UPDATE_ACTOR,
+)
+
+
+def step_calls(config: Config) -> tuple[StepCall, ...]:
+    """Return the calls that a step of this configuration makes."""
+    return tuple(call for call in STEP if call.is_made(config))

@@ -1,0 +1,125 @@
+"""The models' workers as the trainer calls them: a batch is cut into even work here, and what comes back is merged.
+
+Each method is the one of that name in `mrl/workers`: `ActorClient` calls `ActorRolloutRefWorker`, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mrl.config import step_calls
+from mrl.config.schema import MegatronModelConfig
+from mrl.config.step_calls import StepCall
+from mrl.controller import RayWorkerGroup
+from mrl.data.packing import PackingRules, plan_step
+from mrl.protocol import DataProto
+from mrl.workers.messages import UpdateReport, WholeBatch
+
+Metrics = dict[str, float]
+
+
+class RoleClient:
+    """Calls one role's workers. Rows go where the work is even; they come back in any order, with their ids."""
+
+    def __init__(self, group: RayWorkerGroup, settings: MegatronModelConfig) -> None:
+        self.group = group
+        self._max_tokens = settings.max_tokens_per_device
+        facts = group.init_model()[0]
+        self._packing: PackingRules = facts.packing
+        self.num_parameters: int = facts.num_parameters
+        self.flops_per_token: float = facts.flops_per_token
+        self.device: str = facts.device
+
+    @property
+    def row_multiple(self) -> int:
+        """Any multiple of this many rows of similar length can be spread over the ranks and their micro-batches."""
+        return self.group.mesh.dp * self._packing.count_multiple
+
+    def _forward(self, call: StepCall, batch: DataProto, prefix: str = "") -> tuple[DataProto, Metrics]:
+        """Return the columns that the model writes for these rows, and the metrics beside them."""
+        return _merged(getattr(self.group, call.method)(*self._shards(batch)), prefix)
+
+    def _update(self, method: str, batch: DataProto) -> Metrics:
+        """Make one optimizer step on these rows."""
+        reports: list[UpdateReport] = getattr(self.group, method)(*self._shards(batch))
+        names = dict.fromkeys(name for report in reports for name in report.parts)
+        sums = {name: sum(report.parts.get(name, 0.0) for report in reports) for name in names}
+        first = reports[0]
+        return sums | {"grad_norm": first.grad_norm, "lr": first.learning_rate, "skipped": float(not first.applied)}
+
+    def _shards(self, batch: DataProto) -> tuple[list[DataProto], list[list[int]]]:
+        """Cut a batch into a shard for each data-parallel rank; sizes of the micro-batches of each."""
+        lengths = batch.lengths("prompts").astype(np.int64) + batch.lengths("responses")
+        plan = plan_step(lengths, self.group.mesh.dp, self._max_tokens, self._packing)
+        shards = [batch.take(np.concatenate(batches)) for batches in plan.micro_batches]
+        return shards, [[len(rows) for rows in batches] for batches in plan.micro_batches]
+
+
+class _AdvantageClient(RoleClient):
+    def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> tuple[DataProto, Metrics]:
+        """Advantages, and the mean KL that the rewards were charged. No model runs: rows are cut by number."""
+        return _merged(self.group.compute_advantages(batch, whole), "reward")
+
+
+class ActorClient(_AdvantageClient):
+    """Calls the policy's workers."""
+
+    def compute_log_prob(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """`old_log_probs` by the policy as it is, and how far the engines' are from them."""
+        return self._forward(step_calls.LOG_PROB, batch, "mismatch")
+
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """`ref_log_probs` by the policy as it was before training."""
+        return self._forward(step_calls.REF_LOG_PROB, batch)[0]
+
+    def update_actor(self, batch: DataProto) -> Metrics:
+        """One optimizer step."""
+        return self._update(step_calls.UPDATE_ACTOR.method, batch)
+
+
+class CriticClient(_AdvantageClient):
+    """Calls the critic's workers."""
+
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """`values` of the states before each response token."""
+        return self._forward(step_calls.VALUES, batch)[0]
+
+    def update_critic(self, batch: DataProto) -> Metrics:
+        """One optimizer step."""
+        return self._update(step_calls.UPDATE_CRITIC.method, batch)
+
+
+class RewardModelClient(RoleClient):
+    """Calls the reward model's workers."""
+
+    def compute_rm_score(self, batch: DataProto) -> DataProto:
+        """`rm_scores` of the responses."""
+        return self._forward(step_calls.RM_SCORE, batch)[0]
+
+
+class SftClient(RoleClient):
+    """Calls the workers of supervised fine-tuning."""
+
+    def update_sft(self, batch: DataProto) -> Metrics:
+        """One optimizer step."""
+        return self._update("update_sft", batch)
+
+
+def _merged(written: DataProto, prefix: str) -> tuple[DataProto, Metrics]:
+    metrics = {f"{prefix}/{name}": of_shards[0] for name, of_shards in written.meta_info.items()}  # alike on all
+    written.meta_info = {}
+    return written, metrics
+
+
+def mean_of(updates: Sequence[Metrics], prefix: str) -> dict[str, Any]:
+    """Several updates' metrics as one: means, but for the updates that were skipped, which are counted."""
+    metrics = {
+        f"{prefix}/{name}": float(np.mean([update[name] for update in updates]))
+        for name in (updates[0] if updates else {})
+    }
+    if updates:
+        metrics[f"{prefix}/skipped"] = sum(update["skipped"] for update in updates)
+    return metrics
