@@ -157,7 +157,7 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=1, help="of the moments")
     options.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     arguments = options.parse_args()
-    from mrl.trainer.demo_model import make_model
+    from mrl.demo.model import make_model
 
     bench = Benchmark("killed_runs")
     with tempfile.TemporaryDirectory() as made:

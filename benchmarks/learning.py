@@ -16,10 +16,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, parser
+from mrl.cli.demo import ALGORITHMS
 from mrl.controller import ray_cluster
+from mrl.demo.demo import GOAL, DemoSettings, learn, warm_model
 from mrl.errors import MrlError
 from mrl.observe.console import Console
-from mrl.trainer.demo import ALGORITHMS, GOAL, DemoSettings, learn, warm_model
 
 
 def main() -> int:

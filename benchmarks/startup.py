@@ -63,8 +63,8 @@ def main() -> int:
     options = parser("From the command to the first optimizer step.")
     options.set_defaults(repeats=3)
     arguments = options.parse_args()
-    from mrl.trainer.demo import DemoSettings, demo_yaml
-    from mrl.trainer.demo_model import make_model
+    from mrl.demo.demo import DemoSettings, demo_yaml
+    from mrl.demo.model import make_model
 
     bench = Benchmark("startup")
     with tempfile.TemporaryDirectory() as made:

@@ -64,8 +64,8 @@ class StepWork:
 
 def demo_config(directory: Path, steps: int) -> Path:
     """What `mrl demo` writes, for a model that has learned nothing, whose critic and actor train from the beginning."""
-    from mrl.trainer.demo import DemoSettings, demo_yaml
-    from mrl.trainer.demo_model import make_model
+    from mrl.demo.demo import DemoSettings, demo_yaml
+    from mrl.demo.model import make_model
 
     config = directory / "demo.yaml"
     text = demo_yaml(DemoSettings(directory, steps=steps), make_model(directory / "model", seed=1), config)
@@ -93,7 +93,7 @@ def train(config: str) -> tuple[list[StepWork], list[dict[str, float]]]:
             trainer.clock.pop_seconds()
             for _ in range(resolved.config.training.steps):
                 report = trainer.step()
-                run.record(report.step, report.batch, report.metrics)
+                trainer.record(report.step, report.batch, report.metrics)
                 figures.append(report.metrics)
                 batch = report.batch
                 row_of = {row_id: row for row, row_id in enumerate(batch.row_ids.tolist())}

@@ -29,7 +29,7 @@ LAYERS = (  # lowest first; what shares a line never imports each other
     {"rollout", "verify"},
     {"workers", "plan"},
     {"trainer"},
-    {"preflight"},
+    {"preflight", "demo"},
     {"launch"},
     {"cli"},
 )

@@ -11,7 +11,7 @@ from mrl.cli.train import EXIT_STOPPED
 from mrl.errors import SetupError
 
 EXAMPLE = "mrl demo --algorithm grpo --tp 2 --pp 2"
-ALGORITHMS = ("ppo", "grpo", "rloo", "reinforce_plus_plus", "remax", "dapo")
+ALGORITHMS = ("ppo", "grpo", "rloo", "reinforce_plus_plus", "remax", "dapo")  # a file each in mrl/demo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     directory = Path(arguments.dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
     if directory.exists():
         raise SetupError(f"{directory} exists already", fix="choose another --dir")
+    from mrl.demo.demo import GOAL, MAX_WARM_START, DemoSettings, run_demo
     from mrl.observe.console import Console  # with what follows it loads torch and Ray
-    from mrl.trainer.demo import GOAL, WARM_START_AT_MOST, DemoSettings, run_demo
 
     settings = DemoSettings(directory, arguments.seed, arguments.algorithm, arguments.tp, arguments.pp, arguments.steps)
     result = run_demo(settings, Console(arguments.steps))
@@ -44,5 +44,5 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"report: {write_report(directory / 'ppo')}")
     print(f"next: mrl train {result.config} run.name=mine training.steps=100")
     if not result.is_success:
-        print(f"goal missed: at most {100 * WARM_START_AT_MOST:.0f} % before and at least {100 * GOAL:.0f} % after")
+        print(f"goal missed: at most {100 * MAX_WARM_START:.0f} % before and at least {100 * GOAL:.0f} % after")
     return 0 if result.is_success else 1

@@ -7,8 +7,6 @@ import argparse
 from mrl.cli.train import EXIT_STOPPED
 from mrl.config.load import load_sft_config
 from mrl.config.model_names import settle_models
-from mrl.config.run_directory import open_run_directory
-from mrl.events import EventLog
 
 EXAMPLE = "mrl sft configs/laptop-sft.yaml model.path=my-model"
 
@@ -20,28 +18,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, and say where the model is; EXIT_STOPPED when the run was asked to stop before and has saved."""
+    """Train, and print where the model is; EXIT_STOPPED when the run was asked to stop before and has saved."""
     resolved = settle_models(load_sft_config(arguments.config, arguments.overrides))
     # These load torch and Ray, which a wrong configuration need not wait for.
+    from mrl.observe.console import Console
+    from mrl.trainer.run import open_run
     from mrl.trainer.sft import train_sft
-    from mrl.trainer.shutdown import ShutdownSignal
 
-    training = resolved.config.training
-    stopping = ShutdownSignal(training.time_limit_s)
+    num_steps = resolved.config.training.steps
+    console = Console(num_steps)
 
-    def on_step(step: int, figures: dict[str, float]) -> None:
-        shown = "  ".join(f"{name} {figures[name]:.4g}" for name in ("loss", "grad_norm", "lr"))
-        print(f"{step}/{training.steps}  {shown}", flush=True)
+    def on_update(step: int, metrics: dict[str, float]) -> None:
+        shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in ("loss", "grad_norm", "lr"))
+        console.print(f"{step}/{num_steps}  {shown}")
 
-    def say(line: str) -> None:
-        print(line, flush=True)
-
-    with open_run_directory(resolved, may_go_on=training.resume == "auto") as directory, stopping.on_signals():
-        events = EventLog(directory / "events.jsonl")
-        try:
-            model = train_sft(resolved.config, directory, events, stopping, on_step, say)
-        finally:
-            events.close()
+    with open_run(resolved, console) as opened:
+        model = train_sft(opened, on_update)
     if model is None:
         return EXIT_STOPPED
     print(f"the model is in {model}")

@@ -51,6 +51,8 @@ class SftTrainingConfig:
     """Whether a run directory that holds a verified checkpoint goes on from it."""
     time_limit_s: Seconds | None = None
     """Wall-clock time after which the run saves and ends; null has none."""
+    tracker: Literal["none", "tensorboard", "wandb", "both"] = "none"
+    """Where figures go beside `metrics.jsonl`; each needs the extra of its name."""
 
 
 @dataclass(frozen=True, kw_only=True)

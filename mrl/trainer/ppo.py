@@ -18,6 +18,7 @@ from mrl.config import step_calls
 from mrl.config.schema import Config
 from mrl.config.step_calls import OPTIONAL_SAMPLE_COLUMNS, SAMPLE_COLUMNS
 from mrl.controller.transport import store
+from mrl.data.sample_files import write_samples
 from mrl.protocol import DataProto
 from mrl.trainer import step_metrics
 from mrl.trainer.audit import check_invariants
@@ -28,6 +29,7 @@ from mrl.trainer.generation import ScoredBatch
 from mrl.trainer.model_scores import add_model_scores
 from mrl.trainer.role_client import Metrics, mean_of
 from mrl.trainer.run import Run
+from mrl.trainer.samples import preview, sample_columns
 from mrl.trainer.start_progress import show_start_progress
 from mrl.workers.messages import WholeBatch
 
@@ -46,7 +48,7 @@ class RayPPOTrainer:
 
     config: Config
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run[Config]) -> None:
         self.config, self.clock, self.run = run.config, run.clock, run
         self.calls = step_calls.step_calls(run.config)
         self.num_steps_done = 0
@@ -72,7 +74,7 @@ class RayPPOTrainer:
         validated: dict[str, float] = {}
         if validation.every and validation.first and not self.num_steps_done:
             validated = self.validate()
-            run.record_validation(0, validated)
+            run.record(0, validated)
         while self.num_steps_done < self.config.training.steps:
             report = self.step()
             is_last = report.step == self.config.training.steps
@@ -80,9 +82,9 @@ class RayPPOTrainer:
             figures = self.validate() if is_due else {}  # of this step alone: no other has them, and no checkpoint
             validated = figures or validated
             stop = run.should_stop()
-            run.record(report.step, report.batch, report.metrics | figures)
+            self.record(report.step, report.batch, report.metrics | figures)
             if is_last or stop or run.save_is_due(report.step):
-                run.save(self.components, report.step, figures)
+                run.save(self.components, report.step, figures.get(f"val/score/mean@{validation.samples_per_prompt}"))
             if stop:
                 break
         return validated
@@ -136,6 +138,14 @@ class RayPPOTrainer:
         for name, role in self.components.roles.items():
             metrics |= step_metrics.training_metrics(role, name, seconds.get(f"update_{name}", 0.0), num_trained)
         return metrics
+
+    def record(self, step: int, batch: DataProto, metrics: Metrics) -> None:
+        """Write down what a step did, and show it."""
+        self.run.record(step, metrics)
+        self.run.console.step(step, metrics, preview(batch))
+        every = self.config.training.samples_every
+        if every and step % every == 0:
+            write_samples(self.run.directory / "samples", step, sample_columns(batch))
 
     def validate(self) -> dict[str, float]:
         """The policy as it is now on the validation prompts."""

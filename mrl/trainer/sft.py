@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import shutil
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mrl.config.arithmetic import role_mesh
 from mrl.config.model_names import in_directories
-from mrl.config.run_directory import CHECKPOINTS
 from mrl.config.schema import BatchConfig
 from mrl.config.sft import SftConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
@@ -23,140 +22,115 @@ from mrl.data.rlhf_dataset import RLHFDataset
 from mrl.data.rows import RowParser
 from mrl.data.sft_rows import ANSWER, PROMPT, MessageRows, with_responses
 from mrl.data.sources import open_source
-from mrl.events import EventLog, Warned
-from mrl.observe.metrics import MetricsFile
 from mrl.protocol import DataProto
-from mrl.trainer.checkpoints import CheckpointManager
 from mrl.trainer.node_models import fetch_models
-from mrl.trainer.resume_config import describe_changes, resume_config
-from mrl.trainer.role_client import SftClient
-from mrl.trainer.shutdown import ShutdownSignal
+from mrl.trainer.role_client import Metrics, RoleClient, SftClient
+from mrl.trainer.run import Run
 from mrl.workers.messages import ModelSetup
 
 MODEL, ROLE = "model", "actor"
-_AVERAGED = 10
+_NUM_AVERAGED = 10
 
 
-def train_sft(
-    config: SftConfig,
-    directory: Path,
-    events: EventLog,
-    stopping: ShutdownSignal,
-    on_step: Callable[[int, dict[str, float]], None],
-    say: Callable[[str], None],
-) -> Path | None:
+def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) -> Path | None:
     """Train from the newest checkpoint on; the trained model in Hugging Face format, or None if told to stop before."""
-    local = in_directories(config)
-    tokenizer = load_tokenizer(local.model.path)
-    batch = BatchConfig(
-        prompts_per_step=config.batch.rows_per_update,
-        samples_per_prompt=1,
-        samples_per_update=config.batch.rows_per_update,
-    )
-    rows = PromptLoader(_open(config, tokenizer), config.data, batch, events)
-    with ExitStack() as stack:
-        stack.enter_context(ray_cluster(config.cluster))
-        resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
-        resources.create(directory, events)
-        stack.callback(resources.release)
-        fetch_models(local, resources, events)
-        setup = ModelSetup(local.model.path, "lm", config.actor, config.training.seed, config.deadlines.call_s)
-        worker = RayClassWithInitArgs("mrl.workers.sft:SftWorker", setup)
-        context = RunContext(directory, events, config.deadlines, resources)
-        group = RayWorkerGroup(ROLE, worker, role_mesh(config, ROLE), context)
-        stack.callback(group.shutdown)
-        run = _SftRun(config, directory, events, rows, SftClient(group, config.actor))
-        run.resume(say)
-        thread = stack.enter_context(ThreadPoolExecutor(1, "rows"))
-
-        def next_rows() -> _Read:
-            return _Read(
-                with_responses(rows.next_batch(), tokenizer, config.batch.max_response_tokens), rows.state_dict()
-            )
-
-        coming = thread.submit(next_rows)
-        while not run.is_done:
-            present, coming = coming.result(), thread.submit(next_rows)  # read while the workers compute
-            on_step(*run.step(present))
-            reason = stopping.reason()
-            if reason or run.save_is_due:
-                run.save(present)
-            if reason and not run.is_done:
-                say(f"{reason}: saved and stopped after {run.num_done} updates; the same command goes on")
+    with _started(run) as components, ThreadPoolExecutor(1, "rows") as thread:
+        num_done = run.resume(components)
+        coming = thread.submit(components.read)
+        while not components.is_done(num_done):
+            rows, coming = coming.result(), thread.submit(components.read)  # read while the workers compute
+            metrics = components.update(rows)
+            num_done += 1
+            run.record(num_done, metrics)
+            on_update(num_done, metrics)
+            is_last = components.is_done(num_done)
+            stop = not is_last and run.should_stop()
+            if is_last or stop or run.save_is_due(num_done):
+                run.save(components, num_done)
+            if stop:
+                run.console.print(f"stopped after {num_done} updates; the same command goes on")
                 return None
-        model = directory / MODEL
+        model = run.directory / MODEL
         shutil.rmtree(model, ignore_errors=True)  # of this run when it was shorter; it follows from the checkpoint
-        group.export(str(model))
+        components.client.group.export(str(model))
     return model
 
 
 @dataclass(frozen=True)
-class _Read:
-    """Rows, and where their reader stood after them."""
+class _Rows:
+    """Rows of one update, and where their reader stood after them."""
 
     batch: DataProto
     state: dict[str, Any]
 
 
-class _SftRun:
-    """What is done of a run, and what of it is on disk."""
+class _SftComponents:
+    """The reader of rows and the workers, with the losses by which a run may end early."""
 
-    def __init__(
-        self, config: SftConfig, directory: Path, events: EventLog, rows: PromptLoader, role: SftClient
-    ) -> None:
-        self._config, self._events, self._rows, self._role = config, events, rows, role
-        self._snapshots = CheckpointManager(directory / CHECKPOINTS, config.training.keep, events)
-        self._metrics_path = directory / "metrics.jsonl"
-        self._metrics: MetricsFile
-        self._losses: deque[float] = deque(maxlen=_AVERAGED)
-        self.num_done = 0
-
-    def resume(self, say: Callable[[str], None]) -> None:
-        """Go on from the newest checkpoint, where there is one."""
-        found = self._snapshots.newest() if self._config.training.resume == "auto" else None
-        warnings = describe_changes(found.state["config"], self._config, found.step) if found is not None else {}
-        if found is None and self._metrics_path.exists():
-            warnings["resume"] = "this run began here before and left no checkpoint: it begins again"
-        for about, warning in warnings.items():
-            self._events.write(Warned(about, warning))
-            say(f"warning: {about}: {warning}")
-        if found is not None:
-            self._role.group.load_checkpoint(str(found.path / ROLE))
-            self._rows.load_state_dict(found.state["rows"])
-            self._losses.extend(found.state["losses"])
-            self.num_done = found.step
-            say(f"resumed from {found.path}")
-        self._metrics = MetricsFile(self._metrics_path, self.num_done + 1)
+    def __init__(self, config: SftConfig, tokenizer: ChatTokenizer, prompts: PromptLoader, client: SftClient) -> None:
+        self._config, self._tokenizer, self._prompts, self.client = config, tokenizer, prompts, client
+        self._trained_on = prompts.state_dict()
+        self._losses: deque[float] = deque(maxlen=_NUM_AVERAGED)
 
     @property
-    def is_done(self) -> bool:
+    def roles(self) -> Mapping[str, RoleClient]:
+        return {ROLE: self.client}
+
+    def read(self) -> _Rows:
+        """Return the next update's rows."""
+        batch = with_responses(self._prompts.next_batch(), self._tokenizer, self._config.batch.max_response_tokens)
+        return _Rows(batch, self._prompts.state_dict())
+
+    def update(self, rows: _Rows) -> Metrics:
+        """Make one optimizer step on these rows."""
+        metrics = self.client.update_sft(rows.batch)
+        self._losses.append(metrics["loss"])
+        self._trained_on = rows.state
+        return metrics
+
+    def is_done(self, num_updates: int) -> bool:
         """Whether all updates are done, or the loss is as low as it need be."""
         training = self._config.training
         is_low = (
             training.until_loss is not None
-            and len(self._losses) == _AVERAGED
-            and sum(self._losses) / _AVERAGED <= training.until_loss
+            and len(self._losses) == _NUM_AVERAGED
+            and sum(self._losses) / _NUM_AVERAGED <= training.until_loss
         )
-        return is_low or self.num_done >= training.steps
+        return is_low or num_updates >= training.steps
 
-    @property
-    def save_is_due(self) -> bool:
-        """Whether the configuration wants a checkpoint now."""
-        every = self._config.training.save_every
-        return self.is_done or (every > 0 and self.num_done % every == 0)
+    def state_dict(self) -> dict[str, Any]:
+        """The reader as it stood after the rows of the last update, not after those read ahead."""
+        return {"rows": self._trained_on, "losses": list(self._losses)}
 
-    def step(self, read: _Read) -> tuple[int, dict[str, float]]:
-        """One update; its number and its figures."""
-        figures = self._role.update_sft(read.batch)
-        self.num_done += 1
-        self._losses.append(figures["loss"])
-        self._metrics.write(self.num_done, figures)
-        return self.num_done, figures
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._prompts.load_state_dict(state["rows"])
+        self._trained_on = state["rows"]
+        self._losses.extend(state["losses"])
 
-    def save(self, read: _Read) -> None:
-        """Write a checkpoint after the update with these rows."""
-        state = {"config": resume_config(self._config), "rows": read.state, "losses": list(self._losses)}
-        self._snapshots.save(self.num_done, {ROLE: self._role}, state, is_best=False)
+
+@contextmanager
+def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
+    """Start the workers for the length of the block."""
+    config = in_directories(run.config)
+    tokenizer = load_tokenizer(config.model.path)
+    batch = BatchConfig(
+        prompts_per_step=config.batch.rows_per_update,
+        samples_per_prompt=1,
+        samples_per_update=config.batch.rows_per_update,
+    )
+    prompts = PromptLoader(_open(config, tokenizer), config.data, batch, run.events)
+    with ExitStack() as stack:
+        stack.enter_context(ray_cluster(config.cluster))
+        resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
+        resources.create(run.directory, run.events)
+        stack.callback(resources.release)
+        fetch_models(config, resources, run.events)
+        setup = ModelSetup(config.model.path, "lm", config.actor, config.training.seed, config.deadlines.call_s)
+        worker = RayClassWithInitArgs("mrl.workers.sft:SftWorker", setup)
+        context = RunContext(run.directory, run.events, config.deadlines, resources)
+        group = RayWorkerGroup(ROLE, worker, role_mesh(config, ROLE), context)
+        stack.callback(group.shutdown)
+        yield _SftComponents(config, tokenizer, prompts, SftClient(group, config.actor))
 
 
 def _open(config: SftConfig, tokenizer: ChatTokenizer) -> RLHFDataset:

@@ -21,7 +21,7 @@ _LETTERS = 80
 
 
 @contextmanager
-def show_start_progress(run: Run) -> Iterator[None]:
+def show_start_progress(run: Run[Config]) -> Iterator[None]:
     """Say every few seconds what is awaited, for the length of the block in which everything starts."""
     progress = StartProgress(run, parts_of(run.config))
     run.events.listeners.append(progress.on_event)
@@ -47,7 +47,7 @@ def parts_of(config: Config) -> list[str]:
 class StartProgress:
     """Strikes off what events say is up."""
 
-    def __init__(self, run: Run, parts: Sequence[str]) -> None:
+    def __init__(self, run: Run[Config], parts: Sequence[str]) -> None:
         self._run = run
         self._num_parts = len(parts)
         self._awaited = dict.fromkeys(parts)

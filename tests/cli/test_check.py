@@ -47,7 +47,7 @@ sys.exit(f"loaded: {{loaded}}" if loaded else code)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from mrl.trainer.demo_model import make_model
+    from mrl.demo.model import make_model
 
     return make_model(tmp_path_factory.mktemp("check") / "model", seed=1)
 

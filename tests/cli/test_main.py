@@ -134,7 +134,7 @@ def test_a_demo_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_demo_that_was_stopped_claims_no_accuracy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mrl.trainer import demo
+    from mrl.demo import demo
 
     stopped = demo.DemoResult(0.3, None, {}, tmp_path / "demo.yaml")
     monkeypatch.setattr(demo, "run_demo", lambda settings, console: stopped)

@@ -35,6 +35,8 @@ class Known:
     attributes: dict[str, dict[str, Type]] = field(default_factory=dict)
     bases: dict[str, list[str]] = field(default_factory=dict)
     returns: dict[str, Type] = field(default_factory=dict)
+    type_variables: dict[str, str] = field(default_factory=dict)
+    """Each with the first class that it may be."""
 
     def lineage(self, name: str) -> list[str]:
         """A class of mrl with those that it inherits from, itself first."""
@@ -45,8 +47,8 @@ class Known:
         match annotation:
             case ast.Constant(value=str(text)):
                 return self.type_of(ast.parse(text, mode="eval").body)
-            case ast.Name(id=name) if name in self.attributes:
-                return Type(name)
+            case ast.Name(id=name) if self.type_variables.get(name, name) in self.attributes:
+                return Type(self.type_variables.get(name, name))
             case ast.BinOp(left=left, op=ast.BitOr(), right=right):
                 return self.type_of(left) or self.type_of(right)
             case ast.Subscript(value=ast.Name(id="dict" | "Mapping"), slice=ast.Tuple(elts=[_, value])):
@@ -117,6 +119,14 @@ def declare(trees: list[ast.Module]) -> Known:
     known = Known({definition.name: {} for definition in classes})
     for definition in classes:
         known.bases[definition.name] = [base.id for base in definition.bases if isinstance(base, ast.Name)]
+    for tree in trees:
+        for node in tree.body:
+            match node:
+                case ast.Assign(
+                    targets=[ast.Name(id=name)],
+                    value=ast.Call(func=ast.Name(id="TypeVar"), args=[_, ast.Name(id=first), *_]),
+                ):
+                    known.type_variables[name] = first
     for tree in trees:
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and (found := known.type_of(node.returns)):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mrl.trainer.demo_model import make_model
+from mrl.demo.model import make_model
 from tests.apart import run_mrl, untimed
 from tests.hosts.hosts import Host, hosts, ray_on, why_not
 from tests.launch.conftest import place as place  # the fixture

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from mrl.demo.demo import DemoSettings, demo_yaml
+from mrl.demo.model import make_model
 from mrl.launch.ray_node import free_port, head_options, ray_node
-from mrl.trainer.demo import DemoSettings, demo_yaml
-from mrl.trainer.demo_model import make_model
 from tests.apart import untimed
 from tests.launch.conftest import Place
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from mrl.demo.model import make_model
 from mrl.observe.metrics import read_metrics
-from mrl.trainer.demo_model import make_model
 from tests.apart import run_mrl
 
 KNOWN_AT_MOST, GOAL, STILL_AT_MOST = 0.10, 0.60, 0.15

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from mrl.cli.main import main
 from mrl.controller import cluster
+from mrl.demo.model import make_model
 from mrl.errors import PlacementError
 from mrl.trainer import components
-from mrl.trainer.demo_model import make_model
 
 CONFIG = """\
 run: {name: small, dir: runs}

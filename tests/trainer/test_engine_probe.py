@@ -128,7 +128,7 @@ def test_nobody_is_asked_where_comparing_is_switched_off(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_one_of_two_engines_that_keeps_old_weights_stops_the_run(tmp_path: Path) -> None:
     """It received them, and its digests are right. The mean over all samples does not show it within its tolerance."""
-    from mrl.trainer.demo_model import make_model
+    from mrl.demo.model import make_model
 
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(directory=tmp_path / "runs", model=make_model(tmp_path / "model", seed=1)))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mrl.demo.model import make_model
 from mrl.observe.metrics import read_metrics
-from mrl.trainer.demo_model import make_model
 from tests.apart import run_mrl
 from tests.hub import commit_of, hub_service
 

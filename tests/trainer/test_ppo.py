@@ -18,9 +18,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mrl.cli.main import main
+from mrl.demo.model import make_model
 from mrl.events import RunRestarted, Saved, read_events
 from mrl.observe.metrics import read_metrics
-from mrl.trainer.demo_model import make_model
 from tests.apart import run_mrl
 
 CONFIG = """\

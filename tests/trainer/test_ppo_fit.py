@@ -86,7 +86,7 @@ def test_a_checkpoint_holds_every_role_as_it_is_after_the_step(tmp_path: Path) -
         for role in ("actor", "critic"):
             assert json.loads((path / role / "manifest.json").read_text()) == {"updates": step}
         state = json.loads((path / "manifest.json").read_text())["state"]
-        assert state["team"] == {"prompts": {"drawn": 2 * step}, "kl": {"kind": "fixed"}}
+        assert state["trained"] == {"prompts": {"drawn": 2 * step}, "kl": {"kind": "fixed"}}
         assert state["best"] == 0.5
     assert (tmp_path / "checkpoints" / "best").read_text() == "step-000001"
 
@@ -98,6 +98,16 @@ def test_a_checkpoint_is_the_best_only_by_a_validation_of_its_own(tmp_path: Path
         found.trainer.fit()
     assert saved_steps(tmp_path) == [3, 5]
     assert (tmp_path / "checkpoints" / "best").read_text() == "step-000005"
+
+
+def test_the_best_is_chosen_by_the_score_of_all_sources_together(tmp_path: Path) -> None:
+    with scene(config_of(tmp_path, validation={"every": 5}), tmp_path, validations=[0.1, 0.5]) as found:
+        whole = found.components.validator.run
+        others = {"val/score/prompts": 7.0, "val/score/solved/mean@1": 0.8, "val/easy/score/mean@1": 0.9}
+        found.components.validator.run = lambda: others | whole()
+        found.trainer.fit()
+    manifest = json.loads((tmp_path / "checkpoints" / "step-000005" / "manifest.json").read_text())
+    assert manifest["state"]["best"] == 0.5
 
 
 def test_a_run_that_is_told_to_stop_records_saves_and_ends(tmp_path: Path) -> None:

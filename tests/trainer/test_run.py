@@ -11,9 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
-import torch
 
 import mrl
 from mrl.algos.core_algos import FixedKLController
@@ -21,9 +19,6 @@ from mrl.config.schema import Config
 from mrl.errors import ConfigError
 from mrl.events import Event, PhaseEnd, RunStarted, Warned, read_events
 from mrl.observe.metrics import read_metrics
-from mrl.observe.panel import SamplePreview
-from mrl.protocol import DataProto
-from mrl.protocol.columns import from_rows
 from mrl.trainer.components import Components
 from mrl.trainer.run import Run, open_run
 from tests.trainer.fakes import Prompts, Role, Screen, make_config, resolved
@@ -92,7 +87,7 @@ def best_after(run: Run, scores: dict[int, float | None]) -> list[str]:
     """Which checkpoint is the best after each save of these scores; None is a save without validation."""
     found = []
     for step, score in scores.items():
-        run.save(team_of(), step, {} if score is None else {"val/prompts": 9.0, "val/score/mean@1": score})
+        run.save(team_of(), step, score)
         pointer = run.directory / "checkpoints" / "best"
         found.append(pointer.read_text() if pointer.exists() else "")
     return found
@@ -118,22 +113,12 @@ def test_scores_below_zero_can_be_the_best(begin: Begin) -> None:
     assert best_after(again, {4: -1.5}) == ["step-000003"], "and are remembered"
 
 
-def test_the_score_is_that_of_all_sources_together(begin: Begin) -> None:
-    run = begin()
-    run.resume(team_of())
-    of_a_source = {"val/score/prompts": 7.0, "val/score/solved/mean@1": 0.8}  # which is called "score"
-    figures = {"val/score/mean@1": 0.5, "val/solved/mean@1": 0.7}
-    run.save(team_of(), 1, {"val/easy/score/mean@1": 0.9} | of_a_source | figures)
-    state = json.loads((run.directory / "checkpoints" / "step-000001" / "manifest.json").read_text())["state"]
-    assert state["best"] == 0.5
-
-
 def test_a_run_that_was_never_validated_has_no_best(begin: Begin) -> None:
     run = begin()
     run.resume(team_of())
-    run.save(team_of(4), 1, {})
+    run.save(team_of(4), 1)
     state = json.loads((run.directory / "checkpoints" / "step-000001" / "manifest.json").read_text())["state"]
-    assert (state["best"], state["team"]) == (None, {"prompts": {"drawn": 4}, "kl": {"kind": "fixed"}})
+    assert (state["best"], state["trained"]) == (None, {"prompts": {"drawn": 4}, "kl": {"kind": "fixed"}})
     again = begin()
     again.resume(team_of())
     assert best_after(again, {2: -7.0}) == ["step-000002"]
@@ -144,14 +129,14 @@ def test_only_as_many_checkpoints_are_kept_as_asked_for(begin: Begin) -> None:
     run = begin(training={"keep": 3})
     run.resume(team_of())
     for step in range(1, 7):
-        run.save(team_of(), step, {})
-    assert run.snapshots.steps() == [4, 5, 6]
+        run.save(team_of(), step)
+    assert run.checkpoints.steps() == [4, 5, 6]
 
 
 def test_a_run_that_comes_back_puts_everything_where_it_was(begin: Begin, tracker: Tracker) -> None:
     first = begin()
     first.resume(team_of())
-    first.save(team_of(6), 3, {})
+    first.save(team_of(6), 3)
     team = team_of()
     again = begin(training={"tracker": "both"})
     assert again.resume(team) == 3
@@ -169,12 +154,12 @@ def test_lines_of_steps_that_are_done_again_are_cut_off(begin: Begin) -> None:
     first = begin()
     first.resume(team_of())
     for step in (1, 2, 3):
-        first.record(step, samples(), {"figure": step})
+        first.record(step, {"figure": step})
         if step == 2:
-            first.save(team_of(), step, {})
+            first.save(team_of(), step)
     again = begin()
     again.resume(team_of())
-    again.record(3, samples(), {"figure": 30})
+    again.record(3, {"figure": 30})
     lines = read_metrics(again.directory / "metrics.jsonl")
     assert lines == [{"step": 1, "figure": 1}, {"step": 2, "figure": 2}, {"step": 3, "figure": 30}]
 
@@ -190,7 +175,7 @@ def test_a_new_run_has_nothing_to_warn_of(begin: Begin, tracker: Tracker) -> Non
 def test_a_run_that_left_no_checkpoint_begins_again_and_says_so(begin: Begin) -> None:
     first = begin()
     first.resume(team_of())
-    first.record(1, samples(), {"figure": 1})
+    first.record(1, {"figure": 1})
     again = begin()
     assert again.resume(team_of()) == 0
     (warning,) = [event for event in events_of(again) if isinstance(event, Warned)]
@@ -202,7 +187,7 @@ def test_a_run_that_left_no_checkpoint_begins_again_and_says_so(begin: Begin) ->
 def test_a_run_that_is_never_to_resume_does_not(begin: Begin) -> None:
     first = begin()
     first.resume(team_of())
-    first.save(team_of(6), 3, {})
+    first.save(team_of(6), 3)
     team = team_of()
     assert begin(training={"resume": "never"}).resume(team) == 0
     assert (team.actor.loaded, team.prompts.num_drawn) == ([], 0)
@@ -211,7 +196,7 @@ def test_a_run_that_is_never_to_resume_does_not(begin: Begin) -> None:
 def test_a_configuration_that_learns_otherwise_is_warned_of(begin: Begin) -> None:
     first = begin()
     first.resume(team_of())
-    first.save(team_of(), 3, {})
+    first.save(team_of(), 3)
     again = begin(rollout={"temperature": 0.9}, training={"steps": 99})
     again.resume(team_of())
     said = "was 0.7 when this run began, and is 0.9 from step 4 on"
@@ -227,67 +212,13 @@ def test_warnings_of_the_configuration_are_passed_on(begin: Begin) -> None:
     assert run.console.said[1] == "warning: configuration: no device here"  # type: ignore[attr-defined]
 
 
-def samples() -> DataProto:
-    """Two samples as a step leaves them."""
-    return DataProto.from_dict(
-        {
-            "prompts": from_rows([[1], [2, 3, 4]]),
-            "responses": from_rows([[5, 6], [7]]),
-            "scores": torch.tensor([0.25, -1.0], dtype=torch.float64),
-            "truncated": torch.tensor([True, False]),
-        },
-        {
-            "uid": ["a/0/1", "b/0/2"],
-            "data_source": ["easy", "hard"],
-            "prompt_text": ["one", "two"],
-            "response_text": ["five", "seven"],
-            "ground_truth": ["5", None],
-        },
-        row_ids=[4, 9],
-    )
-
-
-def test_a_step_is_written_down_everywhere(begin: Begin, tracker: Tracker) -> None:
-    run = begin(training={"samples_every": 2})
+def test_metrics_are_written_down_everywhere(begin: Begin, tracker: Tracker) -> None:
+    run = begin()
     run.resume(team_of())
-    for step in (1, 2, 3):
-        run.record(step, samples(), {"figure": step / 2})
-    lines = [(step, {"figure": step / 2}) for step in (1, 2, 3)]
-    assert read_metrics(run.directory / "metrics.jsonl") == [{"step": step, **figures} for step, figures in lines]
-    assert tracker.logged == lines
-    shown = SamplePreview("one", "five", 0.25)
-    assert run.console.steps == [(*line, shown) for line in lines]  # type: ignore[attr-defined]
-    (file,) = (run.directory / "samples").iterdir()
-    assert file.name == "step-000002.parquet"
-    assert pq.read_table(file).to_pylist() == [
-        {
-            "uid": "a/0/1",
-            "data_source": "easy",
-            "prompt": "one",
-            "response": "five",
-            "ground_truth": "5",
-            "score": 0.25,
-            "num_tokens": 2,
-            "truncated": True,
-        },
-        {
-            "uid": "b/0/2",
-            "data_source": "hard",
-            "prompt": "two",
-            "response": "seven",
-            "ground_truth": None,
-            "score": -1.0,
-            "num_tokens": 1,
-            "truncated": False,
-        },
-    ]
-
-
-def test_no_samples_are_written_where_none_are_wanted(begin: Begin) -> None:
-    run = begin(training={"samples_every": 0})
-    run.resume(team_of())
-    run.record(1, samples(), {})
-    assert not (run.directory / "samples").exists()
+    for step in (1, 2):
+        run.record(step, {"figure": step / 2})
+    assert read_metrics(run.directory / "metrics.jsonl") == [{"step": 1, "figure": 0.5}, {"step": 2, "figure": 1.0}]
+    assert tracker.logged == [(1, {"figure": 0.5}), (2, {"figure": 1.0})]
 
 
 def test_a_save_is_due_every_so_many_steps(begin: Begin) -> None:

@@ -14,8 +14,8 @@ import pytest
 from safetensors.torch import load_file
 
 from mrl.cli.train import EXIT_STOPPED
+from mrl.demo.model import make_model
 from mrl.observe.metrics import read_metrics
-from mrl.trainer.demo_model import make_model
 
 CONFIG = """\
 run: {{name: run, dir: {directory}}}

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from mrl.config.layers import ConfigLayer
+from mrl.config.load import Resolved
 from mrl.config.mesh import Mesh
 from mrl.config.schema import (
     ClusterConfig,
@@ -23,15 +25,17 @@ from mrl.config.schema import (
     SourceConfig,
     TrainedModelConfig,
 )
+from mrl.config.secrets import Secrets
 from mrl.config.sft import SftBatchConfig, SftConfig, SftTrainingConfig
 from mrl.data.balance import RowCost
 from mrl.data.packing import PackingRules
 from mrl.data.toy_tokenizer import save_toy_tokenizer
-from mrl.events import EventLog, Warned, read_events
+from mrl.events import Warned, read_events
 from mrl.observe.metrics import read_metrics
+from mrl.trainer.run import Run
 from mrl.trainer.sft import train_sft
-from mrl.trainer.shutdown import ShutdownSignal
 from mrl.workers.messages import ModelFacts, ModelSetup, UpdateReport
+from tests.trainer.fakes import Screen
 
 LR = 0.5
 
@@ -105,20 +109,25 @@ class Lab:
 
     def train(self, group: Group, **training: Any) -> Path | None:
         """From the newest checkpoint on."""
-        self.group, self.said, self.steps = group, [], []
+        self.group, self.steps = group, []
         config = replace(self.config, training=replace(self.config.training, **training))
-        events, stopping = EventLog(self.directory / "events.jsonl"), ShutdownSignal(None)
-        stopping.reason = lambda: "SIGTERM" if len(self.steps) >= self.stop_after else ""  # type: ignore[method-assign]
+        screen = Screen([])
+        self.said = screen.said
+        run: Run[SftConfig] = Run(Resolved("run.yaml", config, (), Secrets(), ConfigLayer()), self.directory, screen)
+        reason = lambda: "SIGTERM" if len(self.steps) >= self.stop_after else ""  # noqa: E731
+        run.stopping.reason = reason  # type: ignore[method-assign]
         try:
-            return train_sft(config, self.directory, events, stopping, self._on_step, self.said.append)
+            return train_sft(run, self._on_update)
         finally:
-            events.close()
+            run.events.close()
 
-    def _on_step(self, number: int, figures: dict[str, float]) -> None:
-        self.steps.append((number, figures["loss"]))
+    def _on_update(self, number: int, metrics: dict[str, float]) -> None:
+        self.steps.append((number, metrics["loss"]))
 
     def state(self, step: int) -> Any:
-        return json.loads((self.directory / "checkpoints" / f"step-{step:06d}" / "manifest.json").read_text())["state"]
+        return json.loads((self.directory / "checkpoints" / f"step-{step:06d}" / "manifest.json").read_text())["state"][
+            "trained"
+        ]
 
     def saved(self) -> list[int]:
         return sorted(int(path.name[5:]) for path in (self.directory / "checkpoints").glob("step-*"))
@@ -162,7 +171,8 @@ def test_a_run_that_was_stopped_goes_on_with_the_next_rows(lab: Lab) -> None:
     lab.stop_after = 2
     stopped = Group(losses=[7.0, 6.0])
     assert lab.train(stopped) is None
-    assert lab.said[-1] == "SIGTERM: saved and stopped after 2 updates; the same command goes on"
+    stopped_after = "stopped after 2 updates; the same command goes on"
+    assert lab.said[-2:] == ["SIGTERM: saving and stopping", stopped_after]
     assert (lab.saved(), stopped.journal) == ([2], ["update", "update", "save", "shutdown"])
     lab.stop_after = 99
     group = Group()

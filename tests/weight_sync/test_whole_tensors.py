@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mrl.demo.model import make_model
 from mrl.events import ReplicaServes, Warned, read_events
-from mrl.trainer.demo_model import make_model
 from tests.trainer.test_ppo import CONFIG, train
 
 

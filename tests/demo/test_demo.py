@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mrl.cli.demo import ALGORITHMS
 from mrl.config.arithmetic import samples_per_step, updates_per_step
 from mrl.config.load import load_config
 from mrl.config.schema import ScheduleConfig
 from mrl.config.sft import SftConfig
-from mrl.trainer import demo
-from mrl.trainer.demo import ALGORITHMS, DemoResult, DemoSettings, demo_yaml, learn
-from mrl.trainer.demo_model import make_model
+from mrl.demo import demo
+from mrl.demo.demo import DemoResult, DemoSettings, demo_yaml, learn
+from mrl.demo.model import make_model
+from mrl.trainer.run import Run
 from tests.trainer.fakes import Screen
 
 
@@ -108,20 +111,20 @@ def test_the_share_of_right_answers_is_measured_before_and_after(
 def test_the_warm_up_imitates_a_careless_teacher(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[SftConfig] = []
 
-    def train_sft(config: SftConfig, directory: Path, events: Any, stopping: Any, on_step: Any, say: Any) -> Path:
-        asked.append(config)
+    def train_sft(run: Run[SftConfig], on_update: Callable[[int, dict[str, float]], None]) -> Path:
+        asked.append(run.config)
         for step in range(1, 81):
-            on_step(step, {"loss": step / 10})
-        return directory / "model"
+            on_update(step, {"loss": step / 10})
+        return run.directory / "model"
 
     monkeypatch.setattr(demo, "train_sft", train_sft)
-    monkeypatch.setattr(demo, "make_model", lambda path, seed: path)
+    monkeypatch.setattr(demo, "make_model", lambda path, seed: shutil.copytree(model, path))
     screen, seconds = Screen([]), dict[str, float]()
     warm = demo.warm_model(DemoSettings(tmp_path, seed=4), screen, seconds)
     (config,) = asked
     assert warm == tmp_path / "sft" / "model"
-    assert config.data.train["sums"].options == {"part": "train", "largest": 49, "mistakes": demo.MISTAKES}
+    assert config.data.train["sums"].options == {"part": "train", "largest": 49, "mistakes": 0.64}
     assert (config.model.path, config.training.seed) == (str(tmp_path / "initial"), 4)
-    assert config.training.steps == demo.SFT_STEPS
+    assert config.training.steps == 340
     assert screen.said[-2:] == ["  update 40: loss 4.000", "  update 80: loss 8.000"]
     assert list(seconds) == ["model", "sft"]

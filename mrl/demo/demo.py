@@ -1,0 +1,153 @@
+"""The demo: a tiny model learns to add numbers from 10 to 49, from a careless teacher first, then from rewards alone.
+
+SFT imitates the teacher, of whose answers more than half are wrong, so the model is wrong as often: however likely the
+right answer has become, it is sampled no more often than the teacher gave it. No example is ever corrected. Rewards
+that compare sampled answers with the truth take it from there, on problems other than those that it is measured on.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from mrl.config.load import load_config, load_sft_config
+from mrl.config.schema import ClusterConfig
+from mrl.controller import ray_cluster
+from mrl.demo.model import make_model
+from mrl.errors import SetupError
+from mrl.observe.console import Console
+from mrl.trainer.ppo import RayPPOTrainer
+from mrl.trainer.run import open_run
+from mrl.trainer.sft import train_sft
+
+Result = TypeVar("Result")
+
+CONFIGS = Path(__file__).parent
+MAX_WARM_START, GOAL = 0.40, 0.80
+SOLVED = "val/solved/mean@4"
+
+RUN = """\
+# Written by `mrl demo`. Run it again, with whatever you like to change: mrl train {path} run.name=mine
+extends: {algorithm}
+run: {{name: ppo, dir: {directory}}}
+cluster: {{devices_per_node: {devices}}}
+placement: {{pools: {{laptop: {devices}}}}}
+model: {{path: {model}}}
+actor:
+  parallel: {{tp: {tp}, pp: {pp}}}
+  schedule: {{decay_steps: {updates}}}
+training: {{steps: {steps}, seed: {seed}}}
+validation: {{every: {steps}}}
+"""
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """What `mrl demo` can be asked for."""
+
+    directory: Path
+    seed: int = 1
+    algorithm: str = "ppo"
+    tp: int = 2
+    pp: int = 1
+    steps: int = 60
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """A device for each rank of the actor."""
+        return ClusterConfig(devices_per_node=self.tp * self.pp, device="cpu")
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """How it went."""
+
+    before: float
+    after: float | None
+    """None where it was told to stop before the end."""
+    seconds: dict[str, float]
+    config: Path
+
+    @property
+    def is_success(self) -> bool:
+        """Whether little was known before, and much after."""
+        return self.after is not None and self.before <= MAX_WARM_START and self.after >= GOAL
+
+
+def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
+    """Make the model, warm it up by SFT, train it by rewards, and measure it before and after."""
+    seconds: dict[str, float] = {}
+    settings.directory.mkdir(parents=True, mode=0o700)
+    with ray_cluster(settings.cluster):
+        model = warm_model(settings, console, seconds)
+        return learn(settings, model, console, seconds)
+
+
+def warm_model(settings: DemoSettings, console: Console, seconds: dict[str, float]) -> Path:
+    """A new model after its SFT."""
+    console.print("making a model of 400,000 parameters that knows nothing")
+    initial = _timed(seconds, "model", lambda: make_model(settings.directory / "initial", settings.seed))
+    console.print("SFT on the answers of a teacher who is wrong in 64 % of them")
+    return _timed(seconds, "sft", lambda: _warm_start(settings, initial, console))
+
+
+def learn(settings: DemoSettings, model: Path, console: Console, seconds: dict[str, float]) -> DemoResult:
+    """Train a warmed-up model by rewards."""
+    config = settings.directory / "demo.yaml"
+    config.write_text(demo_yaml(settings, model, config), encoding="utf-8")
+    console.print(f"{settings.algorithm}: {settings.steps} steps of 512 samples, as {config} says")
+    resolved = load_config(str(config))
+    with open_run(resolved, console) as run:
+        trainer = RayPPOTrainer(run)
+        began = time.monotonic()
+        with trainer.init_workers():
+            seconds["start of workers"] = time.monotonic() - began
+            before = _timed(seconds, "validation before", trainer.validate)[SOLVED]
+            console.print(
+                f"right before: {100 * before:.1f} % of sampled answers to problems that are never trained on"
+            )
+            after = _timed(seconds, settings.algorithm, trainer.fit).get(SOLVED)
+    return DemoResult(before, after if trainer.num_steps_done == settings.steps else None, seconds, config)
+
+
+def _timed(seconds: dict[str, float], name: str, work: Callable[[], Result]) -> Result:
+    began = time.monotonic()
+    result = work()
+    seconds[name] = time.monotonic() - began
+    return result
+
+
+def _warm_start(settings: DemoSettings, initial: Path, console: Console) -> Path:
+    devices = settings.cluster.devices_per_node
+    values = [f"run.dir={settings.directory}", f"model.path={initial}", f"training.seed={settings.seed}"]
+    values += [f"cluster.devices_per_node={devices}", f"placement.pools.laptop={devices}"]
+
+    def on_update(step: int, metrics: dict[str, float]) -> None:
+        if step % 40 == 0:
+            console.print(f"  update {step}: loss {metrics['loss']:.3f}")
+
+    with open_run(load_sft_config(str(CONFIGS / "sft.yaml"), values), console) as run:
+        model = train_sft(run, on_update)
+    if model is None:
+        raise SetupError("the demo was asked to stop while its model was warmed up", fix="run it again")
+    return model
+
+
+def demo_yaml(settings: DemoSettings, model: Path, path: Path) -> str:
+    """The configuration of the run: the algorithm's file, and what this demo was asked for."""
+    return RUN.format(
+        path=path,
+        algorithm=json.dumps(str(CONFIGS / f"{settings.algorithm}.yaml")),
+        directory=json.dumps(str(settings.directory)),
+        devices=settings.cluster.devices_per_node,
+        model=json.dumps(str(model)),
+        tp=settings.tp,
+        pp=settings.pp,
+        updates=max(4 * settings.steps, 21),
+        steps=settings.steps,
+        seed=settings.seed,
+    )

@@ -1,0 +1,77 @@
+"""What people see of a step's samples: one on the terminal, all in a file, every so many steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from mrl.data.sample_files import write_samples
+from mrl.observe.panel import SamplePreview
+from mrl.protocol import DataProto
+from mrl.protocol.columns import from_rows
+from mrl.trainer.samples import preview, sample_columns
+from tests.trainer.fakes import make_config, scene
+
+
+def samples() -> DataProto:
+    """Two samples as a step leaves them."""
+    return DataProto.from_dict(
+        {
+            "prompts": from_rows([[1], [2, 3, 4]]),
+            "responses": from_rows([[5, 6], [7]]),
+            "scores": torch.tensor([0.25, -1.0], dtype=torch.float64),
+            "truncated": torch.tensor([True, False]),
+        },
+        {
+            "uid": ["a/0/1", "b/0/2"],
+            "data_source": ["easy", "hard"],
+            "prompt_text": ["one", "two"],
+            "response_text": ["five", "seven"],
+            "ground_truth": ["5", None],
+        },
+        row_ids=[4, 9],
+    )
+
+
+def test_the_first_sample_is_shown() -> None:
+    assert preview(samples()) == SamplePreview("one", "five", 0.25)
+
+
+def test_every_sample_is_in_the_file(tmp_path: Path) -> None:
+    file = write_samples(tmp_path, 2, sample_columns(samples()))
+    assert file.name == "step-000002.parquet"
+    assert pq.read_table(file).to_pylist() == [
+        {
+            "uid": "a/0/1",
+            "data_source": "easy",
+            "prompt": "one",
+            "response": "five",
+            "ground_truth": "5",
+            "score": 0.25,
+            "num_tokens": 2,
+            "truncated": True,
+        },
+        {
+            "uid": "b/0/2",
+            "data_source": "hard",
+            "prompt": "two",
+            "response": "seven",
+            "ground_truth": None,
+            "score": -1.0,
+            "num_tokens": 1,
+            "truncated": False,
+        },
+    ]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3]), (2, [2])])
+def test_files_are_written_every_so_many_steps(every: int, steps: list[int], tmp_path: Path) -> None:
+    with scene(make_config(tmp_path, training={"samples_every": every}), tmp_path) as found:
+        found.trainer.fit()
+    assert sorted(path.name for path in tmp_path.glob("samples/*")) == [f"step-{step:06d}.parquet" for step in steps]
+    assert [(step, sample.prompt) for step, _, sample in found.screen.steps] == [
+        (step, f"prompt {2 * step - 2}") for step in (1, 2, 3)
+    ]
