@@ -1,7 +1,7 @@
 # Everything a developer runs. A fresh clone needs Python 3.11 or 3.12 and nothing else: each target first makes
 # .venv (a few minutes, once). `make PYTHON=/path/to/python3.12 install` chooses another Python.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-presets test-hosts test-extras test-py312 lint bench docs clean
+.PHONY: help install demo unit types test test-slow test-presets test-hosts test-extras test-py312 lint bench docs clean
 
 # An environment that stands keeps its Python; otherwise the first that really runs and can make environments.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
@@ -13,13 +13,23 @@ PYTHON312 ?= python3.12
 help: ## print this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-install: ## make .venv with the whole CPU stack; nothing to do when it is complete
+# $(call environment,NAME): the environment of that name, made or brought up to date.
+define environment
 	@python='$(PYTHON)'; if [ -z "$$python" ]; then \
 	  echo "No Python 3.11 or 3.12 with venv found. Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
-	  exit 1; fi; "$$python" -I launch/install.py
+	  exit 1; fi; "$$python" -I launch/install.py $(1)
+endef
+
+install: ## make .venv with the whole CPU stack; nothing to do when it is complete
+	$(call environment,)
 
 demo: install ## train a small model on this machine, to see it work
 	@$(BIN)/mrl demo
+
+UNIT := algos config data models protocol plan cli
+unit: ## the quick tests that need no Ray, Megatron or vLLM, in an environment without them: about a minute
+	$(call environment,.venv-unit)
+	PYTHONPATH=. MRL_ALGO_CASES=100 .venv-unit/bin/python -m pytest -q -n 2 -m "not slow and not needs" $(UNIT:%=tests/%)
 
 test: install ## all tests but the slow ones
 	$(BIN)/python -m pytest -m "not slow"
@@ -44,11 +54,14 @@ test-py312: ## parity table, engine and twins of presets once more: Python 3.12,
 	.venv-py312/bin/python -m pytest tests/engine tests/models tests/presets/test_training.py
 	.venv-py312/bin/python benchmarks/parity.py --json benchmarks/results/parity-py312.json
 
-lint: install ## style, types, and the rules of the house
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+lint: ## style and the rules of the house, in an environment of their own
+	$(call environment,.venv-lint)
+	.venv-lint/bin/ruff check .
+	.venv-lint/bin/ruff format --check .
+	.venv-lint/bin/python -m pytest -q tests/test_architecture.py
+
+types: install ## types
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 bench: install ## every benchmark in turn, in about half an hour; results in benchmarks/results
 	$(BIN)/python benchmarks/everything.py
@@ -58,5 +71,5 @@ docs: install ## write anew what of the documentation follows from the code
 	$(BIN)/python -m tests.launch.examples
 
 clean: ## remove .venv and every cache
-	rm -rf .venv .venv-py312 .venv-extras .pytest_cache .ruff_cache .mypy_cache .hypothesis build ./*.egg-info
+	rm -rf .venv .venv-lint .venv-unit .venv-py312 .venv-extras .pytest_cache .ruff_cache .mypy_cache .hypothesis build ./*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

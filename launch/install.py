@@ -1,5 +1,7 @@
 """Makes `.venv`, the environment of `make`, or the one named: `make install` runs this with the Python it shall have.
 
+`.venv-lint` and `.venv-unit` are small: what `make lint` and `make unit` need, in the versions that `.venv` has.
+
 An environment counts only when its stamp does: the stamp is written last, and holds a digest of everything that
 the environment was made from. Anything else, such as what an interrupted installation leaves, is removed and made
 again. Uses the standard library alone.
@@ -18,9 +20,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / (sys.argv[1] if len(sys.argv) > 1 else ".venv")
 STAMP = ENVIRONMENT / "mrl-installed"
-REQUIREMENTS = (ROOT / "requirements-cpu.txt", ROOT / "requirements-dev.txt")
+PINS = (ROOT / "requirements-cpu.txt", ROOT / "requirements-dev.txt")
+SMALL = {".venv-lint": "requirements-lint.txt", ".venv-unit": "requirements-unit.txt"}
+REQUIREMENTS = (ROOT / SMALL[ENVIRONMENT.name],) if ENVIRONMENT.name in SMALL else PINS
 PYTHON = os.path.realpath(sys.executable)  # now: sys.executable may be a link inside the environment that gets removed
-MUST_IMPORT = "torch, transformers, vllm, ray, megatron.core, omegaconf, tensordict, pyarrow, pytest, mrl"
+MUST_IMPORT = {
+    ".venv-lint": "pytest",
+    ".venv-unit": "torch, transformers, omegaconf, tensordict, pyarrow, hypothesis, pytest, xdist",
+}.get(ENVIRONMENT.name, "torch, transformers, vllm, ray, megatron.core, omegaconf, tensordict, pyarrow, pytest, mrl")
 
 
 def main() -> int:
@@ -30,7 +37,7 @@ def main() -> int:
         return 2
     lock = os.open(ENVIRONMENT.with_name(f"{ENVIRONMENT.name}.lock"), os.O_RDWR | os.O_CREAT)
     wait_for(lock)
-    stack, package = digest(*REQUIREMENTS, Path(__file__)), digest(ROOT / "pyproject.toml")
+    stack, package = digest(*REQUIREMENTS, *PINS, Path(__file__)), digest(ROOT / "pyproject.toml")
     stamp = STAMP.read_text() if STAMP.is_file() else ""
     if stamp == f"{stack}\n{package}\n":
         return 0
@@ -38,7 +45,8 @@ def main() -> int:
         STAMP.unlink(missing_ok=True)
         if not stamp.startswith(stack):
             make_environment(lock)
-        pip(lock, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+        if ENVIRONMENT.name not in SMALL:
+            pip(lock, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
         run(lock, str(ENVIRONMENT / "bin" / "python"), "-W", "ignore", "-c", f"import {MUST_IMPORT}")
     except (subprocess.CalledProcessError, KeyboardInterrupt) as error:
         print(f"The installation did not finish; the next `make` starts it afresh.\n  {error!r}", file=sys.stderr)
@@ -69,15 +77,20 @@ def digest(*files: Path) -> str:
 
 def make_environment(lock: int) -> None:
     """A new environment with every pinned package, in place of what may stand there."""
-    print(f"installing into {ENVIRONMENT.name}: about 2.5 GB, a few minutes, once", flush=True)
+    size = {".venv-lint": "50 MB", ".venv-unit": "1 GB"}.get(ENVIRONMENT.name, "2.5 GB, a few minutes")
+    print(f"installing into {ENVIRONMENT.name}: about {size}, once", flush=True)
     if ENVIRONMENT.is_symlink():
         ENVIRONMENT.unlink()
     elif ENVIRONMENT.exists():
         shutil.rmtree(ENVIRONMENT)
     run(lock, PYTHON, "-m", "venv", str(ENVIRONMENT))
-    pip(lock, "--no-deps", *(f"--requirement={file}" for file in REQUIREMENTS))
-    # Nothing to add to a CPU build of torch; a CUDA build, which is what some indexes give, needs its libraries.
-    pip(lock, next(line for line in REQUIREMENTS[0].read_text().splitlines() if line.startswith("torch==")))
+    named = [f"--requirement={file}" for file in REQUIREMENTS]
+    if ENVIRONMENT.name in SMALL:
+        named += [f"--constraint={file}" for file in PINS]
+    pip(lock, "--no-deps", *named)
+    if ENVIRONMENT.name != ".venv-lint":
+        # Nothing to add to a CPU build of torch; a CUDA build, which is what some indexes give, needs its libraries.
+        pip(lock, next(line for line in PINS[0].read_text().splitlines() if line.startswith("torch==")))
 
 
 def pip(lock: int, *arguments: str) -> None:

@@ -24,6 +24,7 @@ def explain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return run
 
 
+@pytest.mark.needs
 def test_golden(explain: Callable[..., str]) -> None:
     assert (
         explain("configs/laptop-grpo.yaml", "batch.epochs_per_step=3")

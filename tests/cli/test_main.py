@@ -131,6 +131,7 @@ def test_a_demo_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == f"{tmp_path} exists already\n  fix: choose another --dir\n"
 
 
+@pytest.mark.needs
 def test_a_demo_that_was_stopped_claims_no_accuracy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

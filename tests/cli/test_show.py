@@ -26,6 +26,7 @@ def mrl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.needs
 def test_show_prints_values_with_their_origin() -> None:
     shown = mrl("show", GRPO, "batch.epochs_per_step=2")
     assert shown.returncode == 0, shown.stderr

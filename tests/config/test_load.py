@@ -165,6 +165,7 @@ def test_aliases_are_values(valid: str, write: Write) -> None:
     assert load_config(write(text)).config.critic == dataclasses.replace(load_config(write(valid)).config.critic)
 
 
+@pytest.mark.needs
 def test_a_pipeline_of_uneven_stages(valid: str, write: Write) -> None:
     write('{"num_hidden_layers": 5, "num_attention_heads": 4}', "model/config.json")
     overrides = ["model.path=model", "actor.parallel={tp: 1, pp: 2}"]
@@ -183,6 +184,7 @@ def test_a_pipeline_of_uneven_stages(valid: str, write: Write) -> None:
             load_config("run.yaml", [*overrides, override])
 
 
+@pytest.mark.needs
 def test_a_model_config_that_says_little_is_said_so(valid: str, write: Write) -> None:
     write('{"hidden_size": 8}', "model/config.json")
     assert load_config(write(valid), ["model.path=model"]).warnings == (
@@ -191,6 +193,7 @@ def test_a_model_config_that_says_little_is_said_so(valid: str, write: Write) ->
     )
 
 
+@pytest.mark.needs
 def test_a_hub_name_is_not_checked_and_said_so(valid: str, write: Write) -> None:
     (warning,) = load_config(write(valid)).warnings
     assert warning == 'layers, heads and experts against the layouts: the files of "tiny/model" are not on this machine'
@@ -226,6 +229,7 @@ def test_an_unknown_key_of_an_override_is_the_command_lines_mistake(valid: str, 
     ]
 
 
+@pytest.mark.needs
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -90,6 +90,7 @@ def test_a_run_that_goes_on_has_the_commit_that_it_began_with(
         settle_models(resolved)
 
 
+@pytest.mark.needs
 def test_the_rules_see_a_model_as_soon_as_it_is_here(
     cache: Path, valid: str, write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

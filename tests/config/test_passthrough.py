@@ -84,6 +84,7 @@ def test_what_would_break_a_promise_is_refused_with_its_reason(
     assert f"{override.partition('=')[0]}: {reason}" in str(error.value)
 
 
+@pytest.mark.needs
 @pytest.mark.parametrize(
     ("override", "null"),
     [

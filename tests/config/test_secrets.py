@@ -78,6 +78,7 @@ def test_what_is_no_secret_stays(valid: str, write: Write) -> None:
     assert "max_num_batched_tokens: 4096 " in text
 
 
+@pytest.mark.needs
 @pytest.mark.parametrize(
     ("content", "overrides"),
     [
