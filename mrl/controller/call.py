@@ -49,7 +49,7 @@ class Call:
         self._began = time.monotonic()
 
     def wait(self) -> list[Any]:
-        """Every rank's answer, in the order of the ranks."""
+        """Wait for every rank's answer; return them in the order of the ranks."""
         references = list(self._references.values())
         looks_stopped: dict[int, int] = {}
         while True:
@@ -67,7 +67,7 @@ class Call:
                 raise self._explain([]) from None
 
     def _look(self, looks_stopped: dict[int, int]) -> list[int]:
-        """The unanswered ranks whose processes have been stopped for several looks."""
+        """Return the unanswered ranks whose processes have been stopped for several looks."""
         for rank, view in self._processes.poll_states(self._unanswered()).items():
             looks_stopped[rank] = looks_stopped.get(rank, 0) + 1 if view.is_stopped else 0
         return [rank for rank, looks in looks_stopped.items() if looks >= _STOPPED_LOOKS]
@@ -113,7 +113,7 @@ class Call:
         return error_type(report, role=self._processes.role, ranks=[fault.rank for fault in culprits])
 
     def _faults(self) -> list[RankFailure]:
-        """What is known of every rank that has no answer."""
+        """Return what is known of every rank that has no answer."""
         views = self._processes.poll_states(list(self._references))
         unanswered = set(self._unanswered())
         faults = []
@@ -134,7 +134,7 @@ class Call:
         return replace(fault, detail=detail, hints=hints)
 
     def _unheard(self, rank: int, is_stopped: bool) -> RankFailure:
-        """The fault of a process that is there and does not answer."""
+        """Return the fault of a process that is there and does not answer."""
         kind, detail = ("stopped", "a signal or a debugger holds it") if is_stopped else ("silent", "no answer in time")
         return RankFailure(rank, kind, detail, trace=self._processes.stack(rank))
 
@@ -157,7 +157,7 @@ class Call:
 
 
 def root_causes(faults: Sequence[RankFailure]) -> list[RankFailure]:
-    """The faults that explain the others.
+    """Return the faults that explain the others.
 
     A death explains the broken connections that its neighbours report, and so does whoever raised first. A stopped
     process explains those that wait for it; so does one that is busy elsewhere while the rest sit in a collective.
@@ -171,12 +171,12 @@ def root_causes(faults: Sequence[RankFailure]) -> list[RankFailure]:
 
 
 def _is_in_collective(stack: str) -> bool:
-    """Whether the innermost Python frames of any thread are torch.distributed's."""
+    """Return whether the innermost Python frames of any thread are torch.distributed's."""
     return any("torch/distributed/" in line for line in stack.splitlines())
 
 
 def _fault_of(rank: int, reference: ObjectRef) -> RankFailure | None:
-    """What a finished reference says of its rank; None where it is an answer."""
+    """Return what a finished reference says of its rank; None where it is an answer."""
     try:
         ray.get(reference, timeout=0)
     except RayTaskError as error:

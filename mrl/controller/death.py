@@ -24,13 +24,13 @@ class NodeMemory:
 
 
 def pid_in(text: str) -> int | None:
-    """The process that a message of Ray is about."""
+    """Return the process that a message of Ray is about."""
     found = _PID.search(text)
     return int(found[1]) if found else None
 
 
 def said_by_ray(text: str) -> str:
-    """The telling part of Ray's long message: of its memory monitor the numbers, and who held how much."""
+    """Return the telling part of Ray's long message: of its memory monitor the numbers, and who held how much."""
     if monitor := _MONITOR.search(text):
         taken, total, threshold = monitor.groups()
         users = [user.split("\t") for user in _USERS.findall(text)]

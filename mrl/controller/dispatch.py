@@ -71,7 +71,7 @@ def register_call(call: StepCall) -> Callable[[Method], Method]:
 
 
 def registered_methods(worker_class: type) -> dict[str, MethodSpec]:
-    """The methods of a class that a group may call, by name."""
+    """Return the methods of a class that a group may call, by name."""
     specs: dict[str, MethodSpec] = {}
     for name in dir(worker_class):
         spec = getattr(getattr(worker_class, name, None), _SPEC_ATTRIBUTE, None)

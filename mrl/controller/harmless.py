@@ -47,12 +47,12 @@ _SOURCE_FOLLOWS = re.compile(r"^\S.*:\d+: \w*Warning: ")
 
 
 def is_harmless(text: str) -> bool:
-    """Whether a piece of output begins with such a warning."""
+    """Return whether a piece of output begins with such a warning."""
     return _KNOWN.search(text.partition("\n")[0]) is not None
 
 
 def without_harmless(lines: list[str]) -> list[str]:
-    """These lines without such warnings, and without the line of source code that Python shows below one."""
+    """Return these lines without such warnings, and without the line of source code that Python shows below one."""
     kept = []
     is_source = False
     for line in lines:

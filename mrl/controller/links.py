@@ -32,7 +32,7 @@ class LinkedNode:
 
 
 def start_agent(node_id: str) -> Any:
-    """An agent on this node."""
+    """Start an agent on this node."""
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=there).remote()
 
@@ -49,7 +49,7 @@ def linked_nodes(offers: Sequence[NodeInfo]) -> Iterator[list[LinkedNode]]:
 
 
 def broken_links(nodes: Sequence[LinkedNode], deadline_s: float) -> list[str]:
-    """Who does not reach whom, where, and why, of so many as somebody reads; every pair is tried at once.
+    """Return who does not reach whom, where, and why, of so many as somebody reads; every pair is tried at once.
 
     Nodes of one address are one machine, which needs no network to reach itself.
     """

@@ -47,13 +47,13 @@ class Endpoint:
 
 
 def network(address: str) -> Network:
-    """How this node uses the network of an address of its own."""
+    """Return how this node uses the network of an address of its own."""
     of_site = {name: os.environ[name] for name in (GLOO, NCCL) if os.environ.get(name)}
     return Network(address, interfaces().get(address), of_site)
 
 
 def interfaces() -> dict[str, str]:
-    """The interface of every address of this node."""
+    """Return the interface of every address of this node."""
     room = array("B", bytes(_ENTRY_BYTES * _MAX_ENTRIES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         answer = fcntl.ioctl(asked, _SIOCGIFCONF, struct.pack("iL", len(room), room.buffer_info()[0]))
@@ -68,12 +68,12 @@ def interfaces() -> dict[str, str]:
 
 
 def listen(address: str) -> socket.socket:
-    """A socket on a free port of this address."""
+    """Open a socket on a free port of this address."""
     return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
 def listen_everywhere(address: str) -> list[tuple[socket.socket, Endpoint]]:
-    """A socket on the address, and one on each other interface whose name the site has set for gloo or NCCL.
+    """Open a socket on the address, and one on each other interface whose name the site has set for gloo or NCCL.
 
     None at all where no interface of this node carries the address.
     """

@@ -44,7 +44,7 @@ class ProcessView:
 
 
 def read_process(pid: int) -> tuple[str, int] | None:
-    """State letter and start time of a process, from the kernel; None where there is no such process."""
+    """Return the state letter and start time of a process, from the kernel; None where there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -54,14 +54,14 @@ def read_process(pid: int) -> tuple[str, int] | None:
 
 
 def view(process: ProcessId) -> ProcessView:
-    """The state of a process of this machine."""
+    """Return the state of a process of this machine."""
     seen = read_process(process.pid)
     same = seen is not None and seen[1] == process.start_ticks
     return ProcessView(seen[0] if seen is not None and same else None)
 
 
 def own_process() -> ProcessId:
-    """The process that this runs in."""
+    """Return the process that this runs in."""
     seen = read_process(os.getpid())
     assert seen is not None, "a running process is visible to itself"
     return ProcessId(os.getpid(), seen[1])
@@ -79,25 +79,25 @@ class NodeAgent:
         self._listeners: list[socket.socket] = []
 
     def describe(self) -> tuple[str, str]:
-        """The node's name, and how its Ray authenticates its callers."""
+        """Return the node's name, and how its Ray authenticates its callers."""
         return socket.gethostname(), os.environ.get("RAY_AUTH_MODE", "disabled")
 
     def sees(self, path: str) -> bool:
-        """Whether a file is visible on this node: a run directory must be, on every node."""
+        """Return whether a file is visible on this node: a run directory must be, on every node."""
         return Path(path).is_file()
 
     def network(self, address: str) -> Network:
-        """How this node uses the network of an address of its own."""
+        """Return how this node uses the network of an address of its own."""
         return network(address)
 
     def listen(self, address: str) -> list[Endpoint]:
-        """Where other nodes may try to reach this one, until it has tried to reach them."""
+        """Open sockets where other nodes may try to reach this one, until it has tried to reach them."""
         sockets = listen_everywhere(address)
         self._listeners = [each for each, _ in sockets]
         return [endpoint for _, endpoint in sockets]
 
     def failures(self, endpoints: list[Endpoint], limit_s: float) -> list[str]:
-        """Why each of these is out of this node's reach; empty where it is not."""
+        """Return why each of these is out of this node's reach; empty where it is not."""
         return failures(endpoints, limit_s)
 
     def stop_listening(self) -> None:
@@ -113,7 +113,7 @@ class NodeAgent:
         return [view(process) for process in processes]
 
     def stack(self, process: ProcessId, log: str) -> str:
-        """The Python stacks of a process, also of one that was stopped: it is woken to write them.
+        """Return the Python stacks of a process, also of one that was stopped: it is woken to write them.
 
         Only asked for when a call has failed and the process is about to be ended.
         """
@@ -144,7 +144,7 @@ class NodeAgent:
         return native_frames(process.pid), kernel_view(process.pid)
 
     def tail(self, log: str, num_lines: int) -> str:
-        """The last lines of a log on this node."""
+        """Return the last lines of a log on this node."""
         return tail(Path(log), num_lines)
 
     def first_words(self, pid: int, num_lines: int) -> str:
@@ -166,7 +166,7 @@ class NodeAgent:
             os.kill(process.pid, signal.SIGKILL)
 
     def memory(self) -> NodeMemory:
-        """What this node says of memory that ran out."""
+        """Return what this node says of memory that ran out."""
         if os.getppid() != self._raylet:
             raise NodeLost("the raylet of this node has died")
         counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())

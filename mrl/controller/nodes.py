@@ -29,7 +29,7 @@ class NodeInfo:
 
 
 def offered_nodes(device: str) -> list[NodeInfo]:
-    """The nodes that are up, by name."""
+    """Return the nodes that are up, by name."""
     resource = "CPU" if device == "cpu" else "GPU"
     offers = [
         NodeInfo(node["NodeID"], node["NodeName"], int(node["Resources"].get(resource, 0)), node["NodeManagerAddress"])
@@ -40,7 +40,7 @@ def offered_nodes(device: str) -> list[NodeInfo]:
 
 
 def free_devices(device: str) -> int:
-    """Devices that no running work holds."""
+    """Return the devices that no running work holds."""
     return int(ray.available_resources().get("CPU" if device == "cpu" else "GPU", 0))
 
 
@@ -62,7 +62,7 @@ def wait_for_nodes(names: Sequence[str], device: str, devices_per_node: int, dea
 
 
 def run_on_nodes(node_ids: Sequence[str], probe: str, arguments: Sequence[Any], deadline_s: float) -> list[Any]:
-    """What the function `package.module:name` returns on each of these nodes."""
+    """Run the function `package.module:name` on each of these nodes; return its results."""
     task = ray.remote(num_cpus=0, max_retries=0)(_call)
     on = [NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in node_ids]
     asked = [task.options(scheduling_strategy=node).remote(probe, list(arguments)) for node in on]
@@ -70,7 +70,7 @@ def run_on_nodes(node_ids: Sequence[str], probe: str, arguments: Sequence[Any], 
 
 
 def node_answers(asked: Sequence[ObjectRef], deadline_s: float, fix: str) -> list[Any]:
-    """What was asked of nodes, one answer for each."""
+    """Return what was asked of nodes, one answer for each."""
     try:
         answers: list[Any] = ray.get(list(asked), timeout=deadline_s)
     except RayError as error:

@@ -67,11 +67,11 @@ class RankProcesses:
         self._members = members
 
     def node(self, rank: int) -> str:
-        """The name of a rank's node."""
+        """Return the name of a rank's node."""
         return self._members[rank].node.name
 
     def name(self, rank: int) -> str:
-        """A rank as a reader wants it named: role, rank, place in the layout, node, process."""
+        """Return a rank as a reader wants it named: role, rank, place in the layout, node, process."""
         at = self.mesh.coordinates(rank)
         axes = ((name, getattr(self.mesh, name)) for name in ("tp", "cp", "dp", "pp", "ep"))
         layout = " ".join(f"{name}{getattr(at, name)}" for name, size in axes if size > 1)
@@ -80,7 +80,7 @@ class RankProcesses:
         return f"{self.role} rank {rank}{place} on node {member.node.name}, pid {member.process.pid},"
 
     def poll_states(self, ranks: Sequence[int]) -> dict[int, ProcessView]:
-        """The state of these ranks' processes. Where a node does not answer, its processes count as gone."""
+        """Return the state of these ranks' processes. Where a node does not answer, its processes count as gone."""
         views: dict[int, ProcessView] = {}
         for node_ranks in self._by_node(ranks):
             processes = [self._members[rank].process for rank in node_ranks]
@@ -89,7 +89,7 @@ class RankProcesses:
         return views
 
     def stack(self, rank: int) -> str:
-        """The Python stacks of a rank's process."""
+        """Return the Python stacks of a rank's process."""
         process, log = self._members[rank].process, str(self._log(rank))
         return self._ask(rank, lambda agent: agent.stack.remote(process, log)) or "its node does not answer"
 
@@ -99,14 +99,14 @@ class RankProcesses:
         return self._ask(rank, lambda agent: agent.threads.remote(process), NATIVE_S + _AGENT_S) or ("", "")
 
     def log_tail(self, rank: int, num_lines: int) -> tuple[Path, str]:
-        """Where a rank's log is, and its last lines."""
+        """Return where a rank's log is, and its last lines."""
         log = self._log(rank)
         if not num_lines:
             return log, ""
         return log, self._ask(rank, lambda agent: agent.tail.remote(str(log), num_lines)) or ""
 
     def cause_of_death(self, rank: int, said: str) -> tuple[str, tuple[str, ...]]:
-        """Why a rank's process ended, where no more is said than this, and what speaks for it."""
+        """Return why a rank's process ended, where no more is said than this, and what speaks for it."""
         return cause_on(self._members[rank].node, said, self.log_tail(rank, CRASH_LINES)[1])
 
     def kill_all(self, reason: str) -> list[int]:

@@ -64,7 +64,7 @@ class RayResourcePool:
         ]
 
     def waiting(self) -> list[PlacementGroup]:
-        """The groups that Ray has not placed yet."""
+        """Return the groups that Ray has not placed yet."""
         return [group for group in self._groups if not group.wait(0)]
 
     def order(self) -> None:
@@ -87,7 +87,7 @@ class RayResourcePool:
         self._groups, self.devices = [], []
 
     def describe(self) -> str:
-        """The pool as a message wants it."""
+        """Return the pool as a message wants it."""
         nodes = len(self._bundles_per_node)
         kind = "CPU slots" if self.kind == "cpu" else "GPUs"
         return f'pool "{self.name}": {self.num_devices} {kind} on {nodes} node{"s" if nodes > 1 else ""}'
@@ -128,14 +128,14 @@ class ResourcePoolManager:
             events.write(PoolReady(pool.name, pool.num_devices, nodes, time.monotonic() - began))
 
     def get_resource_pool(self, role: str) -> RayResourcePool:
-        """The pool that a role computes on."""
+        """Return the pool that a role computes on."""
         roles: dict[str, str] = {str(name): pool for name, pool in self._placement.roles.items()}
         if role not in roles:
             raise PlacementError(f'no pool is given for role "{role}"', fix=did_you_mean(role, roles))
         return self.pools[roles[role]]
 
     def device_slots(self, role: str) -> DeviceSlots:
-        """Every device of a role's pool, shared by its roles.
+        """Return every device of a role's pool, shared by its roles.
 
         The engines need a second share, beside the actor or, on a pool of their own, beside the weights' receivers.
         """
@@ -146,7 +146,7 @@ class ResourcePoolManager:
         return DeviceSlots(pool.devices, share, pool.describe())
 
     def node(self, node_id: str) -> NodeView:
-        """The view of a node that has devices of some pool."""
+        """Return the view of a node that has devices of some pool."""
         return self._nodes[node_id]
 
     @property
@@ -229,5 +229,5 @@ class ResourcePoolManager:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key that puts node-2 before node-10."""
+    """Return the sort key that puts node-2 before node-10."""
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]

@@ -18,7 +18,7 @@ _STATES = {"R": "running", "S": "sleeping", "D": "waiting for a device", "T": "s
 
 
 def native_frames(pid: int) -> str:
-    """The innermost frames of every Python thread, those of C among them; where none can be had, why."""
+    """Return the innermost frames of every Python thread, those of C among them; where none can be had, why."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     program = shutil.which("py-spy", path=path)
     if program is None:
@@ -36,7 +36,7 @@ def native_frames(pid: int) -> str:
 
 
 def kernel_view(pid: int) -> str:
-    """Where in the kernel the main thread is, and where the others are, those alike in one line."""
+    """Return where in the kernel the main thread is, and where the others are, those alike in one line."""
     names: dict[str, list[str]] = defaultdict(list)
     main = "the main thread has ended"
     for task in Path(f"/proc/{pid}/task").iterdir():
@@ -66,7 +66,7 @@ def _described(place: str, names: list[str]) -> str:
 
 
 def _read(path: Path) -> str:
-    """A file of the kernel; empty where it has gone, or is not for us."""
+    """Return a file of the kernel; empty where it has gone, or is not for us."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -42,7 +42,7 @@ ShardResult: TypeAlias = list[Any]
 
 
 def plan_shard(shard: DataProto, reads: Sequence[str]) -> tuple[ShardPlan, list[ObjectRef]]:
-    """What to send for one shard: the plan, and the objects that it refers to. What is large here is stored."""
+    """Return what to send for one shard: the plan, and the objects that it refers to. What is large here is stored."""
     columns = shard.columns()
     references: dict[ObjectRef, int] = {}
     plans: dict[str, ColumnPlan] = {}
@@ -63,7 +63,7 @@ def plan_shard(shard: DataProto, reads: Sequence[str]) -> tuple[ShardPlan, list[
 
 
 def assemble_shard(plan: ShardPlan, objects: Sequence[ColumnStore]) -> DataProto:
-    """The shard's batch, in the worker. A column that is one whole part is read where it lies."""
+    """Return the shard's batch, in the worker. A column that is one whole part is read where it lies."""
     row_ids, meta_info, plans = plan
     columns = {name: _assemble_column(name, column, objects) for name, column in plans.items()}
     return DataProto(columns, np.frombuffer(row_ids, dtype=np.int64), meta_info)
@@ -113,7 +113,7 @@ def pack_result(
 
 
 def unpack_result(answer: ShardResult, bundle: ObjectRef, row_ids: Index) -> DataProto:
-    """A shard's answer as a batch on the driver: numbers per row are here, everything else stays stored."""
+    """Return a shard's answer as a batch on the driver: numbers per row are here, everything else stays stored."""
     meta_info, lengths, numbers = answer
     columns: dict[str, AnyColumn] = {name: decode(Wire(*wire)) for name, wire in numbers.items()}
     for name, packed in lengths.items():

@@ -25,7 +25,7 @@ class Rendezvous:
     listener: socket.socket | None
 
     def store(self, timeout_s: float) -> TCPStore:
-        """The key-value store that torch.distributed starts from; rank 0 serves it on its own socket."""
+        """Return the key-value store that torch.distributed starts from; rank 0 serves it on its own socket."""
         # Here, so that workers without tensors never load torch; it exports the name without saying so to mypy.
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -64,22 +64,20 @@ class Worker:
 
     @property
     def rank(self) -> int:
-        """This worker's rank in its group."""
         return self.place.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the group."""
         return self.place.mesh.world_size
 
     @register(Dispatch.ONE_TO_ALL)
     def visible_gpus(self) -> str:
-        """The GPU of this rank, as CUDA_VISIBLE_DEVICES names it."""
+        """Return the GPU of this rank, as CUDA_VISIBLE_DEVICES names it."""
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
     @register(Dispatch.ONE_TO_ALL)
     def where(self) -> tuple[str, int]:
-        """The node of this rank, and its number there."""
+        """Return the node of this rank, and its number there."""
         return socket.gethostname(), self.place.local_rank
 
     def init_process_group(self, backend: str, timeout_s: float) -> None:

@@ -114,7 +114,6 @@ class RayWorkerGroup:
 
     @property
     def world_size(self) -> int:
-        """Number of workers."""
         return self.mesh.world_size
 
     def __getattr__(self, name: str) -> GroupMethod:
@@ -177,7 +176,7 @@ class RayWorkerGroup:
         return self._future(spec, answers, collect)
 
     def _shards(self, spec: MethodSpec, args: tuple[Any, ...]) -> list[DataProto]:
-        """The batch as one piece per data-parallel rank: cut evenly, or as the caller has cut it."""
+        """Return the batch as one piece per data-parallel rank: cut evenly, or as the caller has cut it."""
         given = args[0] if args else None
         if isinstance(given, DataProto):
             return self._read_columns(spec, given).chunk(self.mesh.dp)
@@ -264,7 +263,7 @@ class RayWorkerGroup:
 
 
 def _join_shards(parts: list[DataProto]) -> DataProto:
-    """The shards' answers as one batch. What each shard said in meta_info is kept, one entry per shard."""
+    """Return the shards' answers as one batch. What each shard said in meta_info is kept, one entry per shard."""
     keys = list(dict.fromkeys(key for part in parts for key in part.meta_info))
     said = {key: [part.meta_info.get(key) for part in parts] for key in keys}
     for part in parts:

@@ -17,7 +17,7 @@ STACK_SIGNAL = signal.SIGUSR2
 
 
 def make_log_directory(run_directory: Path, role: str) -> Path:
-    """A new directory for the logs of one group of workers: a role that is started again gets another."""
+    """Make a new directory for the logs of one group of workers: a role that is started again gets another."""
     for attempt in itertools.count(1):
         directory = run_directory / "logs" / f"{role}.{attempt}"
         try:
@@ -29,17 +29,17 @@ def make_log_directory(run_directory: Path, role: str) -> Path:
 
 
 def log_path(directory: Path, rank: int) -> Path:
-    """Where the output of a rank goes."""
+    """Return where the output of a rank goes."""
     return directory / f"rank-{rank}.log"
 
 
 def stack_path(log: Path) -> Path:
-    """Where a rank writes its Python stacks when it is asked for them."""
+    """Return where a rank writes its Python stacks when it is asked for them."""
     return log.with_suffix(".stack")
 
 
 def harmless_path(log: Path) -> Path:
-    """Where those warnings of a rank go that are known to be harmless."""
+    """Return where those warnings of a rank go that are known to be harmless."""
     return log.with_suffix(".harmless")
 
 
@@ -83,7 +83,7 @@ def redirect_output(log: Path) -> None:
 
 
 def tail(path: Path, num_lines: int) -> str:
-    """The last lines of a log, secrets blanked out; empty if there are none.
+    """Return the last lines of a log, secrets blanked out; empty if there are none.
 
     Harmless warnings, which C code and processes of libraries write to it directly, are left out and counted.
     """
@@ -95,7 +95,7 @@ def tail(path: Path, num_lines: int) -> str:
 
 
 def last_words(path: Path) -> str:
-    """The last line of a log that says something; empty where there is none."""
+    """Return the last line of a log that says something; empty where there is none."""
     return next(filter(str.strip, reversed(_last_lines(path, 10)[0])), "")
 
 

@@ -36,7 +36,7 @@ class Checkpoint:
 
 
 def find_checkpoint(directory: Path, which: str) -> Path:
-    """The checkpoint that is called `latest`, `best`, or by its step, whole as far as its manifests tell."""
+    """Return the checkpoint that is called `latest`, `best`, or by its step, whole as far as its manifests tell."""
     steps = steps_in(directory)
     best = directory / "best"
     if which == "latest" and steps:
@@ -62,7 +62,7 @@ class CheckpointManager:
         directory.mkdir(mode=0o700, exist_ok=True)
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, whole or damaged."""
+        """Return the steps that have a checkpoint, whole or damaged."""
         return steps_in(self._directory)
 
     def save(self, step: int, roles: Mapping[str, RoleClient], state: Mapping[str, Any], is_best: bool) -> Path:

@@ -57,7 +57,7 @@ class Components:
         return roles if self.critic is None else roles | {"critic": self.critic}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the models, as plain JSON."""
+        """Return what a resumed run needs beside the models, as plain JSON."""
         return {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -115,7 +115,7 @@ def check_model(setup: ModelSetup) -> None:
 
 
 def model_setup(role: str, config: Config) -> ModelSetup:
-    """What a role's workers are told of their model."""
+    """Return what a role's workers are told of their model."""
     pools = config.placement.roles
     return ModelSetup(
         path=config.model_of(role)[1],
@@ -144,7 +144,7 @@ def _started(config: Config, context: RunContext) -> Iterator[dict[str, Future[R
 
 
 def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
-    """The processes of a role; their models come later, all roles' at once."""
+    """Start the processes of a role; their models come later, all roles' at once."""
     setup, horizon = model_setup(role, config), config.rollout.max_response_tokens
     if role == "actor":
         arguments = [setup, config.algorithm, config.rollout.temperature, horizon]

@@ -15,7 +15,7 @@ from mrl.trainer.generation import ScoredBatch
 
 
 def full_batch(config: Config, prompts: PromptLoader, generate: Callable[[DataProto], ScoredBatch]) -> ScoredBatch:
-    """Scored samples of `batch.prompts_per_step` prompts. Rounds that DAPO discards are counted, and bounded."""
+    """Return the scored samples of `batch.prompts_per_step` prompts. DAPO discards rounds, counted and bounded."""
     settings, wanted = config.algorithm.dynamic_sampling, config.batch.prompts_per_step
     if settings is None:
         return generate(prompts.next_batch())

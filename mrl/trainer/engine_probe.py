@@ -76,7 +76,7 @@ class EngineProbe:
         }
 
     def _batch(self, answers: list[Generated]) -> DataProto:
-        """A row an engine, and again from the first on until every data-parallel rank has its micro-batches."""
+        """Return a row for each engine, and more from the first on until every rank has its micro-batches."""
         multiple = self._actor.row_multiple
         rows = [answers[row % len(answers)] for row in range(-(-len(answers) // multiple) * multiple)]
         prompt = torch.tensor(self._request.prompt_ids)

@@ -28,7 +28,7 @@ def check_reward_model(config: Config, tokenizer: ChatTokenizer) -> Iterator[str
 
 
 def add_model_scores(config: Config, samples: ScoredBatch, written: DataProto) -> ScoredBatch:
-    """The samples with the reward model's scores in theirs; a score that is no number stops the run."""
+    """Add the reward model's scores to the samples'; a score that is no number stops the run."""
     assert config.reward_model is not None, "only a reward model that is there scores"
     batch = samples.batch.union(written)
     model_scores = batch.pop("rm_scores").batch["rm_scores"].double()

@@ -68,7 +68,7 @@ class RayPPOTrainer:
             yield self.components
 
     def fit(self) -> dict[str, float]:
-        """All steps that are left; the figures of the last validation."""
+        """Do all steps that are left; return the metrics of the last validation."""
         run, validation = self.run, self.config.validation
         self.clock.pop_seconds()  # what came before belongs to no step
         validated: dict[str, float] = {}
@@ -130,7 +130,7 @@ class RayPPOTrainer:
         return StepReport(step, samples.batch, metrics | self._measured(samples.batch) | self.hybrid.metrics())
 
     def _measured(self, batch: DataProto) -> Metrics:
-        """Lengths, seconds and speed of the step that ends now."""
+        """Return the lengths, seconds and speed of the step that ends now."""
         metrics = step_metrics.batch_metrics(batch, self.config.rollout.max_response_tokens)
         seconds = self.clock.pop_seconds()
         metrics |= step_metrics.timing_metrics(seconds, batch, self.config.cluster)
@@ -148,7 +148,7 @@ class RayPPOTrainer:
             write_samples(self.run.directory / "samples", step, sample_columns(batch))
 
     def validate(self) -> dict[str, float]:
-        """The policy as it is now on the validation prompts."""
+        """Measure the policy as it is now on the validation prompts."""
         with self.clock("validation"), self.hybrid.rollout_mode():
             figures = self.components.validator.run()
             answers = self.components.engine_probe.ask(self.num_steps_done)
@@ -162,7 +162,7 @@ class RayPPOTrainer:
                 self.components.engine_probe.compare(step, answers)
 
     def collect(self, step: int) -> ScoredBatch:
-        """The step's samples with their scores."""
+        """Generate the step's samples, and score them."""
         scored = full_batch(self.config, self.components.prompts, lambda prompts: self.generate(prompts, step))
         overlong = self.config.algorithm.overlong
         if overlong is None:
@@ -176,7 +176,7 @@ class RayPPOTrainer:
         return ScoredBatch(batch, scored.metrics | {"reward/overlong_penalty": float(penalty_B.mean())})
 
     def generate(self, prompts: DataProto, step: int) -> ScoredBatch:
-        """Samples of these prompts; for ReMax also the greedy answer, whose score is the baseline."""
+        """Generate samples of these prompts; for ReMax also the greedy answer, whose score is the baseline."""
         generator = self.components.generator
         scored = generator.run(prompts.repeat(self.config.batch.samples_per_prompt), generator.training, step)
         if self.config.algorithm.advantage != "remax":
@@ -190,7 +190,7 @@ class RayPPOTrainer:
         return ScoredBatch(kept.union(column), scored.metrics | {"reward/greedy/mean": float(scores.mean())})
 
     def estimate_advantages(self, batch: DataProto, uids: list[str]) -> tuple[DataProto, Metrics]:
-        """Advantages, on the critic's ranks where there is one: its values are there."""
+        """Compute advantages, on the critic's ranks where there is one: its values are there."""
         position = DataProto.from_dict({"position": torch.arange(len(batch))}, row_ids=batch.row_ids)
         role = self.critic or self.actor
         return role.compute_advantages(batch.union(position), WholeBatch(uids, self.components.kl.coef))
@@ -205,7 +205,7 @@ class RayPPOTrainer:
         return reports
 
     def updates(self, batch: DataProto) -> list[DataProto]:
-        """The rows of each optimizer step, drawn anew in each epoch over the batch."""
+        """Return the rows of each optimizer step, drawn anew in each epoch over the batch."""
         num_updates = max(1, round(len(batch) / self.config.batch.samples_per_update))
         parts = []
         for epoch in range(self.config.batch.epochs_per_step):
@@ -220,7 +220,7 @@ class RayPPOTrainer:
 
 
 def _num_written(batch: DataProto) -> int:
-    """The response tokens that the model wrote itself: all, where no mask says otherwise."""
+    """Return how many response tokens the model wrote itself: all, where no mask says otherwise."""
     if "response_mask" in batch.columns():
         return int(batch.values("response_mask").sum())
     return int(batch.lengths("responses").sum())

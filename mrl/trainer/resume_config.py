@@ -21,7 +21,7 @@ def resume_config(config: AnyConfig) -> dict[str, Any]:
 
 
 def describe_changes(before: dict[str, Any], config: AnyConfig, step: int) -> dict[str, str]:
-    """What a run that goes on after this step has otherwise than it had; by key, in words."""
+    """Return what a run that goes on after this step has otherwise than it had; by key, in words."""
     return {
         key: f"was {then} when this run began, and is {now} from step {step + 1} on"
         for key, (then, now) in _differences(before, resume_config(config)).items()

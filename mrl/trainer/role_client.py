@@ -51,7 +51,7 @@ class RoleClient:
         return sums | {"grad_norm": first.grad_norm, "lr": first.learning_rate, "skipped": float(not first.applied)}
 
     def _shards(self, batch: DataProto) -> tuple[list[DataProto], list[list[int]]]:
-        """Cut a batch into a shard for each data-parallel rank; sizes of the micro-batches of each."""
+        """Cut a batch into a shard for each data-parallel rank; return them with the sizes of their micro-batches."""
         lengths = batch.lengths("prompts").astype(np.int64) + batch.lengths("responses")
         plan = plan_step(lengths, self.group.mesh.dp, self._max_tokens, self._packing)
         shards = [batch.take(np.concatenate(batches)) for batches in plan.micro_batches]
@@ -60,7 +60,7 @@ class RoleClient:
 
 class _AdvantageClient(RoleClient):
     def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> tuple[DataProto, Metrics]:
-        """Advantages, and the mean KL that the rewards were charged. No model runs: rows are cut by number."""
+        """Return the advantages, and the mean KL of the rewards. No model runs: rows are cut by number."""
         return _merged(self.group.compute_advantages(batch, whole), "reward")
 
 
@@ -68,11 +68,11 @@ class ActorClient(_AdvantageClient):
     """Calls the policy's workers."""
 
     def compute_log_prob(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """`old_log_probs` by the policy as it is, and how far the engines' are from them."""
+        """Return `old_log_probs` by the policy as it is, and how far the engines' are from them."""
         return self._forward(step_calls.LOG_PROB, batch, "mismatch")
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """`ref_log_probs` by the policy as it was before training."""
+        """Return `ref_log_probs` by the policy as it was before training."""
         return self._forward(step_calls.REF_LOG_PROB, batch)[0]
 
     def update_actor(self, batch: DataProto) -> Metrics:
@@ -84,7 +84,7 @@ class CriticClient(_AdvantageClient):
     """Calls the critic's workers."""
 
     def compute_values(self, batch: DataProto) -> DataProto:
-        """`values` of the states before each response token."""
+        """Return `values` of the states before each response token."""
         return self._forward(step_calls.VALUES, batch)[0]
 
     def update_critic(self, batch: DataProto) -> Metrics:
@@ -96,7 +96,7 @@ class RewardModelClient(RoleClient):
     """Calls the reward model's workers."""
 
     def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """`rm_scores` of the responses."""
+        """Return `rm_scores` of the responses."""
         return self._forward(step_calls.RM_SCORE, batch)[0]
 
 
@@ -115,7 +115,7 @@ def _merged(written: DataProto, prefix: str) -> tuple[DataProto, Metrics]:
 
 
 def mean_of(updates: Sequence[Metrics], prefix: str) -> dict[str, Any]:
-    """Several updates' metrics as one: means, but for the updates that were skipped, which are counted."""
+    """Return several updates' metrics as one: means, but for the updates that were skipped, which are counted."""
     metrics = {
         f"{prefix}/{name}": float(np.mean([update[name] for update in updates]))
         for name in (updates[0] if updates else {})

@@ -29,7 +29,7 @@ class Resumable(Protocol):
         """The models that are trained."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the models."""
+        """Return what a resumed run needs beside the models."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
@@ -87,7 +87,7 @@ class Run(Generic[AnyTyped]):
             tracker.log(step, metrics)
 
     def save_is_due(self, step: int) -> bool:
-        """Whether the configuration wants a checkpoint after this step."""
+        """Return whether the configuration wants a checkpoint after this step."""
         every = self.config.training.save_every
         return bool(every) and step % every == 0
 
@@ -100,7 +100,7 @@ class Run(Generic[AnyTyped]):
             self.checkpoints.save(step, trained.roles, state, is_best)
 
     def should_stop(self) -> bool:
-        """Whether a signal came or the time is up; what it was is printed."""
+        """Return whether a signal came or the time is up; what it was is printed."""
         reason = self.stopping.reason()
         if reason:
             self.console.print(f"{reason}: saving and stopping")

@@ -89,7 +89,7 @@ class _SftComponents:
         return metrics
 
     def is_done(self, num_updates: int) -> bool:
-        """Whether all updates are done, or the loss is as low as it need be."""
+        """Return whether all updates are done, or the loss is as low as it need be."""
         training = self._config.training
         is_low = (
             training.until_loss is not None
@@ -99,7 +99,7 @@ class _SftComponents:
         return is_low or num_updates >= training.steps
 
     def state_dict(self) -> dict[str, Any]:
-        """The reader as it stood after the rows of the last update, not after those read ahead."""
+        """Return the reader as it stood after the rows of the last update, not after those read ahead."""
         return {"rows": self._trained_on, "losses": list(self._losses)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

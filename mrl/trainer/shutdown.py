@@ -20,7 +20,7 @@ class ShutdownSignal:
         self._signal = ""
 
     def reason(self) -> str:
-        """Why the run is to stop; empty while it is to go on."""
+        """Return why the run is to stop; empty while it is to go on."""
         limit = self._time_limit_s
         if not self._signal and limit is not None and time.monotonic() - self._began > limit:
             return f"training.time_limit_s={limit:g} is reached"

@@ -37,7 +37,7 @@ def show_start_progress(run: Run[Config]) -> Iterator[None]:
 
 
 def parts_of(config: Config) -> list[str]:
-    """All that must be up before the first step: Ray's devices, processes by their role, models."""
+    """Return all that must be up before the first step: Ray's devices, processes by their role, models."""
     pools = map(_pool, config.placement.pools)
     engines = [REPLICA.format(index) for index in range(num_engines(config))]
     receivers = [RECEIVER] if has_own_rollout_pool(config) else []
@@ -71,7 +71,7 @@ class StartProgress:
             self._run.console.note(self.line())
 
     def line(self) -> str:
-        """How long it has taken, what is up, and of what is awaited the last words."""
+        """Return how long it has taken, what is up, and of what is awaited the last words."""
         awaited = list(self._awaited)
         shown = [name + self._last_words(name) for name in awaited[:_SHOWN]]
         more = [f"{len(awaited) - _SHOWN} more"] if len(awaited) > _SHOWN else []
@@ -80,7 +80,7 @@ class StartProgress:
         return f"starting for {seconds:.0f} s, {up} of {self._num_parts} up; awaited: {', '.join([*shown, *more])}"
 
     def _last_words(self, role: str) -> str:
-        """The end of the log of its first rank; the run directory is visible here, wherever the role runs."""
+        """Return the end of the log of its first rank; the run directory is visible here, wherever the role runs."""
         attempts = sorted(Path(self._run.directory, "logs").glob(f"{role}.*"), key=lambda path: int(path.suffix[1:]))
         said = last_words(log_path(attempts[-1], 0)) if attempts else ""
         return f" ({said.rpartition('] ')[2][:_LETTERS]})" if said else ""

@@ -14,7 +14,7 @@ from mrl.trainer.role_client import RoleClient
 
 
 def batch_metrics(batch: DataProto, max_response_tokens: int) -> dict[str, float]:
-    """Scores, lengths, and how many groups teach nothing."""
+    """Return the scores, lengths, and how many groups teach nothing."""
     scores = np.asarray(batch.packed("scores"), dtype=np.float64)
     figures = summary_metrics("critic/score", scores) | summary_metrics("response_length", batch.lengths("responses"))
     figures |= summary_metrics("prompt_length", batch.lengths("prompts"))
@@ -29,7 +29,7 @@ def batch_metrics(batch: DataProto, max_response_tokens: int) -> dict[str, float
 
 
 def timing_metrics(seconds: Mapping[str, float], batch: DataProto, cluster: ClusterConfig) -> dict[str, float]:
-    """Seconds of each phase, and tokens per second and device."""
+    """Return the seconds of each phase, and tokens per second and device."""
     tokens = int(batch.lengths("prompts").sum()) + int(batch.lengths("responses").sum())
     devices = cluster.nodes * cluster.devices_per_node
     figures = {f"timing_s/{phase}": value for phase, value in seconds.items()}
@@ -51,7 +51,7 @@ def training_metrics(role: RoleClient, name: str, seconds: float, num_tokens: in
 
 
 def summary_metrics(name: str, values: npt.NDArray[np.generic]) -> dict[str, float]:
-    """Mean, largest and smallest."""
+    """Return the mean, largest and smallest."""
     return {
         f"{name}/mean": float(values.mean()),
         f"{name}/max": float(values.max()),

@@ -26,7 +26,7 @@ class Validator:
         self._skips = skips
 
     def run(self) -> dict[str, float]:
-        """The figures of every source, and of all together. The sampling is the same at each validation."""
+        """Measure every source, and of all together. The sampling is the same at each validation."""
         answers: dict[str, dict[str, Answers]] = defaultdict(lambda: defaultdict(list))
         num_samples = self._config.validation.samples_per_prompt
         for prompts in one_pass(self._dataset, self._config.batch.prompts_per_step * 4, self._skips):
@@ -45,7 +45,7 @@ class Validator:
 
 
 def validation_metrics(prefix: str, by_prompt: Mapping[str, Answers], k: int, solved_at: float) -> dict[str, float]:
-    """mean@k: mean score; pass@k: any sample right; maj@k: the commonest answer right (the first of equals)."""
+    """Return mean@k (mean score), pass@k (any sample right) and maj@k (commonest answer right, the first of equals)."""
     scores = [[score for _, score in answers] for answers in by_prompt.values()]
     found = {
         f"{prefix}/prompts": float(len(scores)),
