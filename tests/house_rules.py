@@ -297,6 +297,18 @@ def usual_sizes(sources: Sequence[Source]) -> Iterator[str]:
         yield f"{share} are shorter than {SHORT_FUNCTION_LINES} lines; aim at {SHORT_FUNCTIONS:.0%}"
 
 
+def type_names(sources: Sequence[Source]) -> Iterator[str]:
+    """No two public classes have one name: whoever reads `Row` should not have to ask which."""
+    homes: dict[str, list[str]] = {}
+    for source in sources:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(source.path)
+    for name, paths in homes.items():
+        if len(paths) > 1:
+            yield f"{name} is a class of {' and of '.join(paths)}: give one another name"
+
+
 def _length(function: Function) -> int:
     return (function.end_lineno or function.lineno) - function.lineno + 1
 

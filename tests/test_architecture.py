@@ -25,6 +25,7 @@ RULES_OF_THE_WHOLE = (
     house_rules.import_cycles,
     house_rules.two_way_packages,
     house_rules.usual_sizes,
+    house_rules.type_names,
     house_rules.stale_permissions,
 )
 THIS_FILE = "tests/test_architecture.py"  # holds bad examples
@@ -216,6 +217,14 @@ def test_long_files_and_functions_may_not_become_usual() -> None:
     assert list(house_rules.usual_sizes(long_files)) == ["the median file has 151 lines; aim at 150"]
     long_functions = [Source("mrl/a.py", "def f(): ...\n" * 8 + ("def g():\n" + "    x = 1\n" * 34) * 2)]
     assert list(house_rules.usual_sizes(long_functions)) == ["8 of 10 functions are shorter than 35 lines; aim at 90%"]
+
+
+def test_two_public_types_of_one_name_are_found() -> None:
+    pair = [
+        Source("mrl/a.py", "class Row: ...\nclass _Own: ..."),
+        Source("mrl/b.py", "class Row: ...\nclass _Own: ..."),
+    ]
+    assert list(house_rules.type_names(pair)) == ["Row is a class of mrl/a.py and of mrl/b.py: give one another name"]
 
 
 def test_a_permission_works_and_must_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
