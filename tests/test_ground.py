@@ -1,16 +1,21 @@
-"""The words that everything else reports through: errors, registry, events."""
+"""The ground that everything else stands on: errors, files, data types, registry, events."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from mrl import files
+from mrl.dtypes import ITEM_BYTES, SAFETENSORS_NAMES, dtype_name, torch_dtype
 from mrl.errors import ConfigError, MrlError, NameUnknown, Problem, WorkerDied, did_you_mean
 from mrl.events import Event, EventLog, PhaseBegin, SampleSkipped, Saved, Warned, WorkerFault, read_events
 from mrl.registry import Registry, load_attribute
+from mrl.rounding import round_up
 
 
 def test_an_error_says_where_what_and_fix() -> None:
@@ -39,6 +44,65 @@ def test_a_config_error_lists_every_problem() -> None:
 def test_did_you_mean_the_nearest_or_here_are_all() -> None:
     assert did_you_mean("grpoo", ["grpo", "gae"]) == 'did you mean "grpo"?'
     assert did_you_mean("zzz", ["grpo", "gae"]) == "known: gae, grpo"
+
+
+def test_a_file_is_replaced_whole_and_on_disk_before_it_is_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "latest"
+    path.write_text("before")
+    (tmp_path / ".latest.tmp").write_text("of a writer that was killed, and longer than what comes")
+    seen = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: seen.append((path.read_text(), os.fstat(descriptor).st_size)))
+    files.write_text(path, "afterwards")
+    assert seen == [("before", len("afterwards"))]
+    assert path.read_text() == "afterwards"
+    assert os.listdir(tmp_path) == ["latest"]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o277], ids=oct)
+def test_a_file_has_the_mode_that_was_asked_for(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        files.write_text(tmp_path / "own", "x", mode=0o600)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_directory_is_on_disk_before_and_after_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged, target = tmp_path / "staged", tmp_path / "target"
+    staged.mkdir()
+    seen = []
+    monkeypatch.setattr(files, "sync", lambda path: seen.append((path, target.exists())))
+    files.publish_directory(staged, target)
+    assert seen == [(staged, False), (tmp_path, True)]
+    assert not staged.exists()
+
+
+def test_a_hash_is_that_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_BYTES_AT_ONCE", 2)
+    (tmp_path / "file").write_bytes(b"abc")
+    assert files.sha256(tmp_path / "file") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+@pytest.mark.parametrize("name", ITEM_BYTES)
+def test_a_data_type_is_known_by_name_and_size(name: str) -> None:
+    dtype = torch_dtype(name)
+    assert (dtype_name(dtype), dtype.itemsize) == (name, ITEM_BYTES[name])
+    assert {*SAFETENSORS_NAMES} < {*ITEM_BYTES}
+
+
+def test_a_name_that_is_no_data_type_is_refused() -> None:
+    with pytest.raises(ValueError, match='"float99" is none of the data types bool, uint8'):
+        torch_dtype("float99")
+
+
+def test_sizes_are_rounded_up_to_multiples() -> None:
+    assert [round_up(size, 4) for size in (0, 1, 4, 5)] == [0, 4, 4, 8]
+    assert round_up(np.array([1, 8, 9]), 8).tolist() == [8, 8, 16]
 
 
 def test_a_registry_knows_names_and_paths() -> None:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from mrl.config.load import load_config
+from mrl.dtypes import torch_dtype
 from mrl.errors import SetupError
 from mrl.hub import local_files, model_directory
 
@@ -33,13 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
     # These load torch.
     from mrl.engine.checkpoint_export import export_checkpoint
     from mrl.trainer.checkpoints import find_checkpoint
-    from mrl.weight_sync.ipc import DTYPES
 
     found = find_checkpoint(directory / "checkpoints", arguments.checkpoint)
     is_actor = arguments.role == "actor"
     name = config.model_of(arguments.role)[1]
     source = local_files(name) or model_directory(name, download=True)  # of a snapshot, its weights are not needed
-    dtype = DTYPES[arguments.dtype or roles[arguments.role].dtype]
+    dtype = torch_dtype(arguments.dtype or roles[arguments.role].dtype)
     saved, out = found / arguments.role, Path(arguments.out)
     number = export_checkpoint(saved, source, "lm" if is_actor else "score", dtype, out)
     print(f"{arguments.out}: {number} tensors of {found.name}")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mrl import files
 from mrl.config.load import Resolved
 from mrl.config.render import render
 from mrl.config.schema import RunConfig
@@ -67,18 +68,11 @@ def _prepare(resolved: Resolved[Any], directory: Path, may_go_on: bool) -> None:
         directory.chmod(0o700)  # mkdir's mode is cut by the umask, and the directory may have been there, empty
         (directory / "logs").mkdir(exist_ok=True)
         (directory / "logs").chmod(0o700)
-        _write(directory / "config.yaml", render(resolved))
+        files.write_text(directory / "config.yaml", render(resolved), mode=0o600)
         if resolved.models:
-            _write(directory / MODELS_FILE, f"{json.dumps(dict(resolved.models), indent=2)}\n")
+            files.write_text(directory / MODELS_FILE, f"{json.dumps(dict(resolved.models), indent=2)}\n", mode=0o600)
     except OSError as error:
         raise _cannot_be_made(directory, error) from error
-
-
-def _write(path: Path, text: str) -> None:
-    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(opened, "w", encoding="utf-8") as file:
-        os.fchmod(opened, 0o600)
-        file.write(text)
 
 
 def _began_here(resolved: Resolved[Any], directory: Path) -> bool:

@@ -9,16 +9,15 @@ import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mrl.data.balance import Floats, Integers, RowCost, RowLoad, checked_lengths, longest_first, place
 from mrl.errors import BatchError
+from mrl.rounding import round_up
 
 Bins = list[list[int]]
-Whole = TypeVar("Whole", int, Integers)
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,9 @@ class PackingRules:
 
     def stored(self, lengths: Integers, max_tokens: int) -> Integers:
         """Tokens that each row takes up; an error where one is more than a micro-batch holds."""
-        stored = _round_up(lengths, self.row_multiple)
+        stored = round_up(lengths, self.row_multiple)
         for row in np.flatnonzero(stored > self.capacity(max_tokens))[:1].tolist():
-            needed = -(-_round_up(int(stored.max()), self.pack_multiple) // self.context_size)
+            needed = -(-round_up(int(stored.max()), self.pack_multiple) // self.context_size)
             raise BatchError(
                 f"row {row} has {lengths[row]} tokens; micro-batches hold {self.capacity(max_tokens)} "
                 f"(max_tokens_per_device is {max_tokens})",
@@ -81,7 +80,7 @@ def _plan(
 ) -> list[list[Integers]]:
     stored, costs = rules.stored(lengths, max_tokens), rules.cost.of(lengths)
     tight = _best_fit(stored, rules.capacity(max_tokens))
-    count = _round_up(-(-len(tight) // num_ranks), rules.count_multiple)
+    count = round_up(-(-len(tight) // num_ranks), rules.count_multiple)
     if num_micro_batches is not None:
         if num_micro_batches < count:
             raise BatchError(f"{len(lengths)} rows need {count} micro-batches, not {num_micro_batches}")
@@ -152,7 +151,3 @@ def _small_ends(bins: Bins, costs: Floats) -> Bins:
     """
     rising = sorted(bins, key=lambda rows: (float(costs[rows].sum()), rows))
     return rising[::2] + rising[1::2][::-1]
-
-
-def _round_up(number: Whole, multiple: int) -> Whole:
-    return -(-number // multiple) * multiple

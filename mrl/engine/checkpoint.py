@@ -11,7 +11,6 @@ Files are staged beside the checkpoint, hashed as they are written, put on disk,
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import warnings
 from collections import defaultdict
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl import files
 from mrl.engine.agreement import raise_on_all_ranks
 from mrl.engine.checkpoint_files import (
     FORMAT,
@@ -32,7 +32,6 @@ from mrl.engine.checkpoint_files import (
     SavedFiles,
     entry,
     file_name,
-    sync_directory,
     write_safetensors,
 )
 from mrl.engine.flat_shards import flat_shard_regions, is_exact_cover
@@ -184,10 +183,5 @@ def _publish(target: Path, staged: Path, manifest: Mapping[str, Any]) -> None:
         text = json.dumps(manifest)
     except (TypeError, ValueError) as error:
         raise EngineError(f"JSON cannot hold what was given to be saved: {error}") from error
-    with (staged / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_directory(staged)
-    staged.rename(target)
-    sync_directory(target.parent)
+    files.write_text(staged / MANIFEST, text)
+    files.publish_directory(staged, target)

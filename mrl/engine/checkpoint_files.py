@@ -13,6 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mrl import files
+from mrl.dtypes import SAFETENSORS_NAMES, dtype_name
 from mrl.engine.flat_shards import State, overlap, relative, volume
 from mrl.errors import EngineError
 from mrl.models.hf_reader import slices
@@ -20,8 +22,6 @@ from mrl.models.parameters import Region, Shape
 
 MANIFEST, FORMAT = "manifest.json", "mrl-checkpoint-1"
 RANDOM = "random/"
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
-_HASHED_AT_ONCE_BYTES = 1 << 24
 
 
 def file_name(rank: int) -> str:
@@ -40,10 +40,10 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     end = 0
     tensors = dict(sorted(tensors.items()))  # equal states are equal files
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES:
+        if (dtype := SAFETENSORS_NAMES.get(dtype_name(tensor.dtype))) is None:
             raise EngineError(f"{name}: {tensor.dtype} cannot be saved", fix="leave optimizer state in float32")
         start, end = end, end + tensor.numel() * tensor.itemsize
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     sha256 = hashlib.sha256()
@@ -60,15 +60,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         file.flush()
         os.fsync(file.fileno())
     return sha256.hexdigest()
-
-
-def sync_directory(path: Path) -> None:
-    """Put on disk which files are in it, and under which names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class SavedFiles:
@@ -98,7 +89,7 @@ class SavedFiles:
                 raise EngineError("is missing", where=str(path))
             if path.stat().st_size != expected["bytes"]:
                 raise EngineError(f"has {path.stat().st_size} bytes, not {expected['bytes']}", where=str(path))
-            if hashes and _sha256(path) != expected["sha256"]:
+            if hashes and files.sha256(path) != expected["sha256"]:
                 raise EngineError("is damaged: it is not what was written (sha256)", where=str(path))
 
     def read(self, name: str, box: Region, views: State) -> None:
@@ -133,11 +124,3 @@ class SavedFiles:
             except SafetensorError as error:
                 raise EngineError(f"cannot be read: {error}", where=str(self.path / file)) from error
         return self._open[file]
-
-
-def _sha256(path: Path) -> str:
-    sha256 = hashlib.sha256()
-    with path.open("rb") as file:
-        while data := file.read(_HASHED_AT_ONCE_BYTES):
-            sha256.update(data)
-    return sha256.hexdigest()

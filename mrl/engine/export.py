@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.dtypes import torch_dtype
 from mrl.engine.agreement import raise_on_all_ranks
-from mrl.engine.model import DTYPES
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.weights import held_tensors
 from mrl.models.complete import check_complete
@@ -48,7 +48,7 @@ def export(
         check_complete(spec, Layout.of(groups.parallel), head)
         mine = {(shard.chunk, shard.name): held for shard, held in held_tensors(engine.models, spec, head, groups)}
         if groups.at.rank == 0:
-            writer = HfWriter(directory, spec, source, head, DTYPES[engine.request.settings.dtype], max_file_bytes)
+            writer = HfWriter(directory, spec, source, head, torch_dtype(engine.request.settings.dtype), max_file_bytes)
     with raise_on_all_ranks("the export"), writer or nullcontext():
         for name, box, tensor in _on_rank_0(mine, engine):
             assert writer is not None, "only rank 0 is given tensors"
@@ -59,7 +59,7 @@ def export(
 def _on_rank_0(mine: dict[tuple[int, str], Tensor], engine: MegatronEngine) -> Iterator[tuple[str, Region, Tensor]]:
     """Every box of every tensor once, on rank 0; other ranks get nothing and only send."""
     groups = engine.groups
-    dtype = DTYPES[engine.request.settings.dtype]
+    dtype = torch_dtype(engine.request.settings.dtype)
     come: set[tuple[str, Region]] = set()
     for holder, shard in _first_holders(engine.request.spec, engine.request.head, groups):
         new = [piece for piece in shard.pieces if (piece.hf, piece.source) not in come]

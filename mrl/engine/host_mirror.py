@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mrl.errors import EngineError
+from mrl.rounding import round_up
 
 _ALIGNMENT_BYTES = 64
 
@@ -49,7 +50,7 @@ class HostMirroredStorage:
     @property
     def host_buffer_bytes(self) -> int:
         """Of a host buffer for all contents, each beginning at an aligned address."""
-        return sum(map(_padded, self._sizes))
+        return sum(round_up(size, _ALIGNMENT_BYTES) for size in self._sizes)
 
     def save_to_host(self) -> None:
         """Have the present contents on the host; nothing to do where they are."""
@@ -113,9 +114,5 @@ class HostMirroredStorage:
         return [torch.empty(0, dtype=torch.uint8, device=at.device).set_(at) for at in self._storages]
 
     def _slots(self, host: Tensor) -> list[Tensor]:
-        slots = torch.split(host, [_padded(size) for size in self._sizes])
+        slots = torch.split(host, [round_up(size, _ALIGNMENT_BYTES) for size in self._sizes])
         return [slot[:size] for slot, size in zip(slots, self._sizes, strict=True)]
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

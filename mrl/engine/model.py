@@ -17,14 +17,13 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mrl.dtypes import torch_dtype
 from mrl.engine.layer_spec import block_spec
 from mrl.engine.packed_rows import MicroBatch
 from mrl.engine.parallel import ParallelGroups
 from mrl.models.parameters import padded_vocab
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class ModelRequest:
 
 def transformer_config(request: ModelRequest, groups: ParallelGroups) -> TransformerConfig:
     """Megatron's configuration of the model on this layout; the user's settings, which `config` has looked at, win."""
-    parallel, dtype = groups.parallel, DTYPES[request.dtype]
+    parallel, dtype = groups.parallel, torch_dtype(request.dtype)
     settings = request.spec.transformer_config() | {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,

@@ -20,7 +20,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from mrl.config.schema import ScheduleConfig, TrainedModelConfig
-from mrl.engine.model import DTYPES, TokenModel
+from mrl.dtypes import torch_dtype
+from mrl.engine.model import TokenModel
 from mrl.errors import EngineError
 
 MAX_CONSECUTIVE_SKIPPED_UPDATES = 3
@@ -47,7 +48,7 @@ class Optimizer:
     """Gradient buffers, optimizer state and learning rate of one model."""
 
     def __init__(self, chunks: Sequence[TokenModel], settings: TrainedModelConfig) -> None:
-        dtype = DTYPES[settings.dtype]
+        dtype = torch_dtype(settings.dtype)
         ddp_config = DistributedDataParallelConfig(
             **{"use_distributed_optimizer": True, "grad_reduce_in_fp32": True} | settings.ddp
         )

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mrl.engine.segments import Segments
 from mrl.errors import BatchError
+from mrl.rounding import round_up
 
 Lengths = npt.NDArray[np.int64]
 
@@ -118,7 +119,7 @@ class MicroBatch:
 
 def pack(rows: TokenRows, cut: SequenceSharding, device: torch.device) -> MicroBatch:
     """The micro-batch of these rows."""
-    stored = -(-rows.lengths // cut.row_multiple) * cut.row_multiple
+    stored = round_up(rows.lengths, cut.row_multiple)
     missing = -int(stored.sum()) % cut.pack_multiple
     if missing or not len(stored):  # a micro-batch without rows still goes through the pipeline
         stored = np.append(stored, missing or cut.pack_multiple)

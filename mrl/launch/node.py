@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from mrl import files
 from mrl.config.load import load_config
 from mrl.errors import MrlError, SetupError
 from mrl.launch.ray_node import default_signals, device_options, free_port, head_options, own_address, ray_node
@@ -39,9 +40,7 @@ class RendezvousDirectory:
 
     def write(self, name: str, text: str) -> None:
         """Write a file that others see whole or not at all."""
-        staged = self.directory / f".{name}.part"
-        staged.write_text(text, encoding="utf-8")
-        staged.replace(self.directory / name)
+        files.write_text(self.directory / name, text)
 
     def has(self, name: str) -> bool:
         """Whether the file is there. Opening asks the file server, where looking may be answered from memory."""

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from mrl import files
+from mrl.dtypes import SAFETENSORS_NAMES, dtype_name
 from mrl.errors import ModelError
 from mrl.hub import INDEX_FILE, SINGLE_FILE
 from mrl.models.coverage import problem_list, tiling_problems
@@ -29,7 +31,7 @@ from mrl.models.parameters import Region, Shape
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, hf_tensors
 
-_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tokenizer, chat template and generation settings have too many names to list them; weights and code end otherwise.
 _COPIED_SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
 _MORE_TEMPLATES = "additional_chat_templates"
@@ -93,10 +95,9 @@ class HfWriter:
             raise ModelError(f"not every weight came exactly once:{problem_list(problems)}", where=str(self._directory))
         self._refuse_existing()
         self._tensors.clear()
-        for path in (*self._staged.rglob("*"), self._staged):
-            _sync(path)
-        self._staged.rename(self._directory)
-        _sync(self._directory.parent)
+        for path in self._staged.rglob("*"):
+            files.sync(path)
+        files.publish_directory(self._staged, self._directory)
 
     def _refuse_existing(self) -> None:
         if self._directory.exists():
@@ -114,7 +115,7 @@ class HfWriter:
         """The source's configuration with another head and data type."""
         config = json.loads((self._staged / "config.json").read_text(encoding="utf-8"))
         config["architectures"] = [architecture]
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype_name(dtype)
         if head == "score":
             config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # how transformers says: one label
         self._write_json("config.json", config)
@@ -155,10 +156,11 @@ def _grouped(shapes: Mapping[str, Shape], item_bytes: int, max_file_bytes: int) 
 def _mapped_file(path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """A safetensors file of those tensors, and views of it to be filled."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    kind = SAFETENSORS_NAMES[dtype_name(dtype)]
     end = 0
     for name, shape in shapes.items():
         start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors behind it are aligned
     data = 8 + len(text)
@@ -173,11 +175,3 @@ def _mapped_file(path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype) ->
         .view(shape)
         for name, shape in shapes.items()
     }
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from mrl.rounding import round_up
+
 Region = tuple[tuple[int, int], ...]
 """A rectangular slice: start and stop on every axis."""
 Shape = tuple[int, ...]
@@ -76,7 +78,7 @@ def padded_vocab(vocab: int, tp: int) -> int:
 
     More would cost memory and time in every head, and a size that only hardware likes does not belong to the model.
     """
-    return -(-vocab // tp) * tp
+    return round_up(vocab, tp)
 
 
 def _share(size: int, rank: int, num_ranks: int) -> tuple[int, int]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mrl import files
 from mrl.errors import MrlError
 
 
@@ -18,11 +18,7 @@ class MetricsFile:
     def __init__(self, path: Path, first_step: int) -> None:
         self._path = path
         kept = [line for line in read_metrics(path) if line["step"] < first_step] if path.exists() else []
-        staged = path.with_suffix(".tmp")
-        descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.writelines(_line(line) for line in kept)
-        staged.replace(path)
+        files.write_text(path, "".join(map(_line, kept)), mode=0o600)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the figures of a step. One that is not finite is written as null: JSON has no NaN."""

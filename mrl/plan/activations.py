@@ -42,12 +42,12 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal
 
 from mrl.config.schema import MegatronModelConfig
+from mrl.dtypes import ITEM_BYTES
 from mrl.models.layout import Layout
 from mrl.models.parameters import padded_vocab
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
 from mrl.plan.assumptions import ASSUMPTIONS
-from mrl.plan.weights import ITEM_BYTES
 
 TILE_BYTES, MIN_COLUMNS = {"cpu": 1 << 24, "gpu": 1 << 28}, 512  # a test compares them with the head's own
 _TILES_AT_ONCE = 3

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from mrl.config.arithmetic import has_own_rollout_pool, longest_sample_tokens, num_engines
 from mrl.config.hardware import DEFAULT_UTILIZATION, Hardware
 from mrl.config.schema import Config
+from mrl.dtypes import ITEM_BYTES
 from mrl.errors import PlacementError
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS, GIB
-from mrl.plan.weights import ITEM_BYTES, engine_elements
+from mrl.plan.weights import engine_elements
 
 # vLLM's own, which depend on the device:
 _BATCHED_TOKENS, _FEW_BATCHED_TOKENS, _SEQUENCES, _FEW_SEQUENCES, _LARGE_DEVICE = 16384, 8192, 1024, 256, 70 * GIB

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from mrl.config.arithmetic import has_own_rollout_pool, num_engines, role_batch, role_devices
 from mrl.config.hardware import Hardware
 from mrl.config.schema import Config
+from mrl.dtypes import ITEM_BYTES
 from mrl.plan.advice import Changes, activation_ladders, smallest_changes
 from mrl.plan.assumptions import ASSUMPTIONS, GIB
 from mrl.plan.engine_memory import engine_memory
 from mrl.plan.known_models import model_spec
 from mrl.plan.memory import Item, gib, has_reference, role_stages
 from mrl.plan.plan_input import PlanInput
-from mrl.plan.weights import ITEM_BYTES, engine_elements
+from mrl.plan.weights import engine_elements
 
 _MIN_SAMPLES = 4
 """Of full length, that a cache which is proposed holds."""

@@ -20,13 +20,14 @@ from mrl.config.arithmetic import (
 )
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config
+from mrl.dtypes import ITEM_BYTES
 from mrl.models.layout import Layout
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.engine_memory import EngineMemory, engine_memory
 from mrl.plan.memory import HEADS, has_reference
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.reshard_traffic import ReshardTraffic
-from mrl.plan.weights import ITEM_BYTES, buffers, engine_elements, stage_weights
+from mrl.plan.weights import buffers, engine_elements, stage_weights
 
 
 @dataclass(frozen=True)

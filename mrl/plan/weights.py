@@ -12,13 +12,14 @@ from functools import cache
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import MegatronModelConfig, TrainedModelConfig
+from mrl.dtypes import ITEM_BYTES
 from mrl.models.families import FAMILIES
 from mrl.models.layout import Layout, RankPlace
 from mrl.models.rollout_table import EngineSizes, embedding_tensors, head_tensors, layer_tensors
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, dense_shards
+from mrl.rounding import round_up
 
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT, _WIDE_BUCKET_ALIGNMENT = 64, 128, 1 << 16  # Megatron's, in elements
 _MIN_BUCKET = 40_000_000
 
@@ -89,7 +90,7 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
         for members, separate, owners in groups:
             if members or separate:
                 multiple = math.lcm(owners, _bucket_multiple(model))
-                padded = sum(_padded_buckets(members, limit, multiple)) + sum(_up(n, multiple) for n in separate)
+                padded = sum(_padded_buckets(members, limit, multiple)) + sum(round_up(n, multiple) for n in separate)
                 made.append(Buffer(sum(members) + sum(separate), padded, owners))
     return made
 
@@ -139,17 +140,13 @@ def _padded_buckets(members: Sequence[int], limit: int | None, multiple: int) ->
     """
     filled = 0
     for elements in reversed(members):
-        filled = _up(filled, _PARAMETER_ALIGNMENT) + elements
+        filled = round_up(filled, _PARAMETER_ALIGNMENT) + elements
         if limit is not None and filled >= limit:
-            yield _up(filled, multiple)
+            yield round_up(filled, multiple)
             filled = 0
     if filled:
-        yield _up(filled, multiple)
+        yield round_up(filled, multiple)
 
 
 def _bucket_multiple(model: TrainedModelConfig) -> int:
     return _WIDE_BUCKET_ALIGNMENT if model.ddp.get("pad_buckets_for_high_nccl_busbw") else _BUCKET_ALIGNMENT
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mrl.dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from mrl.errors import BatchError, WireError
 from mrl.protocol.columns import Column, Jagged, Lengths, Objects, object_array
 
@@ -41,13 +42,6 @@ class Wire(NamedTuple):
 _MAGIC = b"mrl1"
 _PREFIX = struct.Struct("<4sI")
 _MAX_HEADER_BYTES = 1 << 16
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    )
-}
 
 # Buffers from an object store are read-only and torch says, once per process, that it cannot know that.
 # Columns are never changed in place (see DataProto), so let it be said here, unheard.
@@ -62,10 +56,10 @@ def encode(column: Column, name: str) -> Wire:
         return _encode_objects(column, name)
     lengths, values = (column.lengths, column.values) if isinstance(column, Jagged) else (None, column)
     values = values.detach().cpu().contiguous()
-    dtype = str(values.dtype).removeprefix("torch.")
-    if dtype not in _DTYPES:
+    dtype = dtype_name(values.dtype)
+    if dtype not in ITEM_BYTES:
         raise BatchError(
-            f"column `{name}` has dtype {dtype}, which cannot travel", fix=f"use one of {', '.join(_DTYPES)}"
+            f"column `{name}` has dtype {dtype}, which cannot travel", fix=f"use one of {', '.join(ITEM_BYTES)}"
         )
     header: dict[str, Any] = {
         "kind": "dense" if lengths is None else "jagged",
@@ -108,7 +102,7 @@ def decode(wire: Wire) -> Column:
             raise WireError(f'unknown kind of column "{kind}"')
         rows = int(header["rows"]) if kind == "jagged" else None
         shape = [int(size) for size in header["shape"]]
-        dtype = _DTYPES[header["dtype"]]
+        dtype = torch_dtype(header["dtype"])
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"the column's header is incomplete: {error!r}") from error
     if rows is None:

@@ -6,9 +6,7 @@ manifest, which names the hashes of its files. It is staged beside its place and
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -16,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mrl import files
 from mrl.config.run_directory import checkpoint_of, steps_in
 from mrl.errors import CheckpointError
 from mrl.events import EventLog, Saved, Warned
@@ -80,16 +79,14 @@ class CheckpointManager:
         manifest = {
             "format": _FORMAT,
             "step": step,
-            "roles": {name: _sha256(staged / name / MANIFEST) for name in roles},
+            "roles": {name: files.sha256(staged / name / MANIFEST) for name in roles},
             "state": dict(state),
         }
-        _write_durably(staged / MANIFEST, json.dumps(manifest))
-        _sync_directory(staged)
-        staged.rename(target)
-        _sync_directory(self._directory)
+        files.write_text(staged / MANIFEST, json.dumps(manifest))
+        files.publish_directory(staged, target)
         if is_best:
-            _write_durably(self._directory / "best", target.name)
-        _write_durably(self._directory / "latest", target.name)
+            files.write_text(self._directory / "best", target.name)
+        files.write_text(self._directory / "latest", target.name)
         self._delete_old()
         num_bytes = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
         self._events.write(Saved("checkpoint", step, str(target), num_bytes, time.monotonic() - began))
@@ -118,7 +115,7 @@ def _read(directory: Path, step: int) -> Checkpoint:
         if manifest["format"] != _FORMAT or manifest["step"] != step:
             raise ValueError(f"it says format {manifest['format']}, step {manifest['step']}")
         for name, sha256 in manifest["roles"].items():
-            if _sha256(path / name / MANIFEST) != sha256:
+            if files.sha256(path / name / MANIFEST) != sha256:
                 raise ValueError(f"{name}/{MANIFEST} is not what was saved")
         return Checkpoint(path, step, dict(manifest["state"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -128,24 +125,3 @@ def _read(directory: Path, step: int) -> Checkpoint:
             where=str(path),
             fix="move it away to go on from the one before, or set training.resume=never and another run.name",
         ) from error
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _write_durably(path: Path, text: str) -> None:
-    staged = path.with_name(f".{path.name}.tmp")
-    with staged.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    staged.replace(path)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

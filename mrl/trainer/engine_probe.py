@@ -20,6 +20,7 @@ from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.rounding import round_up
 from mrl.trainer.role_client import ActorClient
 
 TEXT = "A ferry crosses the bay in 40 minutes and waits 15 on each side. When is it back where it began? Step by step,"
@@ -77,8 +78,7 @@ class EngineProbe:
 
     def _batch(self, answers: list[Generated]) -> DataProto:
         """Return a row for each engine, and more from the first on until every rank has its micro-batches."""
-        multiple = self._actor.row_multiple
-        rows = [answers[row % len(answers)] for row in range(-(-len(answers) // multiple) * multiple)]
+        rows = [answers[row % len(answers)] for row in range(round_up(len(answers), self._actor.row_multiple))]
         prompt = torch.tensor(self._request.prompt_ids)
         return DataProto.from_dict(
             {

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from mrl.config.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
-from mrl.engine.model import DTYPES
+from mrl.dtypes import torch_dtype
 from mrl.models.families import read_spec
 from mrl.models.small import small_config
 from mrl.models.spec import ModelSpec
@@ -123,7 +123,7 @@ def verify_layout(
     parallel = settings.parallel
     # No token is padding: its embedding would be zero, and a norm makes rounding a thousand times larger there.
     small = {**small_config(model, parallel), "pad_token_id": None}
-    path = make_random(small, head, directory, DTYPES[settings.dtype])
+    path = make_random(small, head, directory, torch_dtype(settings.dtype))
     spec = read_spec(path)
     ddp, optimizer = (settings.ddp, settings.optimizer) if isinstance(settings, TrainedModelConfig) else ({}, {})
     # What an update is (Adam's numbers, clipping) is the user's on both sides, but for a rate at which mistakes show.

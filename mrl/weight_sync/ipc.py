@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.dtypes import dtype_name, torch_dtype
 from mrl.errors import RolloutError
 
 ALIGNMENT_BYTES = 64
@@ -44,7 +45,7 @@ _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _MAX_PATH_BYTES = 107
 _RETRY_S = 0.02
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def socket_path(sockets: Path, replica: str, tp_rank: int) -> Path:
@@ -124,7 +125,7 @@ class IpcSender:
         """Tell the receiver what lies in a slot; it is the receiver's until `slot` returns it again."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        rows = [[each.name, str(each.dtype).removeprefix("torch."), each.shape, each.offset] for each in tensors]
+        rows = [[each.name, dtype_name(each.dtype), each.shape, each.offset] for each in tensors]
         self._connected().send("bucket", {"slot": slot.number, "tensors": rows})
 
     def end(self) -> dict[str, str]:
@@ -358,9 +359,9 @@ def _uuid(device: torch.device) -> str:
 def _placed(row: list[Any], buffer: Tensor) -> TensorView:
     """A row of a bucket frame, if it lies in the buffer."""
     name, dtype, shape, offset = row
-    if dtype not in DTYPES:
-        raise RolloutError(f"{name} has dtype {dtype}; known: {', '.join(DTYPES)}")
-    placed = TensorView(name, DTYPES[dtype], tuple(shape), offset)
+    if dtype not in _DTYPES:
+        raise RolloutError(f"{name} has dtype {dtype}; known: {', '.join(_DTYPES)}")
+    placed = TensorView(name, torch_dtype(dtype), tuple(shape), offset)
     if offset < 0 or offset % ALIGNMENT_BYTES or min(shape) < 0 or offset + placed.num_bytes > buffer.numel():
         raise RolloutError(f"{name} {shape} at byte {offset} does not lie in a buffer of {buffer.numel()} bytes")
     return placed

@@ -21,6 +21,7 @@ from mrl.models.parameters import Region
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Shard, shards_of
+from mrl.rounding import round_up
 from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner, ShardRegion, intersection, num_elements
 
 
@@ -231,7 +232,7 @@ class ReshardPlanner:
             # Shapes are those of any tensor rank.
             for index, (fused, _) in enumerate(self._parts(self.units[number].kind, 0, None)):
                 num_bytes = math.prod(fused.shape) * sizes.itemsize
-                start = -(-end // sizes.alignment) * sizes.alignment
+                start = round_up(end, sizes.alignment)
                 if start + num_bytes > sizes.slot_bytes and buckets[-1]:
                     buckets.append([])
                     start = 0

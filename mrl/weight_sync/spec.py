@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from mrl.controller import Rendezvous
-from mrl.weight_sync.ipc import DTYPES, socket_path
+from mrl.dtypes import torch_dtype
+from mrl.weight_sync.ipc import socket_path
 from mrl.weight_sync.planner import RolloutLayout
 from mrl.weight_sync.resharder import ReshardSettings
 from mrl.weight_sync.transport import JoinedTransport, P2PTransport, WorldTransport
@@ -38,7 +39,7 @@ class WeightSyncSpec:
 
     def settings(self) -> ReshardSettings:
         """How the weights travel."""
-        return ReshardSettings(DTYPES[self.dtype], DTYPES[self.trained_dtype], self.bucket_bytes)
+        return ReshardSettings(torch_dtype(self.dtype), torch_dtype(self.trained_dtype), self.bucket_bytes)
 
     def transport(self, rank: int, device: torch.device) -> P2PTransport:
         """Join the others."""

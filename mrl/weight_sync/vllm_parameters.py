@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.platforms import current_platform
 
+from mrl.dtypes import dtype_name
 from mrl.errors import RolloutError, did_you_mean
 from mrl.weight_sync.digest import Digests
 
@@ -41,7 +42,7 @@ class ParameterSpec:
     """Whether it is still that, so that it can be written as it stands."""
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+        return f"{dtype_name(self.dtype)} {list(self.shape)}"
 
 
 @dataclass
