@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.config.mesh import Mesh
-from mrl.models.hf_reader import slices
 from mrl.models.layout import RankPlace
-from mrl.models.parameters import Region
+from mrl.models.regions import Region, slices
 from mrl.models.rollout_table import rollout_tensors
 from mrl.models.table import Shard, hf_tensors, shards_of
 from mrl.weight_sync.digest import Digests

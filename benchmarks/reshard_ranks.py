@@ -24,8 +24,9 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
 from mrl.errors import RolloutError
 from mrl.models.families import read_spec
-from mrl.models.hf_reader import HfReader, load_shard, slices
+from mrl.models.hf_reader import HfReader, load_shard
 from mrl.models.layout import Layout, RankPlace
+from mrl.models.regions import slices
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.table import shards_of
 from mrl.weight_sync.digest import Digests

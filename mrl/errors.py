@@ -10,6 +10,8 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+_MAX_LISTED = 12
+
 
 class MrlError(Exception):
     """A failure with a message made for the reader: what, where, and the fix."""
@@ -163,3 +165,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if near:
         return f'did you mean "{near[0]}"?'
     return f"known: {', '.join(known)}" if known else ""
+
+
+def problem_list(problems: list[str]) -> str:
+    """Return the problems line by line, or as many of them as somebody will read."""
+    rest = [f"and {len(problems) - _MAX_LISTED} more"] if len(problems) > _MAX_LISTED else []
+    return "\n  - ".join(["", *problems[:_MAX_LISTED], *rest])

@@ -34,13 +34,13 @@ from mrl.engine.checkpoint_files import (
     file_name,
     write_safetensors,
 )
-from mrl.engine.flat_shards import flat_shard_regions, is_exact_cover
+from mrl.engine.flat_shards import flat_shard_regions
 from mrl.engine.optimizer import Optimizer
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.random_states import random_states, set_random_states
 from mrl.engine.weights import held_tensors
 from mrl.errors import EngineError, MrlError
-from mrl.models.parameters import Region
+from mrl.models.regions import Region, is_exact_cover
 from mrl.models.table import EMBEDDING, Shard, hf_tensors
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import torch
 from mrl.engine.checkpoint_files import SavedFiles
 from mrl.models.families import read_spec
 from mrl.models.hf_writer import HfWriter
+from mrl.models.regions import whole
 from mrl.models.table import Head, hf_tensors
 
 _MAX_FILE_BYTES = 5 * 10**9
@@ -26,7 +27,7 @@ def export_checkpoint(saved: Path, source: Path, head: Head, dtype: torch.dtype,
     files.check_files(0, 1, hashes=True)
     with HfWriter(target, spec, source, head, dtype, _MAX_FILE_BYTES) as writer:
         for name, shape in shapes.items():
-            whole = torch.empty(shape, dtype=torch.float32)  # what the optimizer keeps
-            files.read(name, tuple((0, size) for size in shape), {"param": whole})
-            writer.write(name, whole.to(dtype))
+            tensor = torch.empty(shape, dtype=torch.float32)  # what the optimizer keeps
+            files.read(name, whole(shape), {"param": tensor})
+            writer.write(name, tensor.to(dtype))
     return len(shapes)

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from mrl import files
 from mrl.dtypes import SAFETENSORS_NAMES, dtype_name
-from mrl.engine.flat_shards import State, overlap, relative, volume
+from mrl.engine.flat_shards import State
 from mrl.errors import EngineError
-from mrl.models.hf_reader import slices
-from mrl.models.parameters import Region, Shape
+from mrl.models.regions import Region, Shape, intersection, num_elements, relative, slices
 
 MANIFEST, FORMAT = "manifest.json", "mrl-checkpoint-1"
 RANDOM = "random/"
@@ -94,11 +93,11 @@ class SavedFiles:
 
     def read(self, name: str, box: Region, views: State) -> None:
         """Fill the views of a box, from however many boxes it was saved as."""
-        missing = volume(box)
+        missing = num_elements(box)
         for rank, raw in self.manifest["tensors"][name]["boxes"]:
             saved = tuple((start, stop) for start, stop in raw)
-            if (common := overlap(box, saved)) is not None:
-                missing -= volume(common)
+            if (common := intersection(box, saved)) is not None:
+                missing -= num_elements(common)
                 for kind, view in views.items():
                     part = self._slice(file_name(rank), entry(kind, name, saved))[slices(relative(common, saved))]
                     view[slices(relative(common, box))] = part

@@ -21,10 +21,9 @@ from mrl.engine.agreement import raise_on_all_ranks
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.weights import held_tensors
 from mrl.models.complete import check_complete
-from mrl.models.hf_reader import slices
 from mrl.models.hf_writer import HfWriter
 from mrl.models.layout import Layout, RankPlace
-from mrl.models.parameters import Region
+from mrl.models.regions import Region, slices
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, Shard, dense_shards, expert_shards
 

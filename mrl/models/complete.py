@@ -6,10 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import product
 
-from mrl.errors import ModelError
-from mrl.models.coverage import problem_list, tiling_problems
+from mrl.errors import ModelError, problem_list
 from mrl.models.layout import Layout, RankPlace
-from mrl.models.parameters import Region
+from mrl.models.regions import Region, extent, tiling_problems
 from mrl.models.spec import ModelSpec
 from mrl.models.table import EMBEDDING, Head, Shard, dense_shards, expert_shards, hf_tensors
 
@@ -43,7 +42,7 @@ def _local_problems(shards: Placed) -> Iterator[str]:
         for problem in tiling_problems(shard.shape, boxes):
             yield f"{shard.name} on {place}: {problem}"
         for piece in shard.pieces:
-            if [stop - start for start, stop in piece.source] != [stop - start for start, stop in piece.target]:
+            if extent(piece.source) != extent(piece.target):
                 yield f"{shard.name} on {place}: {piece.source} of {piece.hf} does not fit into {piece.target}"
 
 

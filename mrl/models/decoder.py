@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mrl.models.hf_config import HfConfig
-from mrl.models.parameters import Parameter, RowRange, Shape
+from mrl.models.parameters import Parameter, RowRange
+from mrl.models.regions import Shape
 from mrl.models.rope import read_rope
 from mrl.models.spec import ModelSpec, MoeSpec
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mrl.errors import ModelError
+from mrl.errors import ModelError, problem_list
 from mrl.hub import INDEX_FILE, SINGLE_FILE
-from mrl.models.coverage import problem_list
-from mrl.models.parameters import Region
+from mrl.models.regions import Region, slices
 from mrl.models.spec import ModelSpec
 from mrl.models.table import LM_HEAD, SCORE, Head, Shard, hf_tensors
 
@@ -121,8 +120,3 @@ def load_shard(reader: HfReader, shard: Shard, dtype: torch.dtype) -> torch.Tens
     for piece in shard.pieces:
         tensor[slices(piece.target)] = reader.read(piece.hf, piece.source)
     return tensor
-
-
-def slices(box: Region) -> tuple[slice, ...]:
-    """A box as an index into a tensor."""
-    return tuple(slice(start, stop) for start, stop in box)

@@ -22,12 +22,10 @@ import torch
 
 from mrl import files
 from mrl.dtypes import SAFETENSORS_NAMES, dtype_name
-from mrl.errors import ModelError
+from mrl.errors import ModelError, problem_list
 from mrl.hub import INDEX_FILE, SINGLE_FILE
-from mrl.models.coverage import problem_list, tiling_problems
 from mrl.models.families import FAMILIES
-from mrl.models.hf_reader import slices
-from mrl.models.parameters import Region, Shape
+from mrl.models.regions import Region, Shape, slices, tiling_problems, whole
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, hf_tensors
 
@@ -78,7 +76,7 @@ class HfWriter:
         """One box of a tensor, or the whole; each element of each tensor must come exactly once."""
         if name not in self._shapes:
             raise ModelError(f"{name} is no tensor of this model", where=str(self._directory))
-        box = box or tuple((0, size) for size in self._shapes[name])
+        box = box or whole(self._shapes[name])
         target = self._tensors[name][slices(box)]
         if tensor.shape != target.shape:
             raise ModelError(f"{name} {box}: a tensor of {list(tensor.shape)} came", where=str(self._directory))

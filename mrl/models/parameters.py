@@ -6,11 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from mrl.models.regions import Region, Shape
 from mrl.rounding import round_up
-
-Region = tuple[tuple[int, int], ...]
-"""A rectangular slice: start and stop on every axis."""
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from mrl.errors import ModelError
 from mrl.models.families import FAMILIES
 from mrl.models.layout import Layout
-from mrl.models.parameters import Parameter, Piece, Region, RowRange, Shape, padded_vocab
+from mrl.models.parameters import Parameter, Piece, RowRange, padded_vocab
+from mrl.models.regions import Region, Shape, whole
 from mrl.models.spec import ModelSpec, MoeSpec
 from mrl.models.table import EMBEDDING, LM_HEAD, NORM
 
@@ -100,8 +101,7 @@ def layer_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) ->
 
 def _unfused(tensors: dict[str, Shape]) -> Iterator[Fused]:
     for name, shape in tensors.items():
-        box = tuple((0, size) for size in shape)
-        yield Fused(name, shape, (Piece(name, box, box),), ())
+        yield Fused(name, shape, (Piece(name, whole(shape), whole(shape)),), ())
 
 
 def _expert_tensors(spec: ModelSpec, moe: MoeSpec, sizes: EngineSizes, rank: int, layer: int) -> Iterator[Fused]:

@@ -13,7 +13,8 @@ from typing import Literal
 
 from mrl.models.families import FAMILIES
 from mrl.models.layout import Layout, RankPlace
-from mrl.models.parameters import Parameter, Piece, Region, RowRange, Shape
+from mrl.models.parameters import Parameter, Piece, RowRange
+from mrl.models.regions import Region, Shape
 from mrl.models.spec import ModelSpec
 
 Head = Literal["lm", "score"]

@@ -38,7 +38,7 @@ from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.engine.scores import ScoreRequest
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
-from mrl.models.parameters import Region
+from mrl.models.regions import Region, slices
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
 
@@ -199,7 +199,7 @@ def _held(engine: MegatronEngine, groups: ParallelGroups, spec: ModelSpec, head:
         HeldParameter(
             piece.hf,
             piece.source,
-            parameter[tuple(slice(*span) for span in piece.target)].detach().float().cpu().numpy(),
+            parameter[slices(piece.target)].detach().float().cpu().numpy(),
         )
         for shard, parameter in weights.held_tensors(engine.models, spec, head, groups)
         for piece in shard.pieces
@@ -291,8 +291,8 @@ def _parameter_difference(one: ParityResult, other: ParityResult) -> float:
         if held.name not in whole:
             shape = np.max([part.box for part in one.held if part.name == held.name], axis=0)[:, 1]
             whole[held.name] = np.zeros(shape, np.float32)
-        whole[held.name][tuple(slice(*span) for span in held.box)] = held.values
-    return max(_largest(whole[held.name][tuple(slice(*span) for span in held.box)], held.values) for held in other.held)
+        whole[held.name][slices(held.box)] = held.values
+    return max(_largest(whole[held.name][slices(held.box)], held.values) for held in other.held)
 
 
 def transformers_scores(path: str | Path, case: ParityCase) -> Floats:

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.models.hf_reader import slices
-from mrl.models.parameters import Region
-from mrl.weight_sync.intersections import RegionCopy, ShardRegion, num_elements
+from mrl.models.regions import Region, extent, num_elements, slices
+from mrl.weight_sync.intersections import RegionCopy, ShardRegion
 from mrl.weight_sync.planner import PlannedBucket, RankPlan, Transfer
 from mrl.weight_sync.transport import Addressed, P2PTransport
 
@@ -158,6 +157,6 @@ def _finish(
 @cache
 def _contiguous(box: Region) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Shape, strides and elements of a box that lies by itself."""
-    shape = tuple(stop - start for start, stop in box)
+    shape = extent(box)
     strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     return shape, strides, math.prod(shape)

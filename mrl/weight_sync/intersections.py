@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 
 from mrl.models.families import FAMILIES
 from mrl.models.layout import Layout
-from mrl.models.parameters import Parameter, Region, RowRange
+from mrl.models.parameters import Parameter, RowRange
+from mrl.models.regions import Region, intersection, moved, num_elements
 from mrl.models.rollout_table import EngineSizes, Fused, embedding_tensors, head_tensors, layer_tensors
 from mrl.models.spec import ModelSpec
 from mrl.models.table import EMBEDDING, LM_HEAD, NORM
@@ -66,8 +67,8 @@ class ShardIntersections:
             for piece in fused.pieces:
                 for holder, name, source, target in held.get(piece.hf, ()):
                     if box := intersection(piece.source, source):
-                        moved = _moved(box, source, target), _moved(box, piece.source, piece.target)
-                        slices[holder].append(RegionCopy(name, *moved))
+                        copy = RegionCopy(name, moved(box, source, target), moved(box, piece.source, piece.target))
+                        slices[holder].append(copy)
             parts = {
                 holder: ShardRegion(tuple(own), sum(num_elements(each.target) for each in own))
                 for holder, own in slices.items()
@@ -127,30 +128,3 @@ def _vocabulary(name: str, hf: str, spec: ModelSpec) -> Parameter:
 
 def _pieces(parameter: Parameter, rank: int, num_ranks: int) -> list[tuple[str, Region, Region]]:
     return [(piece.hf, piece.source, piece.target) for piece in parameter.share(rank, num_ranks)[1]]
-
-
-def num_elements(box: Region) -> int:
-    """How many elements a box has."""
-    count = 1
-    for start, stop in box:
-        count *= stop - start
-    return count
-
-
-def intersection(one: Region, other: Region) -> Region | None:
-    """What two boxes share; None where that is nothing."""
-    found = []
-    for (a, b), (c, d) in zip(one, other, strict=True):
-        start, stop = max(a, c), min(b, d)
-        if start >= stop:
-            return None
-        found.append((start, stop))
-    return tuple(found)
-
-
-def _moved(box: Region, source: Region, target: Region) -> Region:
-    """A box within `source`, where it lies within `target`."""
-    return tuple(
-        (start - origin + new, stop - origin + new)
-        for (start, stop), (origin, _), (new, _) in zip(box, source, target, strict=True)
-    )

@@ -17,12 +17,12 @@ from typing import NamedTuple
 from mrl.config.mesh import Mesh
 from mrl.errors import PlacementError
 from mrl.models.layout import Layout, RankPlace
-from mrl.models.parameters import Region
+from mrl.models.regions import Region, intersection, num_elements
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Shard, shards_of
 from mrl.rounding import round_up
-from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner, ShardRegion, intersection, num_elements
+from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner, ShardRegion
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mrl.errors import EngineError, RolloutError
-from mrl.models.hf_reader import slices
+from mrl.models.regions import slices
 from mrl.weight_sync.digest import Digests
 from mrl.weight_sync.exchange import Held, WeightExchange, message_schedule
 from mrl.weight_sync.ipc import ALIGNMENT_BYTES, NUM_SLOTS, IpcSender, SharedBuffer, TensorView

@@ -14,7 +14,7 @@ from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine.parallel import model_parallel
 from mrl.engine.scores import ScoreRequest
 from mrl.engine.weights import held_tensors
-from mrl.models.hf_reader import slices
+from mrl.models.regions import slices
 from mrl.models.table import Head, hf_tensors
 from mrl.verify.spawn import run_distributed
 from tests.engine.tiny_training import build, negative_score, share

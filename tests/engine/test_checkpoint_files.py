@@ -17,8 +17,8 @@ from mrl.engine.checkpoint_export import export_checkpoint
 from mrl.engine.checkpoint_files import FORMAT, MANIFEST, RANDOM, SavedFiles, entry, file_name, write_safetensors
 from mrl.errors import EngineError, ModelError
 from mrl.models.families import read_spec
-from mrl.models.hf_reader import HfReader, slices
-from mrl.models.parameters import Region
+from mrl.models.hf_reader import HfReader
+from mrl.models.regions import Region, slices
 from mrl.models.table import hf_tensors
 from tests.models.tiny_models import make_tiny
 

@@ -11,12 +11,12 @@ import pytest
 
 from mrl.errors import ModelError
 from mrl.models.complete import check_complete
-from mrl.models.coverage import tiling_problems
 from mrl.models.decoder import Family
 from mrl.models.families import FAMILIES, spec_of
 from mrl.models.hf_config import HfConfig
 from mrl.models.layout import Layout
-from mrl.models.parameters import Parameter, RowRange, Shape
+from mrl.models.parameters import Parameter, RowRange
+from mrl.models.regions import Shape
 from mrl.models.spec import ModelSpec
 from tests.models import published
 
@@ -98,14 +98,3 @@ def test_a_broken_table_is_found(monkeypatch: pytest.MonkeyPatch, what: str, lay
         check_complete(SPEC, layout, "lm")
     assert message in str(caught.value)
     assert re.search(r"and \d+ more", str(caught.value))  # 80 layers are broken: the list is cut
-
-
-def test_boxes_tile_a_tensor_only_once_and_whole() -> None:
-    left, right = ((0, 4), (0, 2)), ((0, 4), (2, 4))
-    assert list(tiling_problems((4, 4), [right, left])) == []
-    assert list(tiling_problems((4, 4), [((0, 2), (0, 2)), ((0, 2), (2, 4)), ((2, 4), (0, 4))])) == []
-    assert list(tiling_problems((4, 4), [left])) == ["[0:4, 2:4] of [4, 4] is covered 0 times"]
-    assert list(tiling_problems((4, 4), [left, right, ((0, 1), (0, 1))])) == ["[0:1, 0:1] of [4, 4] is covered 2 times"]
-    assert list(tiling_problems((4,), [((0, 5),)])) == ["[4:5] is outside [4]"]
-    assert list(tiling_problems((4, 4), [((0, 4),)])) == ["boxes with other axes than shape [4, 4]"]
-    assert list(tiling_problems((2,), [])) == ["[0:2] of [2] is covered 0 times"]

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from mrl.errors import ModelError
 from mrl.models.families import read_spec
-from mrl.models.hf_reader import HfReader, load_shard, slices
+from mrl.models.hf_reader import HfReader, load_shard
 from mrl.models.hf_writer import HfWriter
 from mrl.models.layout import Layout, RankPlace
+from mrl.models.regions import slices
 from mrl.models.table import shards_of
 from tests.models.conftest import Tiny
 from tests.models.tiny_models import TINY_FAMILIES

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from mrl.errors import ModelError
-from mrl.models.coverage import tiling_problems
 from mrl.models.families import read_spec
-from mrl.models.hf_reader import HfReader, slices
-from mrl.models.parameters import Region
+from mrl.models.hf_reader import HfReader
+from mrl.models.regions import Region, slices, tiling_problems
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.table import hf_tensors
 from tests.models.conftest import Tiny

@@ -13,9 +13,10 @@ from mrl.errors import ModelError
 from mrl.models.complete import check_complete
 from mrl.models.families import read_spec, spec_of
 from mrl.models.hf_config import HfConfig
-from mrl.models.hf_reader import HfReader, load_shard, slices
+from mrl.models.hf_reader import HfReader, load_shard
 from mrl.models.layout import Layout, RankPlace
 from mrl.models.parameters import padded_vocab
+from mrl.models.regions import slices
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, Shard, local_name, shards_of, te_name
 from tests.models import published

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mrl.models.families import read_spec
-from mrl.models.hf_reader import HfReader, slices
+from mrl.models.hf_reader import HfReader
+from mrl.models.regions import slices
 from mrl.models.rollout_table import EngineSizes, rollout_tensors
 from mrl.models.table import hf_tensors
 from mrl.rollout.engine import EngineSettings, RolloutEngine

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from mrl.models.parameters import Region
+from mrl.models.regions import Region, intersection, num_elements
 from mrl.weight_sync.exchange import MessageRound, WeightExchange, message_schedule, split_messages
-from mrl.weight_sync.intersections import RegionCopy, ShardRegion, intersection, num_elements
+from mrl.weight_sync.intersections import RegionCopy, ShardRegion
 from mrl.weight_sync.planner import ParameterSite, PlannedBucket, RankPlan, Transfer
 from mrl.weight_sync.transport import JoinedTransport
 

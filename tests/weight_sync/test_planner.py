@@ -13,8 +13,8 @@ from mrl.config.mesh import Mesh
 from mrl.errors import ModelError, PlacementError
 from mrl.models.families import read_spec, spec_of
 from mrl.models.hf_config import HfConfig
-from mrl.models.hf_reader import slices
 from mrl.models.layout import Layout, RankPlace
+from mrl.models.regions import slices
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Shard, hf_tensors, shards_of

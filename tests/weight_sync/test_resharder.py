@@ -13,10 +13,11 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
 from mrl.models.families import read_spec
 from mrl.models.layout import Layout
+from mrl.models.regions import num_elements
 from mrl.models.rollout_table import EngineSizes
 from mrl.verify.spawn import run_distributed
 from mrl.weight_sync.exchange import split_messages
-from mrl.weight_sync.intersections import RegionCopy, ShardRegion, num_elements
+from mrl.weight_sync.intersections import RegionCopy, ShardRegion
 from mrl.weight_sync.planner import BucketSizes, ParameterSite, ReshardPlanner, RolloutLayout, Transfer
 from tests.models.conftest import Tiny
 from tests.weight_sync.killed_worker import send_while_one_dies
