@@ -91,11 +91,10 @@ def parity(bench: Benchmark, directory: Path) -> None:
 def train_and_offload(model: str, size: Size) -> dict[str, Any]:
     """On one rank: seconds of updates and of the ways to the host and back."""
     from mrl.engine.engine import EngineRequest, MegatronEngine
-    from mrl.engine.loss import LossInput, LossOutput
     from mrl.engine.offload import PartName
     from mrl.engine.packed_rows import TokenRows
     from mrl.engine.parallel import model_parallel
-    from mrl.engine.scores import ScoreRequest
+    from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
     from mrl.models.hf_reader import HfReader
 
     spec = read_spec(model)

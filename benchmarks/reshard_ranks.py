@@ -30,10 +30,10 @@ from mrl.models.regions import slices
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.table import shards_of
 from mrl.weight_sync.digest import Digests
+from mrl.weight_sync.exchange import JoinedTransport, P2PTransport, WorldTransport
 from mrl.weight_sync.ipc import IpcReceiver
 from mrl.weight_sync.planner import ReshardPlanner, RolloutLayout
 from mrl.weight_sync.resharder import Resharder, ReshardReport, ReshardSettings
-from mrl.weight_sync.transport import JoinedTransport, P2PTransport, WorldTransport
 
 LIMIT_S = 60.0
 

@@ -112,10 +112,9 @@ def model_alone(
 
     from mrl.data.packing import plan_step
     from mrl.engine.engine import EngineRequest, MegatronEngine
-    from mrl.engine.loss import LossInput, LossOutput
     from mrl.engine.packed_rows import TokenRows
     from mrl.engine.parallel import model_parallel
-    from mrl.engine.scores import ScoreRequest
+    from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
     from mrl.models.hf_reader import HfReader
 
     def loss(batch: LossInput) -> LossOutput:

@@ -15,16 +15,17 @@ import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
 from torch import Tensor
 
 from mrl import files
-from mrl.engine.agreement import raise_on_all_ranks
 from mrl.engine.checkpoint_files import (
     FORMAT,
     MANIFEST,
@@ -32,12 +33,11 @@ from mrl.engine.checkpoint_files import (
     SavedFiles,
     entry,
     file_name,
+    flat_shard_regions,
     write_safetensors,
 )
-from mrl.engine.flat_shards import flat_shard_regions
 from mrl.engine.optimizer import Optimizer
 from mrl.engine.parallel import ParallelGroups
-from mrl.engine.random_states import random_states, set_random_states
 from mrl.engine.weights import held_tensors
 from mrl.errors import EngineError, MrlError
 from mrl.models.regions import Region, is_exact_cover
@@ -45,6 +45,9 @@ from mrl.models.table import EMBEDDING, Shard, hf_tensors
 
 if TYPE_CHECKING:
     from mrl.engine.engine import MegatronEngine
+
+
+_TRACKED = "tensor-parallel/"
 
 
 @dataclass(frozen=True)
@@ -185,3 +188,37 @@ def _publish(target: Path, staged: Path, manifest: Mapping[str, Any]) -> None:
         raise EngineError(f"JSON cannot hold what was given to be saved: {error}") from error
     files.write_text(staged / MANIFEST, text)
     files.publish_directory(staged, target)
+
+
+@contextmanager
+def raise_on_all_ranks(what: str) -> Iterator[None]:
+    """The block succeeds on all ranks, or raises on all of them. The ranks do not talk to each other inside it."""
+    error: MrlError | OSError | None = None
+    try:
+        yield
+    except (MrlError, OSError) as raised:
+        error = raised
+    said: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, None if error is None else str(error))
+    if error is not None:
+        raise error
+    if failed := [f"rank {rank}: {message}" for rank, message in enumerate(said) if message is not None]:
+        raise EngineError(f"{what} failed on {len(failed)} of {len(said)} ranks; {failed[0]}")
+
+
+def random_states() -> dict[str, Tensor]:
+    """Copies of them, by name: torch's own on the CPU and the GPU, and those that Megatron keeps beside."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["gpu"] = torch.cuda.get_rng_state()
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return states | {_TRACKED + name: state.clone() for name, state in tracked.items()}
+
+
+def set_random_states(states: Mapping[str, Tensor]) -> None:
+    """Put back what `random_states` gave."""
+    torch.set_rng_state(states["cpu"])
+    if "gpu" in states:
+        torch.cuda.set_rng_state(states["gpu"])
+    tracked = {name.removeprefix(_TRACKED): x for name, x in states.items() if name.startswith(_TRACKED)}
+    tensor_parallel.get_cuda_rng_tracker().set_states(tracked)

@@ -17,14 +17,13 @@ from mrl.config.schema import MegatronModelConfig, TrainedModelConfig
 from mrl.data.balance import RowCost
 from mrl.data.packing import PackingRules
 from mrl.engine import weights
-from mrl.engine.loss import LossFunction, LossInput, Scores
 from mrl.engine.model import ModelRequest, build_chunks, transformer_config
 from mrl.engine.offload import DeviceMemory
 from mrl.engine.optimizer import Optimizer, StepOutcome
 from mrl.engine.packed_rows import MicroBatch, TokenRows, concat, pack
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.pipeline_p2p import pipeline_arguments
-from mrl.engine.scores import ScoreRequest, score
+from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores, score
 from mrl.models.hf_reader import HfReader
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head

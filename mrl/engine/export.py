@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.dtypes import torch_dtype
-from mrl.engine.agreement import raise_on_all_ranks
+from mrl.engine.checkpoint import raise_on_all_ranks
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.weights import held_tensors
 from mrl.models.complete import check_complete

@@ -7,6 +7,7 @@ place of the actor's weights for a while.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +16,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mrl.engine.freed_memory import free_unused_memory
-from mrl.engine.host_mirror import CopyStats, HostMirroredStorage
 from mrl.engine.model import TokenModel
 from mrl.engine.optimizer import Optimizer
 from mrl.errors import EngineError
+from mrl.rounding import round_up
 
 PartName = Literal["parameters", "gradients", "optimizer"]
+_ALIGNMENT_BYTES = 64
+_C = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,6 @@ class DeviceMemory:
                 "optimizer": optimizer.state_tensors(),
             }
         self._parts = {name: HostMirroredStorage(held, self.traffic, stream) for name, held in tensors.items()}
-
-    @contextmanager
-    def on_host(self, *names: PartName) -> Iterator[None]:
-        """Those parts leave the device for the time of the block; what was away before stays away."""
-        leaving = [name for name in names if name in self._parts and self._parts[name].on_device]
-        self.offload(*leaving)
-        try:
-            yield
-        finally:
-            self.onload(*leaving)
 
     def offload(self, *names: PartName) -> None:
         """Free the device memory of those parts; what is on the host, or this model has not, stays as it is.
@@ -161,11 +153,6 @@ class DeviceMemory:
         self._look_at_optimizer()
         return {name: part.device_bytes for name, part in self._parts.items()}
 
-    @property
-    def host_bytes(self) -> dict[PartName, int]:
-        """What each part occupies on the host, copies that are kept for the next time included."""
-        return {name: 0 if part.host is None else part.host.numel() for name, part in self._parts.items()}
-
     def _look_at_optimizer(self) -> None:
         """The first step and loading a checkpoint make new tensors."""
         part = self._parts.get("optimizer")
@@ -175,6 +162,110 @@ class DeviceMemory:
     def _own_weights_only(self, what: str) -> None:
         if self._other_weights:
             raise EngineError(f"another model's weights are in place: nothing can be {what} before they are gone")
+
+
+@dataclass
+class CopyStats:
+    """Bytes copied since the model was made."""
+
+    to_host_bytes: int = 0
+    to_device_bytes: int = 0
+
+
+class HostMirroredStorage:
+    """Tensors with a storage each, and one flat host buffer (pinned where there is a GPU) for their contents.
+
+    Copies run on a stream beside the computation. What the device does after `wait` comes after them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], traffic: CopyStats, stream: torch.cuda.Stream | None) -> None:
+        self.traffic = traffic
+        self.on_device = True
+        self.host: Tensor | None = None
+        self.host_is_current = False
+        self._stream = stream
+        self._arrived: torch.cuda.Event | None = None
+        self.hold(tensors)
+
+    def hold(self, tensors: Sequence[Tensor]) -> None:
+        """From now on these are the tensors; they are on the device."""
+        self._storages = [tensor.untyped_storage() for tensor in tensors]
+        self._sizes = [storage.nbytes() for storage in self._storages]
+
+    @property
+    def device_bytes(self) -> int:
+        """What the storages occupy now."""
+        return sum(storage.nbytes() for storage in self._storages)
+
+    @property
+    def host_buffer_bytes(self) -> int:
+        """Of a host buffer for all contents, each beginning at an aligned address."""
+        return sum(round_up(size, _ALIGNMENT_BYTES) for size in self._sizes)
+
+    def save_to_host(self) -> None:
+        """Have the present contents on the host; nothing to do where they are."""
+        if not self.host_is_current:
+            if self.host is None or self.host.numel() != self.host_buffer_bytes:
+                self.host = self.new_host_buffer()
+            self.copy_to(self.host)
+            self.host_is_current = True
+
+    def new_host_buffer(self) -> Tensor:
+        """Host memory for all contents."""
+        return torch.empty(self.host_buffer_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+
+    def copy_to(self, host: Tensor) -> None:
+        """Copy the contents to a host buffer; the device goes on with the storages only afterwards."""
+        self.traffic.to_host_bytes += sum(self._sizes)
+        self._copy(self._slots(host), self._contents())
+        self.wait()
+
+    def load_from_host(self, host: Tensor) -> None:
+        """Copy a host buffer to the storages."""
+        self.traffic.to_device_bytes += sum(self._sizes)
+        self._copy(self._contents(), self._slots(host))
+
+    def zero(self) -> None:
+        """Forget the contents."""
+        for contents in self._contents():
+            contents.zero_()
+
+    def free(self) -> None:
+        """Give the device memory back to torch's allocator."""
+        if not all(storage.resizable() for storage in self._storages):
+            raise EngineError("memory that numpy has seen cannot leave the device", fix="give numpy a copy of a tensor")
+        for storage in self._storages:
+            storage.resize_(0)
+        self.on_device = False
+
+    def allocate(self) -> None:
+        """Take device memory again, with arbitrary contents."""
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+        self.on_device = True
+
+    def wait(self) -> None:
+        """Have the device wait for the last copy; the program goes on."""
+        if self._arrived is not None:
+            torch.cuda.current_stream().wait_event(self._arrived)
+
+    def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        if self._stream is None:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        self._arrived = self._stream.record_event()
+
+    def _contents(self) -> list[Tensor]:
+        return [torch.empty(0, dtype=torch.uint8, device=at.device).set_(at) for at in self._storages]
+
+    def _slots(self, host: Tensor) -> list[Tensor]:
+        slots = torch.split(host, [round_up(size, _ALIGNMENT_BYTES) for size in self._sizes])
+        return [slot[:size] for slot, size in zip(slots, self._sizes, strict=True)]
 
 
 def _flatten(models: Sequence[TokenModel]) -> list[Tensor]:
@@ -189,3 +280,17 @@ def _flatten(models: Sequence[TokenModel]) -> list[Tensor]:
             parameter.data = view.view_as(parameter)
         buffers.append(flat)
     return buffers
+
+
+def free_unused_memory(device: torch.device) -> None:
+    """Have torch's allocator, or on a CPU glibc's, keep nothing; what is wanted again is taken anew.
+
+    Both keep what was freed for the process itself, and an engine is another process. On a GPU, work under way on any
+    stream ends first, and buffers that an engine has let go of only since the last look count as freed.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+    elif trim := getattr(_C, "malloc_trim", None):  # other C libraries have none, and keep little
+        trim(0)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mrl.engine.loss import Scores
 from mrl.engine.model import TokenModel
 from mrl.engine.packed_rows import MicroBatch
 from mrl.engine.vocab_head import HeadOptions, token_log_probs
@@ -20,6 +22,39 @@ class ScoreRequest:
 
     temperature: float = 1.0
     entropy: Literal["none", "value", "grad"] = "none"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the model says of each response token of a micro-batch, in row order, the same on every context rank.
+
+    A policy gives log-probs, and the entropy where it was asked for; a value model values.
+    """
+
+    log_probs_T: Tensor | None = None
+    entropy_T: Tensor | None = None
+    values_T: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossInput:
+    """A micro-batch for a loss function: the model's scores, and the columns of its rows."""
+
+    scores: Scores
+    response_lengths: npt.NDArray[np.int64]
+    columns: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """This micro-batch's share of the loss of the whole update, and of what to report: all are added up, nothing is
+    divided afterwards."""
+
+    loss: Tensor
+    reports: Mapping[str, Tensor]
+
+
+LossFunction = Callable[[LossInput], LossOutput]
 
 
 def score(model: TokenModel, batch: MicroBatch, hidden_1TH: Tensor, request: ScoreRequest) -> Scores:

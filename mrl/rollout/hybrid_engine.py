@@ -30,7 +30,7 @@ from mrl.rollout.engine import EngineSettings, Part
 from mrl.rollout.fleet import RolloutFleet
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.weight_sync.planner import RolloutLayout
-from mrl.weight_sync.spec import WeightSyncSpec
+from mrl.weight_sync.resharder import WeightSyncSpec
 
 SOCKETS = "handover"
 REPLICA, RECEIVER = "rollout-{}", "receiver"

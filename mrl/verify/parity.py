@@ -32,10 +32,9 @@ from mrl.config.schema import ParallelConfig, TrainedModelConfig
 from mrl.data.packing import plan_step
 from mrl.engine import weights
 from mrl.engine.engine import EngineRequest, MegatronEngine
-from mrl.engine.loss import LossFunction, LossInput, LossOutput
 from mrl.engine.packed_rows import TokenRows
 from mrl.engine.parallel import ParallelGroups, model_parallel
-from mrl.engine.scores import ScoreRequest
+from mrl.engine.scores import LossFunction, LossInput, LossOutput, ScoreRequest
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.models.regions import Region, slices

@@ -15,13 +15,21 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from mrl.controller import Rendezvous
+from mrl.dtypes import torch_dtype
 from mrl.errors import EngineError, RolloutError
 from mrl.models.regions import slices
 from mrl.weight_sync.digest import Digests
-from mrl.weight_sync.exchange import Held, WeightExchange, message_schedule
-from mrl.weight_sync.ipc import ALIGNMENT_BYTES, NUM_SLOTS, IpcSender, SharedBuffer, TensorView
-from mrl.weight_sync.planner import BucketSizes, PlannedBucket, ReshardPlanner
-from mrl.weight_sync.transport import P2PTransport
+from mrl.weight_sync.exchange import (
+    Held,
+    JoinedTransport,
+    P2PTransport,
+    WeightExchange,
+    WorldTransport,
+    message_schedule,
+)
+from mrl.weight_sync.ipc import ALIGNMENT_BYTES, NUM_SLOTS, IpcSender, SharedBuffer, TensorView, socket_path
+from mrl.weight_sync.planner import BucketSizes, PlannedBucket, ReshardPlanner, RolloutLayout
 
 T = TypeVar("T")
 
@@ -43,6 +51,40 @@ class ReshardSettings:
     """Twice this is the extra memory on a device, or what two of the largest tensor need."""
     deadline_s: float = 120.0
     """How long a rollout worker may take over a bucket."""
+
+
+@dataclass(frozen=True)
+class WeightSyncSpec:
+    """Which engines there are, where they listen, and where the ranks meet."""
+
+    layout: RolloutLayout
+    sockets: Path
+    engines: tuple[str, ...]
+    """The engine of each worker."""
+    dtype: str
+    """Of the engines' parameters."""
+    trained_dtype: str
+    """Of the trainer's."""
+    bucket_bytes: int
+    timeout_s: float
+    rendezvous: Rendezvous | None
+    """Where trainer ranks and receivers meet; None where the engines are on the trainer's devices."""
+
+    def socket_paths(self) -> dict[int, Path]:
+        """Where each worker of the engines listens."""
+        tp = self.layout.sizes.tp
+        return {worker: socket_path(self.sockets, name, worker % tp) for worker, name in enumerate(self.engines)}
+
+    def settings(self) -> ReshardSettings:
+        """How the weights travel."""
+        return ReshardSettings(torch_dtype(self.dtype), torch_dtype(self.trained_dtype), self.bucket_bytes)
+
+    def transport(self, rank: int, device: torch.device) -> P2PTransport:
+        """Join the others."""
+        if self.rendezvous is None:
+            return WorldTransport(device)
+        size = len(self.layout.nodes)
+        return JoinedTransport(self.rendezvous.store(self.timeout_s), rank, size, device, self.timeout_s)
 
 
 @dataclass(frozen=True)

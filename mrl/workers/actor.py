@@ -24,15 +24,13 @@ from mrl.algos.core_algos import (
 from mrl.config import step_calls
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.controller import Dispatch, RankInfo, register, register_call
-from mrl.engine.loss import LossInput, LossOutput
-from mrl.engine.scores import ScoreRequest
+from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
 from mrl.engine.weights import held_tensors
 from mrl.models.layout import Layout
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.weight_sync.planner import ReshardPlanner
-from mrl.weight_sync.resharder import Resharder, ReshardReport
-from mrl.weight_sync.spec import WeightSyncSpec
+from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
 from mrl.workers.advantages import shard_advantages
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch
 from mrl.workers.model_worker import ModelWorker, optional_values, response_column, response_mask, token_rows

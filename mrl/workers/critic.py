@@ -10,8 +10,7 @@ from mrl.algos.core_algos import BatchTotals, LossNormalizer, Rows, ValueTokens,
 from mrl.config import step_calls
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.controller import RankInfo, register_call
-from mrl.engine.loss import LossInput, LossOutput
-from mrl.engine.scores import ScoreRequest
+from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.workers.advantages import shard_advantages

@@ -15,11 +15,10 @@ from mrl.controller import Dispatch, RankInfo, Worker, register
 from mrl.engine import checkpoint
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.export import export
-from mrl.engine.loss import LossFunction, Scores
 from mrl.engine.offload import PartName, WeightCopy
 from mrl.engine.packed_rows import TokenRows
 from mrl.engine.parallel import model_parallel, take_device
-from mrl.engine.scores import ScoreRequest
+from mrl.engine.scores import LossFunction, ScoreRequest, Scores
 from mrl.hub import node_copy
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader

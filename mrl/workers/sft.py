@@ -8,8 +8,7 @@ import torch
 
 from mrl.algos.core_algos import BatchTotals, LossNormalizer, Rows
 from mrl.controller import Dispatch, register
-from mrl.engine.loss import LossInput, LossOutput
-from mrl.engine.scores import ScoreRequest
+from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
 from mrl.protocol import DataProto
 from mrl.workers.messages import MicroBatchSizes, UpdateReport
 from mrl.workers.model_worker import ModelWorker, token_rows

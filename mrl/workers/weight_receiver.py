@@ -13,8 +13,7 @@ from mrl.hub import node_copy
 from mrl.models.families import read_spec
 from mrl.models.layout import Layout
 from mrl.weight_sync.planner import ReshardPlanner
-from mrl.weight_sync.resharder import Resharder, ReshardReport
-from mrl.weight_sync.spec import WeightSyncSpec
+from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
 
 
 class WeightReceiver(Worker):

@@ -18,7 +18,7 @@ from mrl.engine.parallel import model_parallel
 from mrl.errors import EngineError
 from mrl.models.table import Head
 from mrl.verify.spawn import run_distributed
-from tests.engine.tiny_training import build, step, whole_losses
+from tests.engine.tiny_training import build, on_host, step, whole_losses
 
 LIMIT_S = 300.0
 EXTRA = {"step": 2, "best": 0.25, "sampler": {"epoch": 1, "order": [3, 1, 2]}}
@@ -197,7 +197,7 @@ def attempts(path: str, other: str, directory: str) -> dict[str, str]:
             attempt(f"{name}, no hashes", checkpoint.load, target / "good", False)
         step(engine)
         attempt("save after a step", checkpoint.save, target / "better", {})
-        with engine.memory.on_host("parameters", "gradients", "optimizer"):  # all that was saved can still leave
+        with on_host(engine.memory, "parameters", "gradients", "optimizer"):  # all that was saved can still leave
             attempt("away", checkpoint.save, target / "away", {})
     with model_parallel(layout, seed=1) as groups:
         engine = build(other, layout, groups)

@@ -15,18 +15,16 @@ import torch.distributed as dist
 from mrl.config.schema import MegatronModelConfig
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine import checkpoint
-from mrl.engine.agreement import raise_on_all_ranks
+from mrl.engine.checkpoint import raise_on_all_ranks, random_states, set_random_states
 from mrl.engine.engine import EngineRequest, MegatronEngine
-from mrl.engine.loss import LossInput, LossOutput
 from mrl.engine.parallel import ParallelGroups, model_parallel
-from mrl.engine.random_states import random_states, set_random_states
-from mrl.engine.scores import ScoreRequest
+from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
 from mrl.engine.weights import held_tensors
 from mrl.errors import EngineError, ModelError, MrlError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.verify.spawn import run_distributed
-from tests.engine.tiny_training import build, log_probs, negative_score, share, step
+from tests.engine.tiny_training import build, log_probs, negative_score, on_host, share, step
 
 LIMIT_S = 300.0
 Found = dict[str, Any]
@@ -139,7 +137,7 @@ def moving(path: str, directory: str, groups: ParallelGroups) -> Found:
         return traffic.to_host_bytes - before
 
     def away_and_back() -> None:
-        with memory.on_host("parameters", "gradients", "optimizer"):
+        with on_host(memory, "parameters", "gradients", "optimizer"):
             pass
 
     step(engine)
@@ -156,7 +154,7 @@ def moving(path: str, directory: str, groups: ParallelGroups) -> Found:
     step(engine)
     own = log_probs(engine)
     memory.offload("gradients")
-    with memory.on_host("parameters", "gradients"):
+    with on_host(memory, "parameters", "gradients"):
         away = dict(memory.device_bytes)
     found["stays away"] = (away["gradients"], memory.device_bytes["gradients"], memory.device_bytes["parameters"] > 0)
     memory.onload("gradients")

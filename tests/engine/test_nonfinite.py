@@ -11,8 +11,8 @@ import torch
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine.engine import MegatronEngine
-from mrl.engine.loss import LossInput, LossOutput
 from mrl.engine.parallel import model_parallel
+from mrl.engine.scores import LossInput, LossOutput
 from mrl.errors import EngineError
 from mrl.verify.spawn import run_distributed
 from tests.engine.tiny_training import build, negative_score, step

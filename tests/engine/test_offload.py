@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
 
 from mrl.config.schema import ParallelConfig as Layout
-from mrl.engine.offload import PartName
+from mrl.engine import offload
+from mrl.engine.offload import CopyStats, DeviceMemory, HostMirroredStorage, PartName, free_unused_memory
 from mrl.engine.parallel import model_parallel
+from mrl.errors import EngineError
 from mrl.verify.spawn import run_distributed
-from tests.engine.tiny_training import build, log_probs, refusal, step
+from tests.engine.tiny_training import build, log_probs, on_host, refusal, step
 
 LIMIT_S = 300.0
 ALL: tuple[PartName, ...] = ("parameters", "gradients", "optimizer")
@@ -42,7 +47,7 @@ def untrained(case: Case) -> dict[str, Any]:
     with model_parallel(case.layout, seed=1) as groups:
         engine = build(case.model, case.layout, groups, dtype=case.dtype, trained=False)
         before = dict(engine.memory.device_bytes)
-        with engine.memory.on_host(*ALL):
+        with on_host(engine.memory, *ALL):
             away = dict(engine.memory.device_bytes)
         refused = [refusal(lambda: engine.memory.need("gradients"))]
         next(engine.models[0].parameters()).detach().view(torch.uint8).numpy()
@@ -66,7 +71,7 @@ def moving(case: Case) -> dict[str, Any]:
             found["bytes"].append((what, *moved, sum(memory.device_bytes.values())))
 
         for _ in range(3):
-            with memory.on_host(*ALL):
+            with on_host(memory, *ALL):
                 note("away")
             note("back")
             found["steps"].append(step(engine))
@@ -91,7 +96,7 @@ def moving(case: Case) -> dict[str, Any]:
         memory.onload("gradients", "optimizer")
         found["zeroed"] = all(not bool(buffer.grad_data.any()) for buffer in engine.optimizer.buffers)  # type: ignore[union-attr]
         found["sizes_after"] = dict(memory.device_bytes)
-        found["host"] = dict(memory.host_bytes)
+        found["host"] = {name: 0 if part.host is None else part.host.numel() for name, part in memory._parts.items()}
         with memory.weights_of(copy):
             found["refused"] += [refusal(lambda: step(engine)), refusal(lambda: memory.offload("parameters"))]
         found["steps"].append(step(engine))
@@ -177,3 +182,175 @@ def test_what_cannot_work_is_refused(found: Ways) -> None:
             "this engine is not trained: it has no gradients",
             "memory that numpy has seen cannot leave the device",
         ]
+
+
+SIZES = (3, 40, 7)
+
+
+def movable() -> tuple[HostMirroredStorage, list[torch.Tensor]]:
+    tensors = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in SIZES]
+    return HostMirroredStorage(tensors, CopyStats(), None), tensors
+
+
+def test_what_leaves_comes_back_to_the_bit_and_all_views_with_it() -> None:
+    held, tensors = movable()
+    before, view = [tensor.clone() for tensor in tensors], tensors[1].view(4, 10)[2]
+    held.save_to_host()
+    held.free()
+    assert (held.on_device, held.device_bytes) == (False, 0)
+    held.allocate()
+    assert held.on_device
+    assert held.host is not None
+    held.load_from_host(held.host)
+    assert held.device_bytes == 4 * sum(SIZES)
+    assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
+    assert torch.equal(view, before[1][20:30])
+
+
+def test_bytes_are_counted_where_they_go() -> None:
+    held, _ = movable()
+    num_bytes = 4 * sum(SIZES)
+    held.save_to_host()
+    assert (held.traffic.to_host_bytes, held.traffic.to_device_bytes) == (num_bytes, 0)
+    held.save_to_host()
+    assert held.traffic.to_host_bytes == num_bytes  # the copy is current
+    held.host_is_current = False
+    held.save_to_host()
+    assert held.traffic.to_host_bytes == 2 * num_bytes
+    assert held.host is not None
+    held.load_from_host(held.host)
+    assert (held.traffic.to_host_bytes, held.traffic.to_device_bytes) == (2 * num_bytes, num_bytes)
+
+
+def test_a_copy_that_is_out_of_date_is_made_anew() -> None:
+    held, tensors = movable()
+    held.save_to_host()
+    tensors[0].fill_(5)
+    held.host_is_current = False
+    held.save_to_host()
+    held.zero()
+    assert not any(tensor.any() for tensor in tensors)
+    assert held.host is not None
+    held.load_from_host(held.host)
+    assert tensors[0].tolist() == [5, 5, 5]
+
+
+def test_each_content_has_an_aligned_place_of_the_host_buffer() -> None:
+    held, tensors = movable()
+    assert held.host_buffer_bytes == 64 + 192 + 64  # 12, 160 and 28 bytes
+    held.save_to_host()
+    assert held.host is not None
+    assert held.host.numel() == held.host_buffer_bytes
+    places = [held.host[start : start + 4 * size] for start, size in zip((0, 64, 256), SIZES, strict=True)]
+    assert all(torch.equal(at.view(torch.float32), x) for at, x in zip(places, tensors, strict=True))
+
+
+def test_other_tensors_take_the_place_of_those_before() -> None:
+    held, tensors = movable()
+    held.save_to_host()
+    first = held.host
+    grown = [*tensors, torch.ones(9)]
+    held.hold(grown)
+    assert held.host_buffer_bytes == 64 + 192 + 64 + 64
+    held.host_is_current = False
+    held.save_to_host()
+    assert held.host is not first
+    assert held.host is not None
+    grown[3].zero_()
+    held.load_from_host(held.host)
+    assert grown[3].tolist() == [1.0] * 9
+
+
+def test_a_host_buffer_is_used_again() -> None:
+    held, _ = movable()
+    held.save_to_host()
+    first = held.host
+    held.host_is_current = False
+    held.save_to_host()
+    assert held.host is first
+
+
+def test_memory_that_numpy_has_seen_stays() -> None:
+    held, tensors = movable()
+    tensors[2].numpy()
+    with pytest.raises(EngineError, match="memory that numpy has seen cannot leave the device"):
+        held.free()
+    assert held.on_device
+    assert held.device_bytes == 4 * sum(SIZES)
+
+
+MIB = 1 << 20
+FREED = """
+import re
+import torch
+from mrl.engine.offload import free_unused_memory
+
+def resident_kib():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1])
+
+tensors = [torch.ones(16_000) for _ in range(5_000)]  # 64 kB each, below what glibc maps by itself
+kept = tensors[::100]  # as an optimizer's state lies between a step's activations
+full = resident_kib()
+del tensors
+freed = resident_kib()
+free_unused_memory(torch.device("cpu"))
+print(full, freed, resident_kib(), sum(int(tensor.sum()) for tensor in kept))
+"""
+CALLS = ("synchronize", "ipc_collect", "empty_cache")
+
+
+def test_a_process_on_a_cpu_shrinks_by_what_it_freed_and_keeps_what_it_uses() -> None:
+    ran = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, timeout=120, check=True)
+    full, freed, given_back, total = (int(word) for word in ran.stdout.split())
+    assert (full - freed) * 1024 < 50 * MIB, "glibc gives back by itself: the test shows nothing"
+    assert (freed - given_back) * 1024 > 250 * MIB
+    assert total == 50 * 16_000
+
+
+def test_a_c_library_without_a_trim_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "_C", SimpleNamespace())
+    free_unused_memory(torch.device("cpu"))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of CUDA, and what is released, in order."""
+    noted: list[str] = []
+    for name in CALLS:
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: noted.append(name))
+    release = HostMirroredStorage.free
+
+    def releasing(self: HostMirroredStorage) -> None:
+        noted.append("release")
+        release(self)
+
+    monkeypatch.setattr(HostMirroredStorage, "free", releasing)
+    return noted
+
+
+def memory_on_gpu() -> DeviceMemory:
+    """Of a model with an optimizer, which says of itself that it is on a GPU."""
+    buffer = SimpleNamespace(param_data=torch.ones(40), grad_data=torch.ones(40))
+    optimizer: Any = SimpleNamespace(buffers=[buffer], state_tensors=lambda: [torch.ones(80)])
+    memory = DeviceMemory([], optimizer, torch.device("cpu"))
+    memory._device = torch.device("cuda")
+    return memory
+
+
+def test_a_gpu_is_given_back_once_after_the_last_part_has_left(calls: list[str]) -> None:
+    memory = memory_on_gpu()
+    memory.offload("parameters", "gradients", "optimizer")
+    assert calls == ["release", "release", "release", *CALLS]
+
+
+def test_weights_that_stood_in_for_others_are_given_back_where_they_leave(calls: list[str]) -> None:
+    memory = memory_on_gpu()
+    reference = memory.copy_weights()
+    with memory.weights_of(reference):
+        pass
+    assert calls == []  # the own weights came back: nothing is free that was not before
+    memory.offload("parameters")
+    calls.clear()
+    with memory.weights_of(reference):
+        pass
+    assert calls == ["release", *CALLS]

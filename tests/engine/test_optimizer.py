@@ -13,10 +13,9 @@ import torch
 from mrl.config.schema import ParallelConfig, ScheduleConfig, TrainedModelConfig
 from mrl.engine import checkpoint
 from mrl.engine.engine import EngineRequest, MegatronEngine
-from mrl.engine.loss import LossInput, LossOutput
 from mrl.engine.optimizer import MAX_CONSECUTIVE_SKIPPED_UPDATES, Optimizer
 from mrl.engine.parallel import ParallelGroups, model_parallel
-from mrl.engine.scores import ScoreRequest
+from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.verify.spawn import run_distributed

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -10,10 +11,10 @@ import torch
 
 from mrl.config.schema import MegatronModelConfig, ParallelConfig, ScheduleConfig, TrainedModelConfig
 from mrl.engine.engine import EngineRequest, MegatronEngine, Rows
-from mrl.engine.loss import LossFunction, LossInput, LossOutput
+from mrl.engine.offload import DeviceMemory, PartName
 from mrl.engine.packed_rows import TokenRows
 from mrl.engine.parallel import ParallelGroups
-from mrl.engine.scores import ScoreRequest
+from mrl.engine.scores import LossFunction, LossInput, LossOutput, ScoreRequest
 from mrl.errors import EngineError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
@@ -81,6 +82,15 @@ def log_probs(engine: MegatronEngine) -> list[float]:
 def whole_losses(ranks: list[Any]) -> list[float]:
     """The losses of the whole batch, step by step, from what each rank's steps gave."""
     return [sum(loss for loss, _ in steps) for steps in zip(*ranks, strict=True)]
+
+
+@contextmanager
+def on_host(memory: DeviceMemory, *names: PartName) -> Iterator[None]:
+    """Those parts leave the device for the time of the block; what was away before stays away."""
+    leaving = [name for name in names if memory.device_bytes.get(name)]
+    memory.offload(*leaving)
+    yield
+    memory.onload(*leaving)
 
 
 def refusal(action: Callable[[], object]) -> str:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from benchmarks.reshard_ranks import LIMIT_S, ReshardCase, StandIn, holding, mesh_of, rollout_of
 from mrl.models.families import read_spec
 from mrl.models.layout import Layout
+from mrl.weight_sync.exchange import WorldTransport
 from mrl.weight_sync.ipc import IpcReceiver
 from mrl.weight_sync.planner import ReshardPlanner
 from mrl.weight_sync.resharder import Resharder, ReshardReport, ReshardSettings
-from mrl.weight_sync.transport import WorldTransport
 
 
 def die(path: Path) -> None:

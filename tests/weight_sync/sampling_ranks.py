@@ -22,10 +22,10 @@ from mrl.engine.scores import ScoreRequest
 from mrl.engine.weights import held_tensors
 from mrl.models.layout import Layout
 from mrl.models.rollout_table import EngineSizes
+from mrl.weight_sync.exchange import WorldTransport
 from mrl.weight_sync.ipc import socket_path
 from mrl.weight_sync.planner import ReshardPlanner, RolloutLayout
 from mrl.weight_sync.resharder import Resharder, ReshardSettings
-from mrl.weight_sync.transport import WorldTransport
 from tests.engine.tiny_training import build, negative_score
 
 NUM_UPDATES = 10

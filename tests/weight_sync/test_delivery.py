@@ -19,10 +19,10 @@ from mrl.models.layout import Layout, RankPlace
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.table import shards_of
 from mrl.weight_sync.digest import Digests
+from mrl.weight_sync.exchange import JoinedTransport
 from mrl.weight_sync.ipc import NUM_SLOTS, IpcReceiver
 from mrl.weight_sync.planner import ReshardPlanner, RolloutLayout
 from mrl.weight_sync.resharder import EngineTransfer, Resharder, ReshardReport, ReshardSettings, _few
-from mrl.weight_sync.transport import JoinedTransport
 from tests.models.conftest import Tiny
 from tests.rollout.trainer_side import fused
 

@@ -17,10 +17,9 @@ from torch import Tensor
 from mrl.config.mesh import Mesh
 from mrl.config.schema import MegatronModelConfig
 from mrl.controller import RankInfo, Rendezvous
-from mrl.engine.loss import LossFunction, LossInput, Scores
 from mrl.engine.optimizer import StepOutcome
 from mrl.engine.packed_rows import TokenRows
-from mrl.engine.scores import ScoreRequest
+from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.workers.messages import ModelSetup

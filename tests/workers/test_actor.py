@@ -16,8 +16,7 @@ from mrl.algos.policy_losses import POLICY_LOSSES
 from mrl.algos.rollout_correction import RATIO_LEVELS
 from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 from mrl.controller.dispatch import registered_methods
-from mrl.engine.loss import Scores
-from mrl.engine.scores import ScoreRequest
+from mrl.engine.scores import ScoreRequest, Scores
 from mrl.workers.actor import ActorRolloutRefWorker
 from mrl.workers.messages import UpdateReport
 from tests.workers.by_hand import Row, actor_loss, mismatch_of

@@ -10,8 +10,7 @@ import torch
 from mrl.algos.aggregate import AGGREGATIONS
 from mrl.config.algorithm import AlgorithmConfig, LossConfig
 from mrl.controller.dispatch import registered_methods
-from mrl.engine.loss import Scores
-from mrl.engine.scores import ScoreRequest
+from mrl.engine.scores import ScoreRequest, Scores
 from mrl.workers.critic import CriticWorker
 from mrl.workers.messages import UpdateReport
 from tests.workers.by_hand import Row, critic_loss

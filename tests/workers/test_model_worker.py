@@ -19,8 +19,7 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import TrainedModelConfig
 from mrl.controller import Dispatch
 from mrl.controller.dispatch import registered_methods
-from mrl.engine.loss import LossOutput, Scores
-from mrl.engine.scores import ScoreRequest
+from mrl.engine.scores import LossOutput, ScoreRequest, Scores
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.models.small import small_config

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from mrl.controller.dispatch import registered_methods
-from mrl.engine.loss import Scores
-from mrl.engine.scores import ScoreRequest
+from mrl.engine.scores import ScoreRequest, Scores
 from mrl.workers.messages import UpdateReport
 from mrl.workers.reward_model import RewardModelWorker
 from mrl.workers.sft import SftWorker

@@ -19,7 +19,7 @@ from mrl.models.rollout_table import EngineSizes
 from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
 from mrl.weight_sync.planner import RolloutLayout
-from mrl.weight_sync.spec import WeightSyncSpec
+from mrl.weight_sync.resharder import WeightSyncSpec
 from mrl.workers import weight_receiver
 from mrl.workers.weight_receiver import WeightReceiver
 
