@@ -107,7 +107,11 @@ def _row(scene: Scene) -> dict[str, Any]:
     plans = [planner.plan(rank, SIZES) for rank in range(num_ranks)]
     plan_s = (time.perf_counter() - began) / num_ranks
     needed = sum(
-        move.part.num_elements for plan in plans for b in plan.buckets for ms in b.incoming.values() for move in ms
+        transfer.region.num_elements
+        for plan in plans
+        for b in plan.buckets
+        for ms in b.incoming.values()
+        for transfer in ms
     )
     least = sum(planner.least_received(rank) for rank in range(num_ranks))
     # Bytes by bucket, rank, direction (in, out) and link (NVLink, network).
@@ -133,8 +137,10 @@ def _moved(plan: RankPlan, nodes: tuple[int, ...]) -> np.ndarray[Any, np.dtype[n
     moved = np.zeros((len(plan.buckets), 2, 2))
     for number, bucket in enumerate(plan.buckets):
         for direction, peers in enumerate((bucket.incoming, bucket.outgoing)):
-            for peer, moves in peers.items():
+            for peer, transfers in peers.items():
                 if peer != plan.rank:
                     link = int(nodes[peer] != nodes[plan.rank])
-                    moved[number, direction, link] += ITEM_BYTES * sum(move.part.num_elements for move in moves)
+                    moved[number, direction, link] += ITEM_BYTES * sum(
+                        transfer.region.num_elements for transfer in transfers
+                    )
     return moved

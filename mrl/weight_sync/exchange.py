@@ -56,13 +56,13 @@ def message_schedule(plan: RankPlan, bucket: PlannedBucket, limit: int) -> list[
     return found
 
 
-def split_messages(moves: Sequence[Transfer], limit: int) -> list[list[Transfer]]:
-    """The same moves in runs of at most `limit` elements; what does not fit into a run is cut between rows."""
+def split_messages(transfers: Sequence[Transfer], limit: int) -> list[list[Transfer]]:
+    """The same transfers in runs of at most `limit` elements; what does not fit into a run is cut between rows."""
     runs: list[list[Transfer]] = []
     room = 0
-    for move in moves:
-        for each in [move] if move.part.num_elements <= room else _by_slice(move):
-            (start, stop), size = each.part.slices[0].source[0], each.part.num_elements
+    for transfer in transfers:
+        for each in [transfer] if transfer.region.num_elements <= room else _by_slice(transfer):
+            (start, stop), size = each.region.copies[0].source[0], each.region.num_elements
             width = 1 if size <= room else size // (stop - start)
             assert width <= limit, f"a row of {width} elements in messages of {limit}: a bucket holds several rows"
             while size > 0:
@@ -70,23 +70,23 @@ def split_messages(moves: Sequence[Transfer], limit: int) -> list[list[Transfer]
                     runs.append([])
                     room = limit
                 fitting = size if size <= room else room // width * width
-                runs[-1].append(each if fitting == each.part.num_elements else _rows(each, size, fitting, width))
+                runs[-1].append(each if fitting == each.region.num_elements else _rows(each, size, fitting, width))
                 size, room = size - fitting, room - fitting
     return runs
 
 
-def _by_slice(move: Transfer) -> Iterator[Transfer]:
-    for each in move.part.slices:
-        yield move._replace(part=ShardRegion((each,), num_elements(each.source)))
+def _by_slice(transfer: Transfer) -> Iterator[Transfer]:
+    for each in transfer.region.copies:
+        yield transfer._replace(region=ShardRegion((each,), num_elements(each.source)))
 
 
-def _rows(move: Transfer, left: int, fitting: int, width: int) -> Transfer:
+def _rows(transfer: Transfer, left: int, fitting: int, width: int) -> Transfer:
     """Of a single slice of which `left` elements are left, the rows that make up the next `fitting`."""
-    (each,) = move.part.slices
-    begin = (move.part.num_elements - left) // width
+    (each,) = transfer.region.copies
+    begin = (transfer.region.num_elements - left) // width
     end = begin + fitting // width
     source, target = (((box[0][0] + begin, box[0][0] + end), *box[1:]) for box in (each.source, each.target))
-    return move._replace(part=ShardRegion((RegionCopy(each.name, source, target),), fitting))
+    return transfer._replace(region=ShardRegion((RegionCopy(each.name, source, target),), fitting))
 
 
 class WeightExchange:
@@ -114,7 +114,7 @@ class WeightExchange:
                 self.bytes_sent += message.nbytes
                 self.num_transfers += 1
             if step.received and takes:
-                message = incoming[: sum(move.part.num_elements for move in step.received)]
+                message = incoming[: sum(transfer.region.num_elements for transfer in step.received)]
                 into.append((message, step.source))
                 self.bytes_received += message.nbytes
             started = self._transport.start(out, into)
@@ -122,28 +122,28 @@ class WeightExchange:
             waiting = started, step.received if takes else [], incoming
         _finish(*waiting, matrices)
 
-    def copy_local(self, moves: Sequence[Transfer], matrices: Sequence[Tensor]) -> None:
+    def copy_local(self, transfers: Sequence[Transfer], matrices: Sequence[Tensor]) -> None:
         """Copy what this rank holds itself."""
-        for move in moves:
-            matrix = matrices[move.tensor]
-            for each in move.part.slices:
-                matrix[_index(each.target)].copy_(self._source(move, each))
+        for transfer in transfers:
+            matrix = matrices[transfer.tensor]
+            for each in transfer.region.copies:
+                matrix[_index(each.target)].copy_(self._source(transfer, each))
 
-    def _source(self, move: Transfer, each: RegionCopy) -> Tensor:
-        return self._held[move.home.chunk, move.home.prefix + each.name][_index(each.source)]
+    def _source(self, transfer: Transfer, each: RegionCopy) -> Tensor:
+        return self._held[transfer.site.chunk, transfer.site.prefix + each.name][_index(each.source)]
 
-    def _pack(self, moves: Sequence[Transfer], buffer: Tensor) -> Tensor:
+    def _pack(self, transfers: Sequence[Transfer], buffer: Tensor) -> Tensor:
         end = 0
-        for move in moves:
-            for each in move.part.slices:
+        for transfer in transfers:
+            for each in transfer.region.copies:
                 shape, strides, size = _contiguous(each.source)
-                buffer.as_strided(shape, strides, buffer.storage_offset() + end).copy_(self._source(move, each))
+                buffer.as_strided(shape, strides, buffer.storage_offset() + end).copy_(self._source(transfer, each))
                 end += size
         return buffer[:end]
 
 
 def _finish(
-    works: Sequence[dist.Work], moves: Sequence[Transfer], buffer: Tensor, matrices: Sequence[Tensor] | None
+    works: Sequence[dist.Work], transfers: Sequence[Transfer], buffer: Tensor, matrices: Sequence[Tensor] | None
 ) -> None:
     """Wait for messages, and unpack the one that came in."""
     for work in works:
@@ -151,11 +151,11 @@ def _finish(
     if matrices is None:
         return
     end = 0
-    for move in moves:
-        for each in move.part.slices:
+    for transfer in transfers:
+        for each in transfer.region.copies:
             shape, strides, size = _contiguous(each.target)
             packed = buffer.as_strided(shape, strides, buffer.storage_offset() + end)
-            matrices[move.tensor][_index(each.target)].copy_(packed)
+            matrices[transfer.tensor][_index(each.target)].copy_(packed)
             end += size
 
 

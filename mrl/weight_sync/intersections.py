@@ -16,11 +16,11 @@ from mrl.models.spec import ModelSpec
 from mrl.models.table import EMBEDDING, LM_HEAD, NORM
 
 Kind = Literal["embedding", "dense", "experts", "head"]
-"""Of a unit: a layer without or with experts, the embedding, or what follows the layers."""
+"""Of a group: a layer without or with experts, the embedding, or what follows the layers."""
 
 
 class ShardOwner(NamedTuple):
-    """The ranks of a stage that hold the same part: a place in tp, or for an expert in ep and etp; None: all of tp."""
+    """The ranks of a stage that hold the same region: a place in tp, or for an expert in ep and etp; None: all of tp."""
 
     expert: bool
     ep: int
@@ -30,7 +30,7 @@ class ShardOwner(NamedTuple):
 class RegionCopy(NamedTuple):
     """One box of a Megatron parameter that is one box of a fused one, in every layer of a kind."""
 
-    name: str  # what follows the prefix of a home
+    name: str  # what follows the prefix of a site
     source: Region
     target: Region
 
@@ -38,12 +38,12 @@ class RegionCopy(NamedTuple):
 class ShardRegion(NamedTuple):
     """All slices of a fused tensor that the same ranks hold."""
 
-    slices: tuple[RegionCopy, ...]
+    copies: tuple[RegionCopy, ...]
     num_elements: int
 
 
-Parts = tuple[tuple[Fused, dict[ShardOwner, ShardRegion]], ...]
-"""The fused tensors of a kind of unit, each with its parts."""
+FusedRegions = tuple[tuple[Fused, dict[ShardOwner, ShardRegion]], ...]
+"""The fused tensors of a kind of group, each with its regions."""
 
 
 class ShardIntersections:
@@ -51,33 +51,33 @@ class ShardIntersections:
 
     def __init__(self, spec: ModelSpec, layout: Layout, sizes: EngineSizes) -> None:
         self.spec, self.layout, self.sizes = spec, layout, sizes
-        self.parts = cache(self._find_parts)
+        self.regions = cache(self._find_regions)
         self._held = cache(lambda kind: tuple(self._find_held(kind)))
 
-    def _find_parts(self, kind: Kind, tp_rank: int, holders: frozenset[ShardOwner] | None) -> Parts:
-        """What a tensor rank of an engine needs; only what some holders have of it, if asked."""
+    def _find_regions(self, kind: Kind, tp_rank: int, owners: frozenset[ShardOwner] | None) -> FusedRegions:
+        """What a tensor rank of an engine needs; only what some owners have of it, if asked."""
         held: dict[str, list[tuple[ShardOwner, str, Region, Region]]] = defaultdict(list)
-        for holder, name, shard in self._held(kind):
-            if holders is None or holder in holders:
+        for owner, name, shard in self._held(kind):
+            if owners is None or owner in owners:
                 for hf, source, target in shard:
-                    held[hf].append((holder, name, source, target))
+                    held[hf].append((owner, name, source, target))
         found = []
         for fused in self._needed(kind, tp_rank):
             slices: dict[ShardOwner, list[RegionCopy]] = defaultdict(list)
             for piece in fused.pieces:
-                for holder, name, source, target in held.get(piece.hf, ()):
+                for owner, name, source, target in held.get(piece.hf, ()):
                     if box := intersection(piece.source, source):
                         copy = RegionCopy(name, moved(box, source, target), moved(box, piece.source, piece.target))
-                        slices[holder].append(copy)
-            parts = {
-                holder: ShardRegion(tuple(own), sum(num_elements(each.target) for each in own))
-                for holder, own in slices.items()
+                        slices[owner].append(copy)
+            regions = {
+                owner: ShardRegion(tuple(own), sum(num_elements(each.target) for each in own))
+                for owner, own in slices.items()
             }
-            if holders is None:
-                covered = sum(part.num_elements for part in parts.values())
+            if owners is None:
+                covered = sum(region.num_elements for region in regions.values())
                 wanted = sum(num_elements(piece.target) for piece in fused.pieces)
                 assert covered == wanted, f"{fused.name}: {covered} of {wanted} elements have a source"
-            found.append((fused, parts))
+            found.append((fused, regions))
         return tuple(found)
 
     def _needed(self, kind: Kind, tp_rank: int) -> Iterator[Fused]:

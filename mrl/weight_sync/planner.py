@@ -50,7 +50,7 @@ class RolloutLayout:
 
 
 class ParameterSite(NamedTuple):
-    """Where a unit's parameters stand: a stage, its chunk, and the beginning of their names there."""
+    """Where a group's parameters stand: a stage, its chunk, and the beginning of their names there."""
 
     stage: int
     chunk: int
@@ -58,41 +58,36 @@ class ParameterSite(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A part of one layer's tensor on its way: out of local parameters, into a tensor of a bucket."""
+    """A region of one layer's tensor on its way: out of local parameters, into a tensor of a bucket."""
 
-    home: ParameterSite
+    site: ParameterSite
     tensor: int
     """Its number in the bucket."""
-    part: ShardRegion
+    region: ShardRegion
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Neighbouring tensors with one home: a layer, the embedding, or what follows the layers.
+    """Neighbouring tensors with one site: a layer, the embedding, or what follows the layers.
 
-    Tied embeddings have two homes, the first and the last stage: each may be nearer to somebody.
+    Tied embeddings have two sites, the first and the last stage: each may be nearer to somebody.
     """
 
     kind: Kind
     layer: int
-    homes: tuple[ParameterSite, ...]
+    sites: tuple[ParameterSite, ...]
 
 
-class BucketEntry(NamedTuple):
-    """A tensor by the number of its unit and its own number there, and where it begins in its bucket."""
-
-    unit: int
-    number: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class PlannedTensor:
-    """A fused tensor of the hosted worker, and its place in a bucket."""
+class PlannedTensor(NamedTuple):
+    """A fused tensor of a worker, and where it begins in its bucket."""
 
     name: str
     fused: Fused
+    """Of the example of its kind of layer: shape and padding are the same in every layer."""
     offset: int
+    group: int
+    number: int
+    """Among the tensors of its group."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +125,11 @@ class RankPlan:
     def num_received(self) -> int:
         """Elements that come from other ranks."""
         return sum(
-            move.part.num_elements
+            transfer.region.num_elements
             for bucket in self.buckets
-            for source, moves in bucket.incoming.items()
+            for source, transfers in bucket.incoming.items()
             if source != self.rank
-            for move in moves
+            for transfer in transfers
         )
 
 
@@ -147,34 +142,37 @@ class ReshardPlanner:
         self.spec, self.layout, self.mesh, self.rollout = spec, layout, mesh, rollout
         self._ranks_per_stage = mesh.world_size // mesh.pp
         self._worker_of = {host: worker for worker, host in enumerate(rollout.hosts)}
-        self.units = self._units()
-        self._parts = ShardIntersections(spec, layout, rollout.sizes).parts
-        self._pool = cache(self._find_pool)
+        self.groups = self._groups()
+        self._regions = ShardIntersections(spec, layout, rollout.sizes).regions
+        self._sources = cache(self._find_sources)
 
     def plan(self, rank: int, sizes: BucketSizes) -> RankPlan:
         """What `rank` sends, receives and keeps."""
         own, worker = self._stage(rank), self._worker_of.get(rank)
-        buckets = {stage: self._buckets(stage, sizes) for stage in {own, *map(self._stage, self.rollout.hosts)}}
+        tensors = self._buckets(own, sizes, 0 if worker is None else worker % self.rollout.sizes.tp)
+        others = {*map(self._stage, self.rollout.hosts)} - {own}
+        buckets = {own: tensors} | {stage: self._buckets(stage, sizes) for stage in others}
         num_buckets = max(map(len, buckets.values()))
         incoming: list[dict[int, list[Transfer]]] = [defaultdict(list) for _ in range(num_buckets)]
         outgoing: list[dict[int, list[Transfer]]] = [defaultdict(list) for _ in range(num_buckets)]
         places = {stage: _places(cut) for stage, cut in buckets.items()}
         if worker is not None:
-            for bucket, source, move in self._moves(worker, None, places[own]):
-                incoming[bucket][source].append(move)
+            for bucket, source, transfer in self._transfers(worker, None, places[own]):
+                incoming[bucket][source].append(transfer)
         for other, host in enumerate(self.rollout.hosts if rank < self.mesh.world_size else ()):
-            for bucket, _, move in self._moves(other, rank, places[self._stage(host)]) if host != rank else ():
-                outgoing[bucket][host].append(move)
-        tensors = [] if worker is None else [self._planned(cut, worker) for cut in buckets[own]]
+            for bucket, _, transfer in self._transfers(other, rank, places[self._stage(host)]) if host != rank else ():
+                outgoing[bucket][host].append(transfer)
         planned = tuple(
-            PlannedBucket(placed, dict(into), dict(out))
-            for placed, into, out in zip_longest(tensors, incoming, outgoing, fillvalue=())
+            PlannedBucket(tuple(placed), dict(into), dict(out))
+            for placed, into, out in zip_longest([] if worker is None else tensors, incoming, outgoing, fillvalue=())
         )
         return RankPlan(rank, len(self.rollout.nodes), worker, self._worker_of, planned)
 
     def largest_tensor(self) -> int:
         """Elements of the largest fused tensor: no bucket can be smaller."""
-        shapes = [fused.shape for kind in {unit.kind for unit in self.units} for fused, _ in self._parts(kind, 0, None)]
+        shapes = [
+            fused.shape for kind in {group.kind for group in self.groups} for fused, _ in self._regions(kind, 0, None)
+        ]
         return max(map(math.prod, shapes))
 
     def least_received(self, rank: int) -> int:
@@ -202,113 +200,105 @@ class ReshardPlanner:
         at = self.mesh.coordinates(rank)
         return shards_of(self.spec, self.layout, RankPlace(at.tp, at.pp, at.ep, at.etp), "lm")
 
-    # --- units and buckets ------------------------------------------------------------------------------------
+    # --- groups of tensors, and buckets ---------------------------------------------------------------------
 
-    def _units(self) -> list[LayerGroup]:
+    def _groups(self) -> list[LayerGroup]:
         spec, layout = self.spec, self.layout
         last = ParameterSite(layout.pp - 1, layout.vpp - 1, "")
-        homes = [ParameterSite(0, 0, "embedding.word_embeddings.")]
+        sites = [ParameterSite(0, 0, "embedding.word_embeddings.")]
         if spec.tied and layout.pp > 1:
-            homes.append(last._replace(prefix="output_layer."))
-        units = [LayerGroup("embedding", 0, tuple(homes))]
+            sites.append(last._replace(prefix="output_layer."))
+        groups = [LayerGroup("embedding", 0, tuple(sites))]
         for stage in range(layout.pp):
             for chunk in range(layout.vpp):
                 for local, layer in enumerate(layout.layers_of_chunk(spec.num_layers, stage, chunk)):
-                    home = ParameterSite(stage, chunk, f"decoder.layers.{local}.")
-                    units.append(LayerGroup("experts" if spec.has_experts(layer) else "dense", layer, (home,)))
-        return [*units, LayerGroup("head", 0, (last,))]
+                    site = ParameterSite(stage, chunk, f"decoder.layers.{local}.")
+                    groups.append(LayerGroup("experts" if spec.has_experts(layer) else "dense", layer, (site,)))
+        return [*groups, LayerGroup("head", 0, (last,))]
 
-    def _buckets(self, stage: int, sizes: BucketSizes) -> list[list[BucketEntry]]:
+    def _buckets(self, stage: int, sizes: BucketSizes, tp_rank: int = 0) -> list[list[PlannedTensor]]:
         """The buckets of the workers on a stage's devices: what the stage itself holds, then the next stage, and so on.
 
         So at any time each stage serves another part of the workers. In one order for all, everybody would wait for the
         first stage, then for the second.
         """
-        buckets: list[list[BucketEntry]] = [[]]
+        buckets: list[list[PlannedTensor]] = [[]]
         end = 0
         for number in sorted(
-            range(len(self.units)), key=lambda n: (self.units[n].homes[0].stage - stage) % self.mesh.pp
+            range(len(self.groups)), key=lambda n: (self.groups[n].sites[0].stage - stage) % self.mesh.pp
         ):
-            # Shapes are those of any tensor rank.
-            for index, (fused, _) in enumerate(self._parts(self.units[number].kind, 0, None)):
+            group = self.groups[number]
+            for index, (fused, _) in enumerate(self._regions(group.kind, tp_rank, None)):
                 num_bytes = math.prod(fused.shape) * sizes.itemsize
                 start = round_up(end, sizes.alignment)
                 if start + num_bytes > sizes.slot_bytes and buckets[-1]:
                     buckets.append([])
                     start = 0
-                buckets[-1].append(BucketEntry(number, index, start))
+                buckets[-1].append(PlannedTensor(_name(fused, group), fused, start, number, index))
                 end = start + num_bytes
         return buckets
-
-    def _planned(self, bucket: list[BucketEntry], worker: int) -> tuple[PlannedTensor, ...]:
-        tensors = []
-        for place in bucket:
-            unit = self.units[place.unit]
-            fused, _ = self._parts(unit.kind, worker % self.rollout.sizes.tp, None)[place.number]
-            tensors.append(PlannedTensor(_name(fused, unit), fused, place.offset))
-        return tuple(tensors)
 
     def _stage(self, rank: int) -> int:
         """The stage that a rank holds, or, for a receiver, the one that it begins with."""
         return rank // self._ranks_per_stage % self.mesh.pp
 
-    # --- moves ------------------------------------------------------------------------------------------------
+    # --- transfers --------------------------------------------------------------------------------------------
 
-    def _moves(
+    def _transfers(
         self, worker: int, sender: int | None, places: dict[tuple[int, int], tuple[int, int]]
     ) -> Iterator[tuple[int, int, Transfer]]:
-        """What a worker needs, or what of it one rank sends: bucket, source, and the move.
+        """What a worker needs, or what of it one rank sends: bucket, source, and the transfer.
 
         Receiver and sender come to the same order, so a message needs no table of contents.
         """
         tp_rank, host = worker % self.rollout.sizes.tp, self.rollout.hosts[worker]
         stage = None if sender is None else self._stage(sender)
-        holders = None if sender is None else self._holders(sender)
-        for number, unit in enumerate(self.units):
-            homes = {home.stage: home for home in unit.homes}
-            if stage is not None and stage not in homes:
+        owners = None if sender is None else self._owners(sender)
+        for number, group in enumerate(self.groups):
+            sites = {site.stage: site for site in group.sites}
+            if stage is not None and stage not in sites:
                 continue
             turn = worker // self.rollout.sizes.tp + tp_rank + number
-            for index, (_, parts) in enumerate(self._parts(unit.kind, tp_rank, holders)):
+            for index, (_, regions) in enumerate(self._regions(group.kind, tp_rank, owners)):
                 bucket, tensor = places[number, index]
-                for holder, part in parts.items():
-                    pool = self._pool(holder, tuple(homes), host)
-                    source = pool[turn % len(pool)]
+                for owner, region in regions.items():
+                    sources = self._sources(owner, tuple(sites), host)
+                    source = sources[turn % len(sources)]
                     if sender is None or source == sender:
-                        yield bucket, source, Transfer(homes[self._stage(source)], tensor, part)
+                        yield bucket, source, Transfer(sites[self._stage(source)], tensor, region)
 
-    def _holders(self, rank: int) -> frozenset[ShardOwner]:
+    def _owners(self, rank: int) -> frozenset[ShardOwner]:
         at = self.mesh.coordinates(rank)
         return frozenset({ShardOwner(False, 0, None), ShardOwner(False, 0, at.tp), ShardOwner(True, at.ep, at.etp)})
 
-    def _find_pool(self, holder: ShardOwner, stages: tuple[int, ...], host: int) -> tuple[int, ...]:
-        """The ranks from which `host` may take that part: itself, else those on its node, else any with a copy."""
-        copies = [rank for stage in stages for rank in self._copies(holder, stage)]
+    def _find_sources(self, owner: ShardOwner, stages: tuple[int, ...], host: int) -> tuple[int, ...]:
+        """The ranks from which `host` may take that region: itself, else those on its node, else any with a copy."""
+        copies = [rank for stage in stages for rank in self._copies(owner, stage)]
         if host in copies:
             return (host,)
         nodes = self.rollout.nodes
         return tuple(rank for rank in copies if nodes[rank] == nodes[host]) or tuple(copies)
 
-    def _copies(self, holder: ShardOwner, stage: int) -> range:
+    def _copies(self, owner: ShardOwner, stage: int) -> range:
         start, stop = stage * self._ranks_per_stage, (stage + 1) * self._ranks_per_stage
-        if holder.tp is None:
+        if owner.tp is None:
             return range(start, stop)
-        if holder.expert:
-            return range(start + holder.tp + self.mesh.etp * holder.ep, stop, self.mesh.etp * self.mesh.ep)
-        return range(start + holder.tp, stop, self.mesh.tp)
+        if owner.expert:
+            return range(start + owner.tp + self.mesh.etp * owner.ep, stop, self.mesh.etp * self.mesh.ep)
+        return range(start + owner.tp, stop, self.mesh.tp)
 
 
-def _places(buckets: list[list[BucketEntry]]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Bucket and number in it of each tensor, by its unit and number there."""
+def _places(buckets: list[list[PlannedTensor]]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Bucket and number in it of each tensor, by its group and number there."""
     return {
-        (place.unit, place.number): (bucket, number)
-        for bucket, places in enumerate(buckets)
-        for number, place in enumerate(places)
+        (tensor.group, tensor.number): (bucket, position)
+        for bucket, tensors in enumerate(buckets)
+        for position, tensor in enumerate(tensors)
     }
 
 
-def _name(fused: Fused, unit: LayerGroup) -> str:
-    """What a tensor of the example of a kind is called in another unit."""
-    if unit.kind in ("embedding", "head"):
+def _name(fused: Fused, group: LayerGroup) -> str:
+    """What a tensor of the example of a kind is called in another group."""
+    if group.kind in ("embedding", "head"):
         return fused.name
-    return f"model.layers.{unit.layer}.{fused.name.split('.', 3)[3]}"
+    return f"model.layers.{group.layer}.{fused.name.split('.', 3)[3]}"

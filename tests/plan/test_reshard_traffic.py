@@ -1,4 +1,4 @@
-"""What is counted for the links is what the reshard's own planner moves."""
+"""What is counted for the links is what the reshard's own planner transfers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def moved(plan: RankPlan, nodes: tuple[int, ...]) -> RankTraffic:
     """What a plan receives over the links of the rank's node, and from other nodes."""
     elements = {False: 0, True: 0}
     for bucket in plan.buckets:
-        for source, moves in bucket.incoming.items():
+        for source, transfers in bucket.incoming.items():
             if source != plan.rank:
-                elements[nodes[source] != nodes[plan.rank]] += sum(move.part.num_elements for move in moves)
+                elements[nodes[source] != nodes[plan.rank]] += sum(move.region.num_elements for move in transfers)
     return RankTraffic(link=elements[False], network=elements[True])
 
 

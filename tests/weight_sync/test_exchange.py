@@ -39,12 +39,14 @@ def move(name: str, source: Region, target: Region, tensor: int = 0) -> Transfer
 
 def both(one: Transfer, other: Transfer) -> Transfer:
     return one._replace(
-        part=ShardRegion((*one.part.slices, *other.part.slices), one.part.num_elements + other.part.num_elements)
+        region=ShardRegion(
+            (*one.region.copies, *other.region.copies), one.region.num_elements + other.region.num_elements
+        )
     )
 
 
 def sizes(runs: list[list[Transfer]]) -> list[int]:
-    return [sum(each.part.num_elements for each in run) for run in runs]
+    return [sum(each.region.num_elements for each in run) for run in runs]
 
 
 def elements(runs: list[list[Transfer]]) -> list[tuple[int, str, tuple[int, ...], tuple[int, ...]]]:
@@ -52,8 +54,8 @@ def elements(runs: list[list[Transfer]]) -> list[tuple[int, str, tuple[int, ...]
     found = []
     for run in runs:
         for each in run:
-            assert each.part.num_elements == sum(num_elements(slice_.source) for slice_ in each.part.slices)
-            for slice_ in each.part.slices:
+            assert each.region.num_elements == sum(num_elements(slice_.source) for slice_ in each.region.copies)
+            for slice_ in each.region.copies:
                 places = zip(of_box(slice_.source), of_box(slice_.target), strict=True)
                 found += [(each.tensor, slice_.name, source, target) for source, target in places]
     return found

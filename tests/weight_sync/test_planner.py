@@ -91,8 +91,8 @@ def test_what_is_planned_assembles_every_worker(
         expected = {f.name: assembled(f, numbered(spec)) for f in rollout_tensors(spec, sizes, plan.worker % sizes.tp)}
         for bucket in plan.buckets:
             made = [np.zeros(tensor.fused.shape, np.int64) for tensor in bucket.tensors]
-            for source, moves in bucket.incoming.items():
-                for home, tensor_number, part in moves:
+            for source, transfers in bucket.incoming.items():
+                for home, tensor_number, part in transfers:
                     target = made[tensor_number]
                     matrix = target.reshape(-1, target.shape[-1]) if target.ndim > 1 else target
                     for name, source_box, target_box in part.slices:
@@ -161,8 +161,8 @@ def test_a_copy_on_the_own_node_is_nearer_and_copies_share_the_work(tiny: Tiny) 
     sent = np.zeros((8, 8), np.int64)
     for rank in range(8):
         for bucket in planner.plan(rank, SIZES).buckets:
-            for destination, moves in bucket.outgoing.items():
-                sent[rank, destination] += sum(move.part.num_elements for move in moves)
+            for destination, transfers in bucket.outgoing.items():
+                sent[rank, destination] += sum(transfer.region.num_elements for transfer in transfers)
     assert not sent[:4, 4:].any()
     assert not sent[4:, :4].any()
     from_each = sent.sum(axis=1)
@@ -180,7 +180,9 @@ def test_each_stage_serves_another_part_of_the_workers_at_any_time(tiny: Tiny) -
 
 
 def num_slices(buckets: list[dict[int, list[Transfer]]]) -> int:
-    return sum(len(move.part.slices) for bucket in buckets for moves in bucket.values() for move in moves)
+    return sum(
+        len(transfer.region.copies) for bucket in buckets for transfers in bucket.values() for transfer in transfers
+    )
 
 
 def test_a_rank_of_the_largest_world_plans_within_a_second() -> None:

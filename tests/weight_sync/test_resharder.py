@@ -131,14 +131,14 @@ def test_messages_are_bounded_and_full(tiny: Tiny) -> None:
     planner = ReshardPlanner(spec, Layout(pp=2), Mesh(2, pp=2), RolloutLayout(EngineSizes(1), (0, 1), (0, 0)))
     plan = planner.plan(0, BucketSizes(64 << 10, 4, 64))
     for bucket in plan.buckets:
-        moves = bucket.outgoing.get(1, [])
-        total = sum(move.part.num_elements for move in moves)
-        runs = split_messages(moves, 1000)
-        sizes = [sum(move.part.num_elements for move in run) for run in runs]
+        transfers = bucket.outgoing.get(1, [])
+        total = sum(move.region.num_elements for move in transfers)
+        runs = split_messages(transfers, 1000)
+        sizes = [sum(move.region.num_elements for move in run) for run in runs]
         assert all(size <= 1000 for size in sizes)
         assert sum(sizes) == total
         assert len(runs) <= total // (1000 - spec.hidden) + 1
-        assert covered(runs) == covered([moves])
+        assert covered(runs) == covered([transfers])
 
 
 def covered(runs: list[list[Transfer]]) -> dict[tuple[ParameterSite, int, str], int]:
@@ -146,8 +146,8 @@ def covered(runs: list[list[Transfer]]) -> dict[tuple[ParameterSite, int, str], 
     found: dict[tuple[ParameterSite, int, str], int] = {}
     for run in runs:
         for move in run:
-            for each in move.part.slices:
-                key = (move.home, move.tensor, each.name)
+            for each in move.region.copies:
+                key = (move.site, move.tensor, each.name)
                 found[key] = found.get(key, 0) + sum(range(*each.source[0])) + 7 * sum(range(*each.target[0]))
                 assert num_elements(each.source) == num_elements(each.target)
     return found
@@ -156,7 +156,7 @@ def covered(runs: list[list[Transfer]]) -> dict[tuple[ParameterSite, int, str], 
 def test_a_slice_is_cut_between_rows() -> None:
     each = RegionCopy("weight", ((4, 9), (2, 5)), ((0, 5), (0, 3)))
     move = Transfer(ParameterSite(0, 0, ""), 3, ShardRegion((each,), 15))
-    rows = [(run[0].part.slices[0].source[0], run[0].part.slices[0].target[0]) for run in split_messages([move], 7)]
+    rows = [(run[0].region.copies[0].source[0], run[0].region.copies[0].target[0]) for run in split_messages([move], 7)]
     assert rows == [((4, 6), (0, 2)), ((6, 8), (2, 4)), ((8, 9), (4, 5))]
     assert split_messages([], 7) == []
     assert split_messages([move], 15) == [[move]]
