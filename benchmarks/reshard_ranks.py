@@ -22,6 +22,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from benchmarks.reshard_gather import GatherEverything
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
+from mrl.dtypes import dtype_name
 from mrl.errors import RolloutError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader, load_shard
@@ -33,7 +34,7 @@ from mrl.weight_sync.digest import Digests
 from mrl.weight_sync.exchange import JoinedTransport, P2PTransport, WorldTransport
 from mrl.weight_sync.ipc import IpcReceiver
 from mrl.weight_sync.planner import ReshardPlanner, RolloutLayout
-from mrl.weight_sync.resharder import Resharder, ReshardReport, ReshardSettings
+from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
 
 LIMIT_S = 60.0
 
@@ -85,11 +86,13 @@ def measure_one(case: ReshardCase) -> RankOutcome:
     spec = read_spec(case.model)
     mesh = mesh_of(case.parallel, dist.get_world_size() - case.num_porters)
     rollout = rollout_of(case, mesh)
-    socket_paths = {worker: Path(case.sockets, f"{worker}.sock") for worker in range(len(rollout.hosts))}
-    settings = ReshardSettings(case.dtype, case.train_dtype, case.bucket_bytes, LIMIT_S)
+    sockets = tuple(Path(case.sockets, f"{worker}.sock") for worker in range(len(rollout.hosts)))
+    told = WeightSyncSpec(
+        rollout, sockets, dtype_name(case.dtype), dtype_name(case.train_dtype), case.bucket_bytes, LIMIT_S
+    )
     with holding(case, mesh) as held:
         planner = ReshardPlanner(spec, Layout.of(case.parallel), mesh, rollout)
-        resharder = Resharder(planner, wires_of(case), held, socket_paths, settings)
+        resharder = Resharder(planner, wires_of(case), held, told)
         return carry_out(case, resharder, held)
 
 
@@ -177,7 +180,7 @@ def holding(case: ReshardCase, mesh: Mesh) -> Iterator[dict[tuple[int, str], Ten
     from mrl.engine.parallel import model_parallel
 
     with model_parallel(case.parallel, seed=0) as groups:
-        request = ModelRequest(spec, "lm", str(case.train_dtype).removeprefix("torch."), {})
+        request = ModelRequest(spec, "lm", dtype_name(case.train_dtype), {})
         chunks = build_chunks(request, transformer_config(request, groups), groups)
         weights.load(chunks, reader, spec, "lm", groups)
         pairs = weights.held_tensors(chunks, spec, "lm", groups)

@@ -29,6 +29,7 @@ from mrl.rollout.device_memory import device_full
 from mrl.rollout.engine import EngineSettings, Part
 from mrl.rollout.fleet import RolloutFleet
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.weight_sync.ipc import socket_path
 from mrl.weight_sync.planner import RolloutLayout
 from mrl.weight_sync.resharder import WeightSyncSpec
 
@@ -88,8 +89,9 @@ class HybridEngine:
         hosts = tuple(range(first, first + num_workers))
         route = WeightSyncSpec(
             layout=RolloutLayout(self._engine_sizes(), hosts, tuple(nodes.index(node) for node in nodes)),
-            sockets=self._sockets,
-            engines=tuple(REPLICA.format(worker // tp) for worker in range(num_workers)),
+            sockets=tuple(
+                socket_path(self._sockets, REPLICA.format(worker // tp), worker % tp) for worker in range(num_workers)
+            ),
             dtype=self._settings(0).dtype,
             trained_dtype=config.actor.dtype,
             bucket_bytes=config.sync.bucket_bytes,

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 Held = Mapping[tuple[int, str], Tensor]
 """Local Megatron parameters by pipeline chunk and name."""
-Addressed = tuple[Tensor, int]
-"""A buffer, and the rank that it goes to or comes from."""
 _NUM_BUFFERS = 4
 _index = cache(slices)  # layers of a kind share their boxes
 
@@ -106,16 +104,15 @@ class WeightExchange:
         waiting: tuple[Sequence[dist.Work], list[Transfer], Tensor] = [], [], self._buffers[0]
         for number, step in enumerate(planned):
             outgoing, incoming = self._buffers[:2] if number % 2 else self._buffers[2:]
-            out: list[Addressed] = []
-            into: list[Addressed] = []
+            out: dict[int, Tensor] = {}
+            into: dict[int, Tensor] = {}
             if step.sent and step.destination in receiving_ranks:
-                message = self._pack(step.sent, outgoing)
-                out.append((message, step.destination))
+                out[step.destination] = message = self._pack(step.sent, outgoing)
                 self.bytes_sent += message.nbytes
                 self.num_transfers += 1
             if step.received and takes:
                 message = incoming[: sum(transfer.region.num_elements for transfer in step.received)]
-                into.append((message, step.source))
+                into[step.source] = message
                 self.bytes_received += message.nbytes
             started = self._transport.start(out, into)
             _finish(*waiting, matrices)
@@ -173,8 +170,8 @@ class P2PTransport(Protocol):
     rank: int
     device: torch.device
 
-    def start(self, outgoing: Sequence[Addressed], incoming: Sequence[Addressed]) -> Sequence[dist.Work]:
-        """Begin to send and receive; the buffers are the messages' until the works have been waited for."""
+    def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Sequence[dist.Work]:
+        """Begin to send and receive buffers, by rank; nobody touches them before the work is done."""
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -186,10 +183,10 @@ class WorldTransport:
     def __init__(self, device: torch.device) -> None:
         self.rank, self.device = dist.get_rank(), device
 
-    def start(self, outgoing: Sequence[Addressed], incoming: Sequence[Addressed]) -> Sequence[dist.Work]:
+    def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Sequence[dist.Work]:
         """As one batch."""
-        messages = [dist.P2POp(dist.isend, buffer, rank) for buffer, rank in outgoing]
-        messages += [dist.P2POp(dist.irecv, buffer, rank) for buffer, rank in incoming]
+        messages = [dist.P2POp(dist.isend, buffer, rank) for rank, buffer in outgoing.items()]
+        messages += [dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in incoming.items()]
         return dist.batch_isend_irecv(messages) if messages else []
 
     def barrier(self) -> None:
@@ -216,10 +213,10 @@ class JoinedTransport:
         else:
             self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
 
-    def start(self, outgoing: Sequence[Addressed], incoming: Sequence[Addressed]) -> Sequence[dist.Work]:
+    def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Sequence[dist.Work]:
         """One by one: each pair of ranks has a connection of its own, so none waits for another."""
-        works = [self._group.send([buffer], rank, 0) for buffer, rank in outgoing]
-        return works + [self._group.recv([buffer], rank, 0) for buffer, rank in incoming]
+        works = [self._group.send([buffer], rank, 0) for rank, buffer in outgoing.items()]
+        return works + [self._group.recv([buffer], rank, 0) for rank, buffer in incoming.items()]
 
     def barrier(self) -> None:
         """Wait for trainer and receivers."""

@@ -20,7 +20,7 @@ Kind = Literal["embedding", "dense", "experts", "head"]
 
 
 class ShardOwner(NamedTuple):
-    """The ranks of a stage that hold the same region: a place in tp, or for an expert in ep and etp; None: all of tp."""
+    """The ranks of a stage that hold the same: those of a place in tp, or for an expert in ep and etp; None: all."""
 
     expert: bool
     ep: int
@@ -36,7 +36,7 @@ class RegionCopy(NamedTuple):
 
 
 class ShardRegion(NamedTuple):
-    """All slices of a fused tensor that the same ranks hold."""
+    """All boxes of a fused tensor that the same ranks hold."""
 
     copies: tuple[RegionCopy, ...]
     num_elements: int
@@ -63,15 +63,15 @@ class ShardIntersections:
                     held[hf].append((owner, name, source, target))
         found = []
         for fused in self._needed(kind, tp_rank):
-            slices: dict[ShardOwner, list[RegionCopy]] = defaultdict(list)
+            copies: dict[ShardOwner, list[RegionCopy]] = defaultdict(list)
             for piece in fused.pieces:
                 for owner, name, source, target in held.get(piece.hf, ()):
                     if box := intersection(piece.source, source):
                         copy = RegionCopy(name, moved(box, source, target), moved(box, piece.source, piece.target))
-                        slices[owner].append(copy)
+                        copies[owner].append(copy)
             regions = {
                 owner: ShardRegion(tuple(own), sum(num_elements(each.target) for each in own))
-                for owner, own in slices.items()
+                for owner, own in copies.items()
             }
             if owners is None:
                 covered = sum(region.num_elements for region in regions.values())

@@ -7,7 +7,7 @@ and from messages. A full bucket is the worker's to read while the next is fille
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -28,7 +28,7 @@ from mrl.weight_sync.exchange import (
     WorldTransport,
     message_schedule,
 )
-from mrl.weight_sync.ipc import ALIGNMENT_BYTES, NUM_SLOTS, IpcSender, SharedBuffer, TensorView, socket_path
+from mrl.weight_sync.ipc import ALIGNMENT_BYTES, NUM_SLOTS, IpcSender, SharedBuffer, TensorView
 from mrl.weight_sync.planner import BucketSizes, PlannedBucket, ReshardPlanner, RolloutLayout
 
 T = TypeVar("T")
@@ -40,44 +40,24 @@ _MAX_NAMED = 8
 
 
 @dataclass(frozen=True)
-class ReshardSettings:
-    """How the weights travel."""
-
-    dtype: torch.dtype
-    """Of the rollout workers' parameters."""
-    trained_dtype: torch.dtype
-    """Of the trainer's."""
-    bucket_bytes: int = 256 << 20
-    """Twice this is the extra memory on a device, or what two of the largest tensor need."""
-    deadline_s: float = 120.0
-    """How long a rollout worker may take over a bucket."""
-
-
-@dataclass(frozen=True)
 class WeightSyncSpec:
-    """Which engines there are, where they listen, and where the ranks meet."""
+    """What every rank that takes part is told: where the engines are, how weights travel, and where ranks meet."""
 
     layout: RolloutLayout
-    sockets: Path
-    engines: tuple[str, ...]
-    """The engine of each worker."""
+    sockets: tuple[Path, ...]
+    """Where each worker of the engines listens."""
     dtype: str
     """Of the engines' parameters."""
     trained_dtype: str
     """Of the trainer's."""
-    bucket_bytes: int
-    timeout_s: float
-    rendezvous: Rendezvous | None
+    bucket_bytes: int = 256 << 20
+    """Twice this is the extra memory on a device, or what two of the largest tensor need."""
+    worker_timeout_s: float = 120.0
+    """How long a worker of an engine may take over a bucket."""
+    timeout_s: float = 120.0
+    """How long a rank waits for others."""
+    rendezvous: Rendezvous | None = None
     """Where trainer ranks and receivers meet; None where the engines are on the trainer's devices."""
-
-    def socket_paths(self) -> dict[int, Path]:
-        """Where each worker of the engines listens."""
-        tp = self.layout.sizes.tp
-        return {worker: socket_path(self.sockets, name, worker % tp) for worker, name in enumerate(self.engines)}
-
-    def settings(self) -> ReshardSettings:
-        """How the weights travel."""
-        return ReshardSettings(torch_dtype(self.dtype), torch_dtype(self.trained_dtype), self.bucket_bytes)
 
     def transport(self, rank: int, device: torch.device) -> P2PTransport:
         """Join the others."""
@@ -111,30 +91,23 @@ class ReshardReport:
 class Resharder:
     """Plans once, then sends each version; it is made on all ranks at once, and `send` is called so."""
 
-    def __init__(
-        self,
-        planner: ReshardPlanner,
-        transport: P2PTransport,
-        held: Held,
-        socket_paths: Mapping[int, Path],
-        settings: ReshardSettings,
-    ) -> None:
-        self.planner, self._held, self._settings, self._transport = planner, held, settings, transport
-        if strange := {tensor.dtype for tensor in held.values()} - {settings.trained_dtype}:
+    def __init__(self, planner: ReshardPlanner, transport: P2PTransport, held: Held, spec: WeightSyncSpec) -> None:
+        self.planner, self._held, self._spec, self._transport = planner, held, spec, transport
+        self._dtype, trained_dtype = torch_dtype(spec.dtype), torch_dtype(spec.trained_dtype)
+        if strange := {tensor.dtype for tensor in held.values()} - {trained_dtype}:
             names = ", ".join(sorted(map(str, strange)))
-            raise EngineError(f"the trainer's parameters are to be {settings.trained_dtype}, and some are {names}")
+            raise EngineError(f"the trainer's parameters are to be {trained_dtype}, and some are {names}")
         # Rounding commutes with moving, so the narrower of the two dtypes travels.
-        self._travels_as = min(settings.dtype, settings.trained_dtype, key=lambda dtype: dtype.itemsize)
-        largest = planner.largest_tensor() * settings.dtype.itemsize
-        self._slot_bytes = max(int(settings.bucket_bytes * _SLOT_SHARE), largest)
-        sizes = BucketSizes(self._slot_bytes, settings.dtype.itemsize, ALIGNMENT_BYTES)
+        self._travels_as = min(self._dtype, trained_dtype, key=lambda dtype: dtype.itemsize)
+        largest = planner.largest_tensor() * self._dtype.itemsize
+        self._slot_bytes = max(int(spec.bucket_bytes * _SLOT_SHARE), largest)
+        sizes = BucketSizes(self._slot_bytes, self._dtype.itemsize, ALIGNMENT_BYTES)
         self.plan = planner.plan(transport.rank, sizes)
         least = planner.least_received(transport.rank)
         assert self.plan.num_received() == least, f"the plan moves {self.plan.num_received()} elements for {least}"
         self._least_bytes = least * self._travels_as.itemsize
         self._limit = int(self._slot_bytes * _MESSAGE_SHARE / _SLOT_SHARE) // self._travels_as.itemsize
         self._steps = [message_schedule(self.plan, bucket, self._limit) for bucket in self.plan.buckets]
-        self._channel = None if self.plan.worker is None else socket_paths[self.plan.worker]
         # NCCL connects a group in its first call, for which it needs every rank; a step concerns a few.
         transport.barrier()
 
@@ -173,9 +146,10 @@ class Resharder:
         )
 
     def _delivery(self, version: int) -> EngineTransfer:
-        assert self._channel is not None, "a rank without a worker takes nothing"
-        sender = IpcSender(self._channel, self._slot_bytes, self._transport.device, self._settings.deadline_s)
-        return EngineTransfer(sender, version, self._settings.dtype)
+        assert self.plan.worker is not None, "a rank without a worker takes nothing"
+        path, device = self._spec.sockets[self.plan.worker], self._transport.device
+        sender = IpcSender(path, self._slot_bytes, device, self._spec.worker_timeout_s)
+        return EngineTransfer(sender, version, self._dtype)
 
 
 class EngineTransfer:

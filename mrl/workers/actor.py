@@ -91,7 +91,7 @@ class ActorRolloutRefWorker(ModelWorker):
         held = {(shard.chunk, shard.name): tensor for shard, tensor in shards}
         planner = ReshardPlanner(spec, Layout.of(groups.parallel), groups.mesh, route.layout)
         transport = route.transport(self.rank, groups.device)
-        self._resharder = Resharder(planner, transport, held, route.socket_paths(), route.settings())
+        self._resharder = Resharder(planner, transport, held, route)
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int, workers: list[int]) -> ReshardReport:

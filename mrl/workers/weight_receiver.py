@@ -38,7 +38,7 @@ class WeightReceiver(Worker):
         transport = route.transport(num_trainers + self.rank, torch.device(device))
         spec = read_spec(node_copy(model))
         planner = ReshardPlanner(spec, Layout.of(parallel), make_mesh(parallel, num_trainers), route.layout)
-        self._resharder = Resharder(planner, transport, {}, route.socket_paths(), route.settings())
+        self._resharder = Resharder(planner, transport, {}, route)
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int, workers: list[int]) -> ReshardReport:

@@ -304,8 +304,9 @@ def test_the_route_says_which_engine_is_on_whose_device(make: Callable[..., Made
     assert route.layout.sizes == EngineSizes(2)
     assert route.layout.hosts == (0, 1, 2, 3)
     assert route.layout.nodes == (0, 0, 2, 2)
-    assert route.engines == ("rollout-0", "rollout-0", "rollout-1", "rollout-1")
-    assert (route.sockets, route.bucket_bytes, route.rendezvous) == (tmp_path / "handover", 12345, None)
+    names = ("rollout-0-0", "rollout-0-1", "rollout-1-0", "rollout-1-1")
+    assert route.sockets == tuple(tmp_path / "handover" / f"{name}.sock" for name in names)
+    assert (route.bucket_bytes, route.rendezvous) == (12345, None)
     assert (route.dtype, route.trained_dtype, route.timeout_s) == ("bfloat16", "bfloat16", 1800.0)
 
 

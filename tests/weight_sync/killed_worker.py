@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.reshard_ranks import LIMIT_S, ReshardCase, StandIn, holding, mesh_of, rollout_of
+from mrl.dtypes import dtype_name
 from mrl.models.families import read_spec
 from mrl.models.layout import Layout
 from mrl.weight_sync.exchange import WorldTransport
 from mrl.weight_sync.ipc import IpcReceiver
 from mrl.weight_sync.planner import ReshardPlanner
-from mrl.weight_sync.resharder import Resharder, ReshardReport, ReshardSettings
+from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
 
 
 def die(path: Path) -> None:
@@ -31,19 +32,21 @@ def send_while_one_dies(case: ReshardCase) -> tuple[list[ReshardReport], list[st
     rank, spec = dist.get_rank(), read_spec(case.model)
     mesh = mesh_of(case.parallel, dist.get_world_size())
     rollout = rollout_of(case, mesh)
-    socket_paths = {worker: Path(case.sockets, f"{worker}.sock") for worker in range(len(rollout.hosts))}
+    sockets = tuple(Path(case.sockets, f"{worker}.sock") for worker in range(len(rollout.hosts)))
     with holding(case, mesh) as held:
         planner = ReshardPlanner(spec, Layout.of(case.parallel), mesh, rollout)
-        settings = ReshardSettings(case.dtype, case.train_dtype, case.bucket_bytes, LIMIT_S)
-        resharder = Resharder(planner, WorldTransport(torch.device("cpu")), held, socket_paths, settings)
+        told = WeightSyncSpec(
+            rollout, sockets, dtype_name(case.dtype), dtype_name(case.train_dtype), case.bucket_bytes, LIMIT_S
+        )
+        resharder = Resharder(planner, WorldTransport(torch.device("cpu")), held, told)
         if rank != 1:
-            stand_in = StandIn(socket_paths[rank], 1, "")
+            stand_in = StandIn(sockets[rank], 1, "")
             reports = [resharder.send(7)]
         else:
-            with subprocess.Popen([sys.executable, "-m", __name__, str(socket_paths[1])]) as doomed:
+            with subprocess.Popen([sys.executable, "-m", __name__, str(sockets[1])]) as doomed:
                 reports = [resharder.send(7)]
             assert doomed.returncode == -signal.SIGKILL, "it was to be killed"
-            stand_in = StandIn(socket_paths[1], 1, "")
+            stand_in = StandIn(sockets[1], 1, "")
         dist.barrier()
         reports.append(resharder.send(7, workers={1}))
         stand_in.join(LIMIT_S)

@@ -25,7 +25,7 @@ from mrl.models.rollout_table import EngineSizes
 from mrl.weight_sync.exchange import WorldTransport
 from mrl.weight_sync.ipc import socket_path
 from mrl.weight_sync.planner import ReshardPlanner, RolloutLayout
-from mrl.weight_sync.resharder import Resharder, ReshardSettings
+from mrl.weight_sync.resharder import Resharder, WeightSyncSpec
 from tests.engine.tiny_training import build, negative_score
 
 NUM_UPDATES = 10
@@ -74,10 +74,10 @@ def send_and_score_one(case: SamplingCase) -> Differences | None:
         spec, num_ranks = engine.request.spec, dist.get_world_size()
         held = {(shard.chunk, shard.name): tensor for shard, tensor in held_tensors(engine.models, spec, "lm", groups)}
         rollout = RolloutLayout(case.sizes, tuple(range(case.sizes.tp)), (0,) * num_ranks)
-        socket_paths = {rank: socket_path(Path(case.sockets), case.replica, rank) for rank in range(case.sizes.tp)}
+        sockets = tuple(socket_path(Path(case.sockets), case.replica, rank) for rank in range(case.sizes.tp))
         planner = ReshardPlanner(spec, Layout.of(case.parallel), groups.mesh, rollout)
-        settings = ReshardSettings(torch.float32, torch.float32, 1 << 18, LIMIT_S)
-        resharder = Resharder(planner, WorldTransport(torch.device("cpu")), held, socket_paths, settings)
+        told = WeightSyncSpec(rollout, sockets, "float32", "float32", 1 << 18, LIMIT_S)
+        resharder = Resharder(planner, WorldTransport(torch.device("cpu")), held, told)
 
         def samples(version: int) -> tuple[TokenRows, Tensor]:
             report = resharder.send(version)

@@ -12,6 +12,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from mrl.config.mesh import Mesh
+from mrl.dtypes import dtype_name, torch_dtype
 from mrl.errors import EngineError, RolloutError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader, load_shard
@@ -22,7 +23,7 @@ from mrl.weight_sync.digest import Digests
 from mrl.weight_sync.exchange import JoinedTransport
 from mrl.weight_sync.ipc import NUM_SLOTS, IpcReceiver
 from mrl.weight_sync.planner import ReshardPlanner, RolloutLayout
-from mrl.weight_sync.resharder import EngineTransfer, Resharder, ReshardReport, ReshardSettings, _few
+from mrl.weight_sync.resharder import EngineTransfer, Resharder, ReshardReport, WeightSyncSpec, _few
 from tests.models.conftest import Tiny
 from tests.rollout.trainer_side import fused
 
@@ -78,12 +79,11 @@ class Sender:
 
     def __init__(self, model: Path, path: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
         planner = ReshardPlanner(read_spec(model), Layout(), Mesh(1), RolloutLayout(EngineSizes(1), (0,), (0,)))
-        self.held = held_by_one_rank(model, settings.get("trained_dtype", torch.float32))
+        self.held = held_by_one_rank(model, torch_dtype(settings.get("trained_dtype", "float32")))
         transport = JoinedTransport(HashStore(), 0, 1, CPU, LIMIT_S)
-        whole = ReshardSettings(
-            **{"trained_dtype": torch.float32, "bucket_bytes": BUCKET_BYTES, **settings}, dtype=dtype
-        )
-        self.resharder = Resharder(planner, transport, self.held, {0: path}, whole)
+        whole = {"trained_dtype": "float32", "bucket_bytes": BUCKET_BYTES, **settings}
+        spec = WeightSyncSpec(planner.rollout, (path,), dtype_name(dtype), **whole)
+        self.resharder = Resharder(planner, transport, self.held, spec)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -130,9 +130,9 @@ def test_the_trainers_dtype_is_what_it_was_said_to_be(tiny: Tiny, tmp_path: Path
     held = held_by_one_rank(tiny("qwen3"), torch.float32)
     planner = ReshardPlanner(read_spec(tiny("qwen3")), Layout(), Mesh(1), RolloutLayout(EngineSizes(1), (0,), (0,)))
     transport = JoinedTransport(HashStore(), 0, 1, CPU, LIMIT_S)
-    settings = ReshardSettings(torch.float32, torch.bfloat16)
+    spec = WeightSyncSpec(planner.rollout, (tmp_path / "0.sock",), "float32", "bfloat16")
     with pytest.raises(EngineError, match=r"are to be torch\.bfloat16, and some are torch\.float32"):
-        Resharder(planner, transport, held, {0: tmp_path / "0.sock"}, settings)
+        Resharder(planner, transport, held, spec)
 
 
 def without(name: str) -> Change:

@@ -6,7 +6,6 @@ import datetime
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,10 +180,13 @@ def around(transport: P2PTransport, size: int) -> list[float]:
     after, before = (transport.rank + 1) % size, (transport.rank - 1) % size
     sent = [torch.full((3,), float(transport.rank)), torch.full((2,), 2.0 * transport.rank)]
     come = [torch.zeros(3), torch.zeros(2)]
-    works = transport.start([(sent[0], after), (sent[1], before)], [(come[0], before), (come[1], after)])
+    works = [
+        *transport.start({after: sent[0]}, {before: come[0]}),
+        *transport.start({before: sent[1]}, {after: come[1]}),
+    ]
     for work in works:
         work.wait()
-    assert transport.start([], []) == []
+    assert transport.start({}, {}) == []
     return [float(each[0]) for each in come] if all((each == each[0]).all() for each in come) else []
 
 
@@ -229,7 +231,7 @@ def test_who_waits_in_vain_gives_up_after_the_time_limit() -> None:
         if number == 1:
             return ""
         try:
-            (work,) = transport.start([], [(torch.zeros(1), 1)])
+            (work,) = transport.start({}, {1: torch.zeros(1)})
             work.wait()
         except RuntimeError as error:
             return str(error)
@@ -241,30 +243,9 @@ def test_who_waits_in_vain_gives_up_after_the_time_limit() -> None:
     assert (datetime.datetime.now(datetime.UTC) - began).total_seconds() < LIMIT_S / 2
 
 
-def route(sizes: EngineSizes, engines: tuple[str, ...], meeting: Rendezvous | None = None) -> WeightSyncSpec:
-    layout = RolloutLayout(sizes, (4, 5), (0, 0, 0, 0, 1, 1))
-    return WeightSyncSpec(layout, Path("/run/sockets"), engines, "bfloat16", "float32", 4096, LIMIT_S, meeting)
-
-
-@pytest.mark.parametrize(
-    ("tp", "engines", "names"),
-    [
-        (1, ("rollout-0", "rollout-1"), ["rollout-0-0", "rollout-1-0"]),
-        (2, ("rollout-0", "rollout-0"), ["rollout-0-0", "rollout-0-1"]),
-        (2, ("rollout-0", "rollout-0", "rollout-1", "rollout-1"), [f"rollout-{i}-{j}" for i in (0, 1) for j in (0, 1)]),
-    ],
-)
-def test_every_worker_of_every_engine_has_a_socket_of_its_own(
-    tp: int, engines: tuple[str, ...], names: list[str]
-) -> None:
-    socket_paths = route(EngineSizes(tp), engines).socket_paths()
-    assert socket_paths == {worker: Path(f"/run/sockets/{name}.sock") for worker, name in enumerate(names)}
-
-
-def test_a_route_knows_both_dtypes_apart() -> None:
-    settings = route(EngineSizes(1), ("rollout-0",)).settings()
-    assert (settings.dtype, settings.trained_dtype) == (torch.bfloat16, torch.float32)
-    assert settings.bucket_bytes == 4096
+def route(meeting: Rendezvous) -> WeightSyncSpec:
+    layout = RolloutLayout(EngineSizes(1), (4, 5), (0, 0, 0, 0, 1, 1))
+    return WeightSyncSpec(layout, (), "bfloat16", "float32", timeout_s=LIMIT_S, rendezvous=meeting)
 
 
 def test_trainers_and_porters_meet_where_the_route_says() -> None:
@@ -273,7 +254,7 @@ def test_trainers_and_porters_meet_where_the_route_says() -> None:
 
     def rank(number: int) -> list[float]:
         meeting = Rendezvous("127.0.0.1", port, 2, listener if number == 4 else None)
-        return around(route(EngineSizes(1), ("rollout-0", "rollout-1"), meeting).transport(number, CPU), size)
+        return around(route(meeting).transport(number, CPU), size)
 
     with ThreadPoolExecutor(size) as threads:
         found = list(threads.map(rank, range(size)))

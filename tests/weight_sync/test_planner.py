@@ -92,12 +92,12 @@ def test_what_is_planned_assembles_every_worker(
         for bucket in plan.buckets:
             made = [np.zeros(tensor.fused.shape, np.int64) for tensor in bucket.tensors]
             for source, transfers in bucket.incoming.items():
-                for home, tensor_number, part in transfers:
+                for site, tensor_number, region in transfers:
                     target = made[tensor_number]
                     matrix = target.reshape(-1, target.shape[-1]) if target.ndim > 1 else target
-                    for name, source_box, target_box in part.slices:
+                    for name, source_box, target_box in region.copies:
                         assert not matrix[slices(target_box)].any(), "written twice"
-                        parameter = local[source][home.chunk, home.prefix + name]
+                        parameter = local[source][site.chunk, site.prefix + name]
                         matrix[slices(target_box)] = parameter[slices(source_box)]
             for tensor, array in zip(bucket.tensors, made, strict=True):
                 np.testing.assert_array_equal(array, expected.pop(tensor.name), tensor.name)

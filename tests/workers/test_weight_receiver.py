@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,12 @@ def test_a_porter_comes_after_the_trainers_ranks_and_serves_the_store(
         assert worker.rendezvous() == Rendezvous("10.0.0.7", 4321, 2, None), "the socket itself stays here"
         layout = RolloutLayout(EngineSizes(1), (4, 5), ("n0",) * 6)
         elsewhere = Rendezvous("nowhere", 1, 2, None)
-        route = NotedRoute(layout, tmp_path, ("e0", "e1"), "bfloat16", "float32", 1 << 20, 5.0, elsewhere)
+        route = NotedRoute(layout, (tmp_path / "0", tmp_path / "1"), "bfloat16", "float32", rendezvous=elsewhere)
         worker.prepare_receiving(str(tmp_path), parallel, 4, route)
     assert route.joined == [(5, torch.device("cpu"), rendezvous)]
-    ((planner, transport, held, socket_paths, settings),) = made
+    ((planner, transport, held, told),) = made
     assert (transport, held) == ("transport", {}), "it holds no weights"
-    assert socket_paths == route.socket_paths()
-    assert settings == route.settings()
+    assert told == replace(route, rendezvous=rendezvous)
     assert planner.mesh == Mesh(4, tp=2), "the layout is the trainer's"
     assert worker.send_weights(3, [1, 0]) == (3, [1, 0])  # type: ignore[comparison-overlap]
 
