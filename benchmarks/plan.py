@@ -39,8 +39,8 @@ from mrl.config.schema import (
     RolloutConfig,
     RunConfig,
     TrainedModelConfig,
+    TrainingConfig,
 )
-from mrl.config.training import TrainingConfig
 from mrl.plan.advice import FULL_RECOMPUTATION
 from mrl.plan.known_models import model_spec
 from mrl.plan.plan_input import PlanInput

@@ -1,13 +1,16 @@
-"""Rules of the `data` section: what a source may be, and which of its keys go together."""
+"""Rules of the sections `data` and `reward`: what a source may be, which functions there are, and their options."""
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from mrl.config.schema import SourceConfig
+from mrl.config.schema import Config, RewardFunctionConfig, SourceConfig
 from mrl.config.sft import AnyConfig
-from mrl.errors import Problem
+from mrl.errors import Problem, did_you_mean
 
 FILE_KINDS = (".jsonl", ".parquet")
 
@@ -57,3 +60,119 @@ def _sources(config: AnyConfig) -> Iterator[tuple[str, SourceConfig]]:
         yield f"data.train.{name}", source
     for name, source in validation.items():
         yield f"data.validation.{name}", source
+
+
+REQUIRED = object()
+"""Stands where an option has no default."""
+
+BUILT_IN: Mapping[str, Mapping[str, object]] = {
+    "digits": {"partial": 0.5},
+    "exact_match": {"tag": None},
+    "f1": {"tag": None},
+    "format": {"pattern": r"\s*<think>.+?</think>\s*<answer>.+?</answer>\s*"},
+    "gsm8k": {"last_number": False},
+    "http": {"url": REQUIRED, "timeout_s": 5.0, "attempts": 3, "backoff_s": 0.5, "key_variable": None},
+    "length": {"target_tokens": REQUIRED, "max_tokens": REQUIRED},
+    "math": {},
+    "math_verify": {},
+    "overlong": {"max_tokens": REQUIRED, "buffer_tokens": REQUIRED},
+}
+"""Built-in function -> its options with their defaults; the signatures in mrl/rewards/functions say the same."""
+
+
+def check_reward_rules(config: Config) -> Iterator[Problem]:
+    """Every problem of the reward section."""
+    functions, model = config.reward.functions, config.reward_model
+    weights = [function.weight for function in functions.values()]
+    if not functions and model is None:
+        fix = "add one: reward.functions.answer.name=gsm8k, or a reward_model section"
+        yield Problem("", "reward.functions", "names no function", fix)
+    elif not any(weights) and (model is None or model.weight == 0):
+        key = "reward.functions" if functions else "reward_model.weight"
+        yield Problem("", key, "every weight is 0, and so would be every reward", "give one another weight")
+    elif not any(weights) and config.validation.every:
+        what = "validation goes by reward.functions alone, and none of them has a weight"
+        yield Problem("", "validation.every", what, "give one a weight, or validation.every=0")
+    if model is not None:
+        yield from _scored_late(config)
+    for label, function in functions.items():
+        key = f"reward.functions.{label}"
+        if label == "score":
+            yield Problem("", key, "metrics call the weighted sum so", "choose another name for this function")
+        if label == "model" and model is not None:
+            yield Problem("", key, "metrics call the reward model so", "choose another name for this function")
+        if function.name in BUILT_IN:
+            yield from _options(key, function)
+        elif not _is_path(function.name):
+            near = did_you_mean(function.name, BUILT_IN)
+            fix = f"{near}{'' if near.endswith('?') else '.'} Or name your own as package.module:function"
+            yield Problem("", f"{key}.name", f'unknown reward function "{function.name}"', fix)
+
+
+def _scored_late(config: Config) -> Iterator[Problem]:
+    """The reward model scores when the rollout is over, so nothing within the rollout can read its scores."""
+    why = "compares scores during the rollout, and the reward model scores after it"
+    if config.algorithm.dynamic_sampling is not None:
+        key = "algorithm.dynamic_sampling"
+        yield Problem("", key, why, f"{key}=null, or reward_model=null")
+    if config.algorithm.advantage == "remax":
+        what = "remax needs the score of a greedy answer too, which the reward model does not see"
+        yield Problem("", "algorithm.advantage", what, "algorithm.advantage=rloo, or reward_model=null")
+
+
+def _is_path(name: str) -> bool:
+    module, colon, attribute = name.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *attribute.split(".")))
+
+
+def _options(key: str, function: RewardFunctionConfig) -> Iterator[Problem]:
+    """The options of a built-in function: known, complete, and in their ranges."""
+    known, given = BUILT_IN[function.name], function.options
+    for name in given:
+        if name not in known:
+            fix = did_you_mean(name, known) or "remove it"
+            yield Problem("", f"{key}.options.{name}", f"{function.name} has no such option", fix)
+    for name, default in known.items():
+        if default is REQUIRED and name not in given:
+            yield Problem("", f"{key}.options", f"{function.name} needs {name}", f"set {key}.options.{name}")
+    for name in known:
+        if name in given and (wrong := _wrong(name, given[name])):
+            yield Problem("", f"{key}.options.{name}", wrong)
+    yield from _sizes(key, function)
+
+
+def _wrong(name: str, value: Any) -> str:
+    """What is wrong with the value of an option by itself."""
+    shown = json.dumps(value, ensure_ascii=False, default=str)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if name.endswith("_tokens") or name == "attempts":
+        return "" if isinstance(value, int) and is_number and value >= 1 else f"must be a count, not {shown}"
+    if name.endswith("_s"):
+        return "" if is_number and value > 0 else f"must be a number of seconds, not {shown}"
+    if name == "last_number":
+        return "" if isinstance(value, bool) else f"must be true or false, not {shown}"
+    if name == "url":
+        is_web = isinstance(value, str) and value.startswith(("http://", "https://"))
+        return "" if is_web else f"must begin with http:// or https://, not {shown}"
+    if name == "pattern":
+        return _wrong_pattern(value) if isinstance(value, str) else f"must be text, not {shown}"
+    return "" if value is None or isinstance(value, str) else f"must be text or null, not {shown}"
+
+
+def _wrong_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return f"is no regular expression: {error}"
+    return ""
+
+
+def _sizes(key: str, function: RewardFunctionConfig) -> Iterator[Problem]:
+    """The shorter of two lengths comes first."""
+    smaller, larger = {"overlong": ("buffer_tokens", "max_tokens"), "length": ("target_tokens", "max_tokens")}.get(
+        function.name, ("", "")
+    )
+    few, many = function.options.get(smaller), function.options.get(larger)
+    if isinstance(few, int) and isinstance(many, int) and few >= many:
+        what = f"{few} must be less than {larger}, which is {many}"
+        yield Problem("", f"{key}.options.{smaller}", what)

@@ -1,4 +1,4 @@
-"""The schema as a list of keys: what `mrl show --schema` prints, and where suggestions for a wrong key come from."""
+"""The schema as a list of keys, and plain nested values typed by it: strictly, and with every mistake reported."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import json
+import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mrl.config import schema
+from mrl.config.values import UNUSABLE, KeyPath, Secrets, dotted
+from mrl.errors import Problem, did_you_mean
 
-KeyPath = tuple[str, ...]
 ENTRY = "NAME"  # stands for the names that users choose
 
 
@@ -38,11 +41,6 @@ class Key:
         """The dataclass of the entries of a section whose names are the user's; None for anything else."""
         is_dict = get_origin(self.annotation) is dict
         return section_of(get_args(self.annotation)[1]) if is_dict else None
-
-
-def dotted(path: KeyPath) -> str:
-    """The key as users write it."""
-    return ".".join(path)
 
 
 def section_of(annotation: Any) -> type | None:
@@ -130,3 +128,151 @@ def _docs_of(statement: ast.ClassDef) -> Iterator[tuple[str, str]]:
         match entry, after:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
                 yield name, doc
+
+
+AnyTyped = TypeVar("AnyTyped")
+_VALUE = re.compile(r"[-+]?[0-9][0-9_.]*([eE][-+]?[0-9]+)?|true|false|yes|no|on|off", re.IGNORECASE)
+
+
+def convert(
+    root: type[AnyTyped], values: Mapping[str, Any], secrets: Secrets, origin: Callable[[KeyPath], str]
+) -> tuple[AnyTyped | None, list[Problem]]:
+    """The configuration typed as `root`, or None and what is wrong; `origin` says where a key stands."""
+    conversion = _Conversion(secrets, origin)
+    config = conversion.section(root, values, ())
+    return (None if config is UNUSABLE else config), conversion.problems
+
+
+class _Conversion:
+    """One pass over the values; each method returns the typed value, or UNUSABLE after reporting why."""
+
+    def __init__(self, secrets: Secrets, origin: Callable[[KeyPath], str]) -> None:
+        self.problems: list[Problem] = []
+        self._secrets = secrets
+        self._origin = origin
+
+    def section(self, section: type, values: Any, path: KeyPath) -> Any:
+        if not isinstance(values, dict):
+            return self._wrong(path, "a section of keys", values)
+        known = fields_of(section)
+        unknown = {name: nearest_key(section, (*path, name)) for name in values if name not in known}
+        for name, meant in unknown.items():
+            self._report((*path, name), "unknown key", _unknown_key_fix(name, meant, (*path, name), known))
+        given = {}
+        for name, key in known.items():
+            inner = (*path, name)
+            if name in values:
+                given[name] = self._value(key.annotation, values[name], inner)
+            elif not key.required or dotted(inner) in unknown.values():
+                continue  # the default holds, or the key is there, misspelt
+            elif key.section is not None:
+                given[name] = self.section(key.section, {}, inner)
+            else:
+                given[name] = self._report(inner, "is required and missing", key.doc.split(". ")[0].rstrip("."))
+        return UNUSABLE if unknown or any(value is UNUSABLE for value in given.values()) else section(**given)
+
+    def _value(self, annotation: Any, value: Any, path: KeyPath) -> Any:
+        if value is UNUSABLE:
+            return value
+        origin, arguments = get_origin(annotation), get_args(annotation)
+        if origin in (Union, types.UnionType):
+            return None if value is None else self._value(_without_none(arguments), value, path)
+        if value is None:
+            return self._report(
+                path, "must not be null", "give it a value, or leave the key out where it has a default"
+            )
+        if origin is Annotated:
+            return self._constrained(arguments[0], arguments[1], value, path)
+        if origin is Literal:
+            return self._choice(arguments, value, path)
+        if origin is dict:
+            return self._free_keys(arguments, value, path)
+        if section_of(annotation) is not None:
+            return self.section(annotation, value, path)
+        return _SCALARS[annotation](self, value, path)
+
+    def _constrained(self, annotation: Any, constraint: Any, value: Any, path: KeyPath) -> Any:
+        typed = self._value(annotation, value, path)
+        if typed is UNUSABLE or constraint.allows(typed):
+            return typed
+        return self._report(path, f"must be {constraint}, not {self._quote(path, value)}")
+
+    def _choice(self, choices: tuple[str, ...], value: Any, path: KeyPath) -> Any:
+        if value in choices:
+            return value
+        near = did_you_mean(str(value), choices)
+        what = f"{self._quote(path, value)} is not one of {', '.join(choices)}"
+        return self._report(path, what, "" if near.startswith("known:") else near)
+
+    def _free_keys(self, arguments: tuple[Any, Any], values: Any, path: KeyPath) -> Any:
+        if not isinstance(values, dict):
+            return self._wrong(path, "a section of keys", values)
+        name_annotation, annotation = arguments
+        if annotation is Any:
+            return values
+        # A child file takes an entry of its parent out by setting it to null.
+        entries = {name: value for name, value in values.items() if value is not None}
+        names = [self._value(name_annotation, name, (*path, name)) for name in entries]
+        typed = {name: self._value(annotation, value, (*path, name)) for name, value in entries.items()}
+        return UNUSABLE if UNUSABLE in (*names, *typed.values()) else typed
+
+    def _whole_number(self, value: Any, path: KeyPath) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        is_whole = isinstance(value, float) and value.is_integer()
+        return self._wrong(path, "a whole number", value, f"write {int(value)}" if is_whole else _unquote(value))
+
+    def _number(self, value: Any, path: KeyPath) -> Any:
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            return self._wrong(path, "a number", value, _unquote(value))
+        try:
+            number = float(value)
+        except OverflowError:
+            number = float("inf")
+        return number if abs(number) < float("inf") else self._wrong(path, "a finite number", value)
+
+    def _truth(self, value: Any, path: KeyPath) -> Any:
+        return value if isinstance(value, bool) else self._wrong(path, "true or false", value, _unquote(value))
+
+    def _text(self, value: Any, path: KeyPath) -> Any:
+        if isinstance(value, str):
+            return value
+        return self._wrong(path, "text", value, "" if isinstance(value, (dict, list)) else "write it in quotes")
+
+    def _wrong(self, path: KeyPath, expected: str, value: Any, fix: str = "") -> Any:
+        return self._report(path, f"must be {expected}, not {self._quote(path, value)}", fix)
+
+    def _quote(self, path: KeyPath, value: Any) -> str:
+        if isinstance(value, (dict, list)):
+            return "a section" if isinstance(value, dict) else "a list"
+        return json.dumps(self._secrets.shown(path, value), ensure_ascii=False, default=str)
+
+    def _report(self, path: KeyPath, what: str, fix: str = "") -> Any:
+        self.problems.append(Problem(self._origin(path), dotted(path), what, fix))
+        return UNUSABLE
+
+
+_SCALARS: dict[Any, Callable[[_Conversion, Any, KeyPath], Any]] = {
+    int: _Conversion._whole_number,
+    float: _Conversion._number,
+    bool: _Conversion._truth,
+    str: _Conversion._text,
+}
+
+
+def _unknown_key_fix(name: str, meant: str | None, path: KeyPath, known: Iterable[str]) -> str:
+    if "." in name:
+        return f"write it as nested sections, or as {dotted(path)}=... on the command line"
+    return f'did you mean "{meant}"?' if meant else f"known: {', '.join(sorted(known))}"
+
+
+def _unquote(value: Any) -> str:
+    """The fix for a number or truth value that is text: written in quotes, or taken from the environment."""
+    if isinstance(value, str) and _VALUE.fullmatch(value):
+        return "write it without quotes, or as ${oc.decode:${oc.env:NAME}} where the environment gives it"
+    return ""
+
+
+def _without_none(choices: tuple[Any, ...]) -> Any:
+    (choice,) = (choice for choice in choices if choice is not type(None))
+    return choice

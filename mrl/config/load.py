@@ -7,21 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from mrl.config.convert import convert
-from mrl.config.data_rules import check_data_rules, unchecked_data
-from mrl.config.interpolation import interpolate
-from mrl.config.keys import KeyPath
-from mrl.config.layers import ConfigLayer, holds, merge
-from mrl.config.model_rules import check_model_rules, unchecked
-from mrl.config.model_shape import read_model_shape
+from mrl.config.data_rules import check_data_rules, check_reward_rules, unchecked_data
+from mrl.config.keys import convert
+from mrl.config.model_rules import check_model_rules, read_model_shape, unchecked
 from mrl.config.passthrough import check_passthrough
-from mrl.config.reward_rules import check_reward_rules
 from mrl.config.rules import LAYOUT_RULES, RULES, check_rules
 from mrl.config.schema import Config
-from mrl.config.secrets import Secrets
 from mrl.config.sft import AnyConfig, SftConfig
-from mrl.config.sources import read_chain, read_overrides
-from mrl.config.yaml_source import SourceError
+from mrl.config.sources import SourceError, read_chain, read_overrides
+from mrl.config.values import ConfigLayer, KeyPath, Secrets, holds, interpolate, merge
 from mrl.errors import ConfigError, Problem
 
 AnyTyped = TypeVar("AnyTyped", Config, SftConfig)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config import megatron_fields
-from mrl.config.keys import KeyPath
 from mrl.config.megatron_fields import FieldRules
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
+from mrl.config.values import KeyPath
 from mrl.errors import Problem, did_you_mean
 
 _PLAIN = re.compile("bool|int|float|str")

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from mrl.config.keys import ENTRY, KeyPath, describe_type, dotted, fields_of
+from mrl.config.keys import ENTRY, describe_type, fields_of
 from mrl.config.load import Resolved
 from mrl.config.schema import Config
+from mrl.config.values import KeyPath, dotted
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./@+-]*")
 _NOT_TEXT = {"true", "false", "yes", "no", "on", "off", "null"}

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mrl.config.keys import KeyPath, dotted
-from mrl.config.layers import merge
 from mrl.config.load import Resolved
 from mrl.config.schema import Config
 from mrl.config.sources import read_chain, read_overrides
+from mrl.config.values import KeyPath, dotted, merge
 from mrl.errors import ConfigError, Problem
 
 _VARIABLE = re.compile(r"oc\.env:\s*['\"]?([A-Za-z_][A-Za-z0-9_]*)")

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from mrl.config.bounds import Count, Matching, Seconds, Text
-from mrl.config.convert import convert
-from mrl.config.interpolation import interpolate
-from mrl.config.sources import read_chain
-from mrl.config.yaml_source import SourceError
+from mrl.config.keys import convert
+from mrl.config.sources import SourceError, read_chain
+from mrl.config.values import interpolate
 from mrl.errors import ConfigError, Problem
 from mrl.redaction import is_secret_key, redact_text
 

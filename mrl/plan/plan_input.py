@@ -9,8 +9,7 @@ from typing import Any, TypeVar, cast
 
 from mrl.config.hardware import Hardware, hardware
 from mrl.config.load import Resolved
-from mrl.config.model_rules import check_model_rules
-from mrl.config.model_shape import ModelShape
+from mrl.config.model_rules import ModelShape, check_model_rules
 from mrl.config.rules import RULES, check_rules
 from mrl.config.schema import Config
 from mrl.errors import ConfigError, ModelError, Problem

@@ -17,13 +17,14 @@ from benchmarks.everything import SIMULATED
 from benchmarks.harness import shown
 from mrl.algos.core_algos import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, RATIO_LEVELS
 from mrl.config.arithmetic import num_engines, role_mesh
-from mrl.config.keys import ENTRY, KeyPath, describe_type, dotted, fields_of
+from mrl.config.data_rules import BUILT_IN
+from mrl.config.keys import ENTRY, describe_type, fields_of
 from mrl.config.load import load_config
-from mrl.config.reward_rules import BUILT_IN
 from mrl.config.schema import Config
 from mrl.config.sft import SftConfig
 from mrl.config.sources import read_chain
 from mrl.config.step_calls import STEP
+from mrl.config.values import KeyPath, dotted
 from mrl.data.toy import TOY_TASKS
 from mrl.launch.site import SiteConfig
 from tests.docs.blocks import ROOT, pages

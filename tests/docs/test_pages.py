@@ -14,8 +14,9 @@ import pytest
 
 from mrl import errors
 from mrl.cli.main import VERBS
-from mrl.config.keys import dotted, schema_keys
+from mrl.config.keys import schema_keys
 from mrl.config.sft import SftConfig
+from mrl.config.values import dotted
 from tests.docs.blocks import DOCS, ROOT, Block, blocks_of, pages, run_block, run_page
 from tests.docs.generate import MAKERS, first_line, names_in, renewed
 from tests.docs.pictures import IMAGES, PICTURES

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.reward_rules import BUILT_IN, REQUIRED
+from mrl.config.data_rules import BUILT_IN, REQUIRED
 from mrl.errors import RewardError
 from mrl.rewards.functions import digits, exact_match, f1, format, gsm8k, length, math, overlong
 from mrl.rewards.sample import Sample

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.config.layers import ConfigLayer
 from mrl.config.load import Resolved
 from mrl.config.schema import (
     AlgorithmConfig,
@@ -36,7 +35,7 @@ from mrl.config.schema import (
     TrainedModelConfig,
     TrainingConfig,
 )
-from mrl.config.secrets import Secrets
+from mrl.config.values import ConfigLayer, Secrets
 from mrl.observe.console import Console
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.training import SyncConfig
+from mrl.config.schema import SyncConfig
 from mrl.errors import AuditFailed
 from mrl.trainer.audit import check_invariants
 
