@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mrl.config.bounds import Amount, Count, MoreThan, Proportion, Share, Text
+from mrl.config.bounds import Amount, Count, Proportion, Share, Text, more_than
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class LossConfig:
     """The ratio of new to old probability counts down to 1 minus this."""
     clip_high: Amount = 0.2
     """And up to 1 plus this."""
-    dual_clip: Annotated[float, MoreThan(1)] | None = 3.0
+    dual_clip: Annotated[float, more_than(1)] | None = 3.0
     """With a negative advantage a token's loss is at most the advantage times this; null sets no bound."""
     entropy_coef: Amount = 0.0
     """Reward for entropy in the loss."""
@@ -74,7 +74,7 @@ class CorrectionConfig:
     """Ratio per `token`, per `sequence`, or its `geometric` mean."""
     beyond: Literal["truncate", "mask"] = "truncate"
     """What becomes of a weight beyond the bounds: held at the bound, or the token counts for nothing."""
-    upper: Annotated[float, MoreThan(0)] = 2.0
+    upper: Annotated[float, more_than(0)] = 2.0
     """Upper bound."""
     lower: Proportion = 0.0
     """Lower bound."""

@@ -3,75 +3,41 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 
 @dataclass(frozen=True)
-class AtLeast:
-    """A number that must not be smaller than `minimum`."""
+class Bound:
+    """What a value must be, in words that follow "must be", and the test for it."""
 
-    minimum: int
-
-    def __str__(self) -> str:
-        return f"at least {self.minimum}"
-
-    def allows(self, value: Any) -> bool:
-        """Whether `value` is in the range."""
-        return bool(value >= self.minimum)
-
-
-@dataclass(frozen=True)
-class MoreThan:
-    """A number that must be greater than `bound`."""
-
-    bound: int
+    words: str
+    allows: Callable[[Any], bool]
 
     def __str__(self) -> str:
-        return f"more than {self.bound}"
-
-    def allows(self, value: Any) -> bool:
-        """Whether `value` is in the range."""
-        return bool(value > self.bound)
+        return self.words
 
 
-@dataclass(frozen=True)
-class Within:
-    """A number in a range, bounds included."""
-
-    minimum: int
-    maximum: int
-
-    def __str__(self) -> str:
-        return f"from {self.minimum} to {self.maximum}"
-
-    def allows(self, value: Any) -> bool:
-        """Whether `value` is in the range."""
-        return bool(self.minimum <= value <= self.maximum)
+def at_least(minimum: int) -> Bound:
+    return Bound(f"at least {minimum}", lambda value: value >= minimum)
 
 
-@dataclass(frozen=True)
-class Matching:
-    """Text of one form; `description` says which in words."""
-
-    pattern: str
-    description: str
-
-    def __str__(self) -> str:
-        return self.description
-
-    def allows(self, value: Any) -> bool:
-        """Whether `value` has the form."""
-        return re.fullmatch(self.pattern, value) is not None
+def more_than(bound: int) -> Bound:
+    return Bound(f"more than {bound}", lambda value: value > bound)
 
 
-Count = Annotated[int, AtLeast(1)]
-NotNegative = Annotated[int, AtLeast(0)]
-Seconds = Annotated[float, MoreThan(0)]
-Share = Annotated[float, MoreThan(0)]
-Proportion = Annotated[float, Within(0, 1)]
-Amount = Annotated[float, AtLeast(0)]
-Text = Annotated[str, Matching(r"(?=.*\S)[^\x00-\x1f\x7f]+", "one line of text")]
+def matching(pattern: str, words: str) -> Bound:
+    return Bound(words, lambda text: re.fullmatch(pattern, text) is not None)
+
+
+Count = Annotated[int, at_least(1)]
+NotNegative = Annotated[int, at_least(0)]
+Seconds = Annotated[float, more_than(0)]
+Share = Annotated[float, more_than(0)]
+Proportion = Annotated[float, Bound("from 0 to 1", lambda value: 0 <= value <= 1)]
+Amount = Annotated[float, at_least(0)]
+Text = Annotated[str, matching(r"(?=.*\S)[^\x00-\x1f\x7f]+", "one line of text")]
 PlainName = Annotated[
-    str, Matching(r"[A-Za-z0-9][A-Za-z0-9._-]*", "a name of letters, digits, dots, dashes and underscores")
+    str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]*", "a name of letters, digits, dots, dashes and underscores")
 ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from mrl.config.algorithm import AlgorithmConfig
-from mrl.config.bounds import AtLeast, Count, NotNegative, PlainName, Proportion, Seconds, Share, Text
+from mrl.config.bounds import Count, NotNegative, PlainName, Proportion, Seconds, Share, Text, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +328,7 @@ class RewardConfig:
     """For all functions on one sample together, from when a worker begins with it; waiting does not count."""
     start_limit_s: Seconds = 60.0
     """For a worker to import the functions."""
-    memory_bytes: Annotated[int, AtLeast(1 << 27)] = 2 << 30
+    memory_bytes: Annotated[int, at_least(1 << 27)] = 2 << 30
     """Address space of a worker."""
     max_samples_per_s: Seconds | None = None
     """Samples begun per second by all workers together, for a service that allows no more; null is no bound."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mrl.config.bounds import Count, Matching, Seconds, Text
+from mrl.config.bounds import Count, Seconds, Text, matching
 from mrl.config.keys import convert
 from mrl.config.sources import SourceError, read_chain
 from mrl.config.values import interpolate
 from mrl.errors import ConfigError, Problem
 from mrl.redaction import is_secret_key, redact_text
 
-Variable = Annotated[str, Matching(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable")]
-Option = Annotated[str, Matching(r"[a-z][a-z0-9-]*", "a long option of sbatch, without its dashes")]
-Word = Annotated[str, Matching(r"[^\s\"'#\\$`]+", "one word without quotes")]
-SlurmTime = Annotated[str, Matching(r"(\d+-)?\d+(:\d{1,2}){0,2}", "[days-]hours:minutes:seconds, as sbatch has it")]
+Variable = Annotated[str, matching(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable")]
+Option = Annotated[str, matching(r"[a-z][a-z0-9-]*", "a long option of sbatch, without its dashes")]
+Word = Annotated[str, matching(r"[^\s\"'#\\$`]+", "one word without quotes")]
+SlurmTime = Annotated[str, matching(r"(\d+-)?\d+(:\d{1,2}){0,2}", "[days-]hours:minutes:seconds, as sbatch has it")]
 
 
 @dataclass(frozen=True, kw_only=True)
