@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import glob
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from mrl.config.schema import Config, RewardFunctionConfig, SourceConfig
@@ -13,6 +16,7 @@ from mrl.config.sft import AnyConfig
 from mrl.errors import Problem, did_you_mean
 
 FILE_KINDS = (".jsonl", ".parquet")
+_FUNCTIONS = Path(__file__).parents[1] / "rewards" / "functions"
 
 
 def is_file(source: SourceConfig) -> bool:
@@ -62,22 +66,18 @@ def _sources(config: AnyConfig) -> Iterator[tuple[str, SourceConfig]]:
         yield f"data.validation.{name}", source
 
 
-REQUIRED = object()
-"""Stands where an option has no default."""
+@cache
+def reward_functions() -> Mapping[str, Mapping[str, bool]]:
+    """Read from their sources which functions mrl brings along: name -> each option, and whether it must be given."""
+    return {file.stem: _signature(file) for file in sorted(_FUNCTIONS.glob("*.py")) if file.stem != "__init__"}
 
-BUILT_IN: Mapping[str, Mapping[str, object]] = {
-    "digits": {"partial": 0.5},
-    "exact_match": {"tag": None},
-    "f1": {"tag": None},
-    "format": {"pattern": r"\s*<think>.+?</think>\s*<answer>.+?</answer>\s*"},
-    "gsm8k": {"last_number": False},
-    "http": {"url": REQUIRED, "timeout_s": 5.0, "attempts": 3, "backoff_s": 0.5, "key_variable": None},
-    "length": {"target_tokens": REQUIRED, "max_tokens": REQUIRED},
-    "math": {},
-    "math_verify": {},
-    "overlong": {"max_tokens": REQUIRED, "buffer_tokens": REQUIRED},
-}
-"""Built-in function -> its options with their defaults; the signatures in mrl/rewards/functions say the same."""
+
+def _signature(file: Path) -> dict[str, bool]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    (score,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "score")
+    _, *options = score.args.args  # the first is the sample
+    num_required = len(options) - len(score.args.defaults)
+    return {option.arg: number < num_required for number, option in enumerate(options)}
 
 
 def check_reward_rules(config: Config) -> Iterator[Problem]:
@@ -101,10 +101,10 @@ def check_reward_rules(config: Config) -> Iterator[Problem]:
             yield Problem("", key, "metrics call the weighted sum so", "choose another name for this function")
         if label == "model" and model is not None:
             yield Problem("", key, "metrics call the reward model so", "choose another name for this function")
-        if function.name in BUILT_IN:
+        if function.name in reward_functions():
             yield from _options(key, function)
         elif not _is_path(function.name):
-            near = did_you_mean(function.name, BUILT_IN)
+            near = did_you_mean(function.name, reward_functions())
             fix = f"{near}{'' if near.endswith('?') else '.'} Or name your own as package.module:function"
             yield Problem("", f"{key}.name", f'unknown reward function "{function.name}"', fix)
 
@@ -127,13 +127,13 @@ def _is_path(name: str) -> bool:
 
 def _options(key: str, function: RewardFunctionConfig) -> Iterator[Problem]:
     """The options of a built-in function: known, complete, and in their ranges."""
-    known, given = BUILT_IN[function.name], function.options
+    known, given = reward_functions()[function.name], function.options
     for name in given:
         if name not in known:
             fix = did_you_mean(name, known) or "remove it"
             yield Problem("", f"{key}.options.{name}", f"{function.name} has no such option", fix)
-    for name, default in known.items():
-        if default is REQUIRED and name not in given:
+    for name, is_required in known.items():
+        if is_required and name not in given:
             yield Problem("", f"{key}.options", f"{function.name} needs {name}", f"set {key}.options.{name}")
     for name in known:
         if name in given and (wrong := _wrong(name, given[name])):

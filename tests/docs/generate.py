@@ -17,7 +17,7 @@ from benchmarks.everything import SIMULATED
 from benchmarks.harness import shown
 from mrl.algos.core_algos import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, RATIO_LEVELS
 from mrl.config.arithmetic import num_engines, role_mesh
-from mrl.config.data_rules import BUILT_IN
+from mrl.config.data_rules import reward_functions
 from mrl.config.keys import ENTRY, describe_type, fields_of
 from mrl.config.load import load_config
 from mrl.config.schema import Config
@@ -128,7 +128,7 @@ def names() -> str:
         "algorithm.loss.aggregation": AGGREGATIONS,
         "algorithm.kl.in_reward, in_loss": KL_ESTIMATORS,
         "algorithm.correction.level": RATIO_LEVELS,
-        "reward.functions.NAME.name": BUILT_IN,
+        "reward.functions.NAME.name": reward_functions(),
         "data.train.NAME.dataset": [*(f"toy:{task}" for task in TOY_TASKS), "reasoning_gym:TASK"],
         "rollout.engine": ["vllm", "transformers"],
     }

@@ -7,12 +7,11 @@ import inspect
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mrl.config.data_rules import BUILT_IN, REQUIRED
+from mrl.config.data_rules import reward_functions
 from mrl.errors import RewardError
 from mrl.rewards.functions import digits, exact_match, f1, format, gsm8k, length, math, overlong
 from mrl.rewards.sample import Sample
@@ -162,19 +161,13 @@ def test_overlong(tokens: int, expected: float) -> None:
     assert overlong.score(sample(tokens=tokens), max_tokens=100, buffer_tokens=20) == expected
 
 
-@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"math_verify"}))
+@pytest.mark.parametrize("name", sorted(set(reward_functions()) - {"math_verify"}))
 def test_the_configuration_knows_the_options(name: str) -> None:
     score = importlib.import_module(f"mrl.rewards.functions.{name}").score
     parameters = list(inspect.signature(score).parameters.values())[1:]
     empty = inspect.Parameter.empty
-    assert {entry.name: REQUIRED if entry.default is empty else entry.default for entry in parameters} == BUILT_IN[name]
+    assert {entry.name: entry.default is empty for entry in parameters} == reward_functions()[name]
     assert inspect.getdoc(score), "the rule stands in the docstring"
-
-
-def test_each_function_is_in_the_table() -> None:
-    package = importlib.import_module("mrl.rewards.functions")
-    files = {file.stem for path in package.__path__ for file in Path(path).glob("*.py")}
-    assert files - {"__init__"} == set(BUILT_IN)
 
 
 def test_a_worker_is_light() -> None:
