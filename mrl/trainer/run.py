@@ -11,7 +11,7 @@ import mrl
 from mrl.config.load import AnyTyped, Resolved
 from mrl.config.run_directory import CHECKPOINTS, open_run_directory
 from mrl.events import EventLog, RunStarted, Warned
-from mrl.observe.console import Console
+from mrl.observe.console import Console, SamplePreview
 from mrl.observe.metrics import MetricsFile
 from mrl.observe.step_timer import StepTimer
 from mrl.observe.trackers import Tracker, open_trackers

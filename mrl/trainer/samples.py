@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mrl.observe.panel import SamplePreview
+from mrl.observe.console import SamplePreview
 from mrl.protocol import DataProto
 
 

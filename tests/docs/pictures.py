@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from mrl.observe.console import Console
-from mrl.observe.panel import Panel, SamplePreview
+from mrl.observe.console import Console, Panel, SamplePreview
 from tests.docs.blocks import DOCS
 
 IMAGES = DOCS / "images"

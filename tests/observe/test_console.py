@@ -6,8 +6,7 @@ import io
 
 import pytest
 
-from mrl.observe.console import Console
-from mrl.observe.panel import Panel, SamplePreview, sparkline
+from mrl.observe.console import Console, Panel, SamplePreview, sparkline
 
 
 class Terminal(io.StringIO):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mrl.observe.health import findings
-from mrl.observe.report import render_report
+from mrl.observe.report import findings, render_report
 
 
 def line(step: int, **figures: float) -> dict[str, Any]:

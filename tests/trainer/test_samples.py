@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mrl.data.sample_files import write_samples
-from mrl.observe.panel import SamplePreview
+from mrl.observe.console import SamplePreview
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.trainer.samples import preview, sample_columns
