@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import peer_environments
 from benchmarks.harness import shown
-from mrl.cli import machine
+from mrl.preflight import node_facts
 
 HERE = Path(__file__).resolve().parent
 MACHINES = HERE / "results" / "machines"
@@ -106,7 +106,7 @@ def run(entry: Entry, out: Path) -> Outcome:
 
 def own_file() -> Path:
     """Where the results of a machine like this one lie."""
-    words = re.findall(r"[a-z0-9.]+", f"{machine.cpu_model()} {machine.usable_cpus()} cores".lower())
+    words = re.findall(r"[a-z0-9.]+", f"{node_facts.cpu_model()} {node_facts.usable_cpus()} cores".lower())
     return MACHINES / ("-".join(words) + ".json")
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.cli import machine
+from mrl.preflight import node_facts
 from mrl.preflight.node_facts import memory_bytes
 
 
@@ -99,14 +99,14 @@ class Benchmark:
     def report(self) -> dict[str, Any]:
         """Everything that the JSON file holds. The machine is described, not named."""
         described = {
-            "cpu": machine.cpu_model(),
-            "cores": machine.usable_cpus(),
+            "cpu": node_facts.cpu_model(),
+            "cores": node_facts.usable_cpus(),
             "memory_bytes": memory_bytes(),
-            "gpus": machine.gpus(),
+            "gpus": node_facts.gpus(),
             "load_average_before": self._load_before,
             "load_average_after": os.getloadavg(),
         }
-        versions = machine.versions()
+        versions = node_facts.versions()
         return {
             "benchmark": self.name,
             "command": command(sys.argv),

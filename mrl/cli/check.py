@@ -10,8 +10,7 @@ from mrl.cli.show import split_arguments
 from mrl.config.hardware import DEFAULT, HARDWARE
 from mrl.config.load import Resolved, load_config
 from mrl.config.schema import Config
-from mrl.preflight.findings import CheckResult, check_batch, check_columns, check_configuration, guarded
-from mrl.preflight.memory import check_memory
+from mrl.preflight.findings import CheckResult, check_batch, check_columns, check_configuration, check_memory, guarded
 
 EXAMPLE = "mrl check configs/laptop-ppo.yaml --offline"
 EXIT_FAILED = 2
@@ -51,9 +50,8 @@ def findings(resolved: Resolved[Config], arguments: argparse.Namespace) -> Itera
         return
     # These load torch, Ray and what else a run needs.
     from mrl.preflight.cluster import check_machines, check_slurm
-    from mrl.preflight.data import check_data
+    from mrl.preflight.data import check_data, check_models
     from mrl.preflight.machine import check_disk
-    from mrl.preflight.models import check_models
 
     yield from check_models(config)
     yield from guarded("data", check_data(config, all_rows=arguments.all_rows))

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mrl
-from mrl.cli import machine
-from mrl.preflight.node_facts import memory_bytes
+from mrl.preflight.node_facts import cpu_model, git_revision, gpus, memory_bytes, usable_cpus, versions
 from mrl.redaction import redact
 
 EXAMPLE = "mrl env --json"
@@ -55,13 +54,13 @@ def collect(timeout_s: float) -> dict[str, Any]:
     with ThreadPoolExecutor() as threads:
         usable = dict(zip(_PROBES, threads.map(lambda code: probe(code, timeout_s), _PROBES.values()), strict=True))
     return {
-        "mrl": {"version": mrl.__version__, "revision": machine.git_revision(Path(mrl.__file__).parent.parent)},
-        "versions": machine.versions(),
+        "mrl": {"version": mrl.__version__, "revision": git_revision(Path(mrl.__file__).parent.parent)},
+        "versions": versions(),
         "devices": {
-            "cpu": machine.cpu_model(),
-            "usable_cpus": machine.usable_cpus(),
+            "cpu": cpu_model(),
+            "usable_cpus": usable_cpus(),
             "memory_bytes": memory_bytes(),
-            "gpus": machine.gpus(),
+            "gpus": gpus(),
         },
         "usable": usable,
     }

@@ -14,11 +14,10 @@ from mrl.config.schema import Config
 from mrl.errors import ConfigError, Problem
 from mrl.plan.advice import Changes, advise
 from mrl.plan.assumptions import ASSUMPTIONS
-from mrl.plan.fewer_nodes import found_lines
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
 from mrl.plan.memory import MemoryPlan, gib, plan_memory
 from mrl.plan.plan_input import PlanInput, make_plan_input
-from mrl.plan.search import search
+from mrl.plan.search import found_lines, search
 from mrl.plan.timing import Lengths, assumed_lengths, plan_time
 from mrl.preflight.node_facts import usable_memory_bytes
 

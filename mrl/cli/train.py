@@ -13,7 +13,7 @@ from mrl.config.load import Resolved, load_config
 from mrl.config.model_names import settle_models
 from mrl.config.schema import Config
 from mrl.errors import PlacementError, TooFewDevices, WorkerDied, WorkerSilent
-from mrl.plan.fewer_nodes import fits_on
+from mrl.plan.search import fits_on
 from mrl.preflight.findings import refuse
 
 EXAMPLE = "mrl train configs/laptop-ppo.yaml model.path=my-model training.steps=20"

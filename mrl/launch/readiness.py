@@ -12,7 +12,7 @@ from mrl.config.load import load_config
 from mrl.controller import ray_cluster
 from mrl.controller.nodes import wait_for_nodes
 from mrl.errors import MrlError, TooFewDevices
-from mrl.plan.fewer_nodes import fits_on
+from mrl.plan.search import fits_on
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,8 +3,7 @@
 The time of a step is a sum over the roles and the engines, and a role's part depends on its own layout and
 pool alone. So combinations are looked at in the order of these sums, and only until no later one can be faster:
 what is found is what trying out all of them would find. What binds the parts, memory and rules, is checked as
-combinations come up.
-"""
+combinations come up."""
 
 from __future__ import annotations
 
@@ -15,15 +14,17 @@ from itertools import product
 from typing import Any
 
 from mrl.config.arithmetic import longest_sample_tokens, samples_per_step
-from mrl.config.schema import MegatronModelConfig, ParallelConfig, RolloutConfig
+from mrl.config.hardware import DEFAULT
+from mrl.config.load import Resolved
+from mrl.config.schema import Config, MegatronModelConfig, ParallelConfig, RolloutConfig
 from mrl.errors import ModelError
 from mrl.models.layout import Layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.advice import FULL_RECOMPUTATION, Changes
-from mrl.plan.memory import MemoryPlan, Role, plan_memory, role_stages
-from mrl.plan.plan_input import PlanInput
-from mrl.plan.timing import Lengths, TimePlan, plan_time, role_phases, rollout_phase
+from mrl.plan.memory import MemoryPlan, Role, gib, plan_memory, role_stages
+from mrl.plan.plan_input import PlanInput, make_plan_input
+from mrl.plan.timing import Lengths, TimePlan, assumed_lengths, plan_time, role_phases, rollout_phase
 
 _SIZES, _CHUNKS, _MAX_STAGES = (1, 2, 4, 8), (1, 2), 32
 _UTILIZATIONS, _OWN_UTILIZATIONS = (0.5, 0.6, 0.7, 0.8, 0.85), (0.9,)
@@ -216,3 +217,34 @@ def _engine_options(placed: PlanInput, lengths: Lengths) -> Iterator[Option]:
             if (seconds := rollout_phase(subject, lengths).seconds) < fastest:
                 fastest = seconds
                 yield Option(seconds, subject.config.rollout, changes)
+
+
+def fits_on(resolved: Resolved[Config], num_nodes: int) -> list[str]:
+    """What to write instead where only so many machines are there."""
+    cluster = resolved.config.cluster
+    if not num_nodes:
+        return ["No machine is there: nothing fits."]
+    if cluster.device == "cpu":
+        num_slots = num_nodes * cluster.devices_per_node
+        return [f"cluster.nodes={num_nodes} has {num_slots} CPU slots for placement.pools; a search is about GPUs."]
+    try:
+        subject = make_plan_input(resolved, DEFAULT, None)
+    except ModelError as error:
+        return [f"What fits on {num_nodes} nodes is not known: {error.what}"]
+    lengths, device = assumed_lengths(resolved.config), subject.hardware.name
+    # Batches and layers are mostly divided by powers of two: five machines may do no better than four.
+    for nodes in [num_nodes, *(2**power for power in reversed(range(num_nodes.bit_length())) if 2**power < num_nodes)]:
+        result = search(subject.with_changes_unchecked({"cluster.nodes": nodes}), lengths, most=1)
+        if result.found:
+            head = f"On {nodes} node{'s' if nodes > 1 else ''} of {device} this fits (predicted):"
+            return [head, *(f"  {line}" for line in found_lines(subject, {"cluster.nodes": nodes}, result))]
+    return [f"No layout of these models fits on {num_nodes} or fewer nodes of {device}."]
+
+
+def found_lines(subject: PlanInput, wanted: Changes, result: Result) -> Iterator[str]:
+    """What a search found: how long a step is, and what to write for it."""
+    for one in result.found:
+        most = max(phase.num_bytes for phase in one.memory.phases)
+        rate = f"{one.time.tokens_per_device_and_s:,.0f} tokens/s a device"
+        yield f"{one.placement}: {one.time.seconds:.1f} s a step, {rate}, {gib(most)} at the fullest"
+        yield f"  {subject.overrides(wanted | one.changes)}"

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mrl.config.schema import Config
+from mrl.preflight.data import found_models, node_models
 from mrl.preflight.findings import CheckResult
 from mrl.preflight.machine import canary_file, check_here, check_nodes
-from mrl.preflight.models import found_models, node_models
 from mrl.preflight.node_facts import node_facts
 
 _PROBE = "mrl.preflight.node_facts:node_facts"

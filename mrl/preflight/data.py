@@ -1,23 +1,82 @@
-"""The data as the run will see it: real rows through template and tokenizer, and real answers through the rewards."""
+"""The models' files and the data as a run will see them: headers, real rows through template and tokenizer, and real
+answers through the rewards."""
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from mrl.config.model_names import in_directories
+from mrl.config.model_names import in_directories, model_names, rename_models
 from mrl.config.schema import Config, SourceConfig
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, open_dataset
 from mrl.errors import BadRow, DataError, ModelError
 from mrl.events import EventLog
+from mrl.hub import is_offline, model_directory
+from mrl.models.families import read_spec
+from mrl.plan.known_models import model_spec
+from mrl.plan.memory import gib
 from mrl.preflight.findings import CheckResult, Verdict, guarded
 from mrl.rewards.manager import RewardManager
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
+from mrl.trainer.components import check_model, model_setup
 from mrl.trainer.model_scores import check_reward_model
+
+_BYTES_PER_PARAMETER = 2  # published weights are bfloat16
+
+
+def check_models(config: Config) -> Iterator[CheckResult]:
+    """The files of each role's model, as a run looks at them before it asks for a device: headers alone are read."""
+    for role in config.model_roles():
+        key, name = config.model_of(role)
+        about = f"model of the {role}"
+        try:
+            directory = model_directory(name)
+        except ModelError as error:
+            yield _absent(about, name, error)
+        else:
+            yield from guarded(about, _check(about, role, rename_models(config, {key: str(directory)}), directory))
+
+
+def found_models(config: Config) -> Iterator[str]:
+    """The directories of the models that are here; `check_models` has said which are not."""
+    for name in dict.fromkeys(model_names(config).values()):
+        with suppress(ModelError):
+            yield str(model_directory(name))
+
+
+def node_models(lacks: Mapping[str, str]) -> Iterator[CheckResult]:
+    """What nodes lack of the models that are here, by node."""
+    for node, what in lacks.items():
+        if what:
+            yield CheckResult("warn", "models", f"node {node}: {what}", "a run has such a node fetch them, if it can")
+    if not any(lacks.values()):
+        yield CheckResult("ok", "models", "every node has those that are here")
+
+
+def _check(about: str, role: str, config: Config, directory: Path) -> Iterator[CheckResult]:
+    check_model(model_setup(role, config))
+    files = list(directory.glob("*.safetensors"))
+    num_bytes = sum(file.stat().st_size for file in files)
+    yield CheckResult(
+        "ok", about, f"{directory}: {read_spec(directory).family}, {len(files)} files of {gib(num_bytes)}"
+    )
+
+
+def _absent(about: str, name: str, error: ModelError) -> CheckResult:
+    what = f"{error.where}: {error.what}" if error.where else error.what
+    if is_offline():
+        return CheckResult("fail", about, what, error.fix)
+    try:
+        size = f"about {gib(model_spec(name).num_parameters * _BYTES_PER_PARAMETER)}"
+    except ModelError:
+        size = "of a size that is not known here"
+    return CheckResult("warn", about, f"{what}; `mrl train` downloads it, {size}", error.fix)
+
 
 _MAX_ROWS = 256
 _NUM_SCORED = 4

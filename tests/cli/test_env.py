@@ -10,8 +10,9 @@ from pathlib import Path
 import omegaconf
 import pytest
 
-from mrl.cli import env, machine
+from mrl.cli import env
 from mrl.cli.main import main
+from mrl.preflight import node_facts
 from mrl.preflight.node_facts import memory_bytes
 
 
@@ -30,19 +31,19 @@ def test_a_probe_survives_a_crash_and_a_hang() -> None:
 
 
 def test_versions_are_those_installed() -> None:
-    versions = machine.versions()
+    versions = node_facts.versions()
     assert versions["python"] == platform.python_version()
     assert versions["omegaconf"] == omegaconf.__version__
 
 
 def test_devices_are_within_those_of_the_machine() -> None:
-    assert 0 < machine.usable_cpus() <= (os.cpu_count() or 1)
+    assert 0 < node_facts.usable_cpus() <= (os.cpu_count() or 1)
     assert 2**28 < memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert machine.cpu_model()
+    assert node_facts.cpu_model()
 
 
 def test_no_revision_outside_a_checkout(tmp_path: Path) -> None:
-    assert machine.git_revision(tmp_path) is None
+    assert node_facts.git_revision(tmp_path) is None
 
 
 def test_the_report_as_json_and_as_text_without_secrets(

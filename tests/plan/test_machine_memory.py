@@ -12,7 +12,7 @@ from mrl.config.load import load_config
 from mrl.config.schema import Config
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.machine_memory import MachinePlan, Processes, machine_plan_input, plan_machine
-from mrl.preflight.memory import check_machine
+from mrl.preflight.findings import check_machine
 from mrl.preflight.node_facts import memory_bytes, usable_memory_bytes
 
 CONFIGS = Path(__file__).parents[2] / "configs"

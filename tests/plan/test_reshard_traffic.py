@@ -11,7 +11,7 @@ from mrl.models.layout import Layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.known_models import model_spec
-from mrl.plan.reshard_traffic import RankTraffic, ReshardTraffic
+from mrl.plan.timing import RankTraffic, ReshardTraffic
 from mrl.weight_sync.planner import BucketSizes, RankPlan, ReshardPlanner, RolloutLayout
 
 SIZES = BucketSizes(slot_bytes=64 << 20, itemsize=2, alignment=64)

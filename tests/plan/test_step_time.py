@@ -11,8 +11,7 @@ from mrl.models.layout import Layout
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.engine_memory import RESERVE, engine_memory
 from mrl.plan.plan_input import PlanInput
-from mrl.plan.reshard_traffic import ReshardTraffic
-from mrl.plan.timing import Lengths, TimedPhase, plan_time
+from mrl.plan.timing import Lengths, ReshardTraffic, TimedPhase, plan_time
 from mrl.plan.weights import buffers, engine_elements, stage_weights
 from tests.plan.planning import subject_of
 
