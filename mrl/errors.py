@@ -10,6 +10,9 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+EXIT_STOPPED = 75
+"""What a run leaves with that was asked to stop and has saved. `sysexits.h` calls it a temporary failure: the same
+command goes on."""
 _MAX_LISTED = 12
 
 

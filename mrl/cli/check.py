@@ -6,9 +6,9 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator
 
-from mrl.cli.show import split_arguments
+from mrl.cli.arguments import add_config, load_one
 from mrl.config.hardware import DEFAULT, HARDWARE
-from mrl.config.load import Resolved, load_config
+from mrl.config.load import Resolved
 from mrl.config.schema import Config
 from mrl.preflight.findings import CheckResult, check_batch, check_columns, check_configuration, check_memory, guarded
 
@@ -18,7 +18,7 @@ EXIT_FAILED = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """CONFIG, its overrides, and how much to look at."""
-    parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="a file, and overrides")
+    add_config(parser)
     parser.add_argument("--hardware", default=DEFAULT, help=f"{', '.join(HARDWARE)} (default {DEFAULT})")
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--offline", action="store_true", help="the configuration alone: no data, no cluster, no torch")
@@ -27,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a line per check; 2 if any fails."""
-    (path,), overrides = split_arguments(arguments.config, most_files=1)
-    resolved = load_config(path, overrides)
+    resolved = load_one(arguments.config)
     counts: Counter[str] = Counter()
     for finding in findings(resolved, arguments):
         counts[finding.verdict] += 1

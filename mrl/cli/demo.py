@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 
 from mrl.cli.report import write_report
-from mrl.cli.train import EXIT_STOPPED
-from mrl.errors import SetupError
+from mrl.errors import EXIT_STOPPED, SetupError
 
 EXAMPLE = "mrl demo --algorithm grpo --tp 2 --pp 2"
 ALGORITHMS = ("ppo", "grpo", "rloo", "reinforce_plus_plus", "remax", "dapo")  # a file each in mrl/demo

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mrl
+from mrl.cli.arguments import aligned
 from mrl.preflight.node_facts import cpu_model, git_revision, gpus, memory_bytes, usable_cpus, versions
 from mrl.redaction import redact
 
@@ -83,7 +84,7 @@ def describe(report: dict[str, Any]) -> Iterator[str]:
     own, devices = report["mrl"], report["devices"]
     yield f"mrl {own['version']}" + (f" at {own['revision']}" if own["revision"] else "")
     yield "\nversions"
-    yield from _aligned({name: version or "not installed" for name, version in report["versions"].items()})
+    yield from aligned((name, version or "not installed") for name, version in report["versions"].items())
     yield "\ndevices"
     shown = {
         "processor": f"{devices['cpu']}, {devices['usable_cpus']:g} usable",
@@ -92,13 +93,8 @@ def describe(report: dict[str, Any]) -> Iterator[str]:
     for index, gpu in enumerate(devices["gpus"]):
         memory = "memory of the host" if gpu["memory_mib"] is None else f"{gpu['memory_mib'] / 1024:.1f} GiB"
         shown[f"GPU {index}"] = f"{gpu['name']}, {memory}, driver {gpu['driver']}"
-    yield from _aligned(shown if devices["gpus"] else shown | {"GPUs": "none"})
+    yield from aligned((shown if devices["gpus"] else shown | {"GPUs": "none"}).items())
     yield "\nusable"
-    yield from _aligned(
-        {name: "yes" if found["usable"] else f"no: {found['why']}" for name, found in report["usable"].items()}
+    yield from aligned(
+        (name, "yes" if found["usable"] else f"no: {found['why']}") for name, found in report["usable"].items()
     )
-
-
-def _aligned(pairs: dict[str, str]) -> Iterator[str]:
-    width = max(map(len, pairs))
-    yield from (f"  {name:<{width}}  {value}" for name, value in pairs.items())

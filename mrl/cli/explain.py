@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from mrl.cli.show import split_arguments
+from mrl.cli.arguments import add_config, aligned, load_one
 from mrl.config.arithmetic import (
     has_own_rollout_pool,
     longest_sample_tokens,
@@ -17,26 +17,23 @@ from mrl.config.arithmetic import (
     samples_per_step,
     updates_per_step,
 )
-from mrl.config.load import Resolved, load_config
+from mrl.config.load import Resolved
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config
 
 EXAMPLE = "mrl explain configs/laptop-ppo.yaml actor.parallel.tp=1"
 _MAX_TABLE_RANKS = 16  # with more ranks, those of a node share a line
 
-Row = Sequence[str]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `mrl explain`."""
-    parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="a file, and overrides")
+    add_config(parser)
     parser.add_argument("--all-ranks", action="store_true", help="one line per rank however many there are")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the explanation."""
-    (path,), overrides = split_arguments(arguments.config, most_files=1)
-    for line in explain(load_config(path, overrides), all_ranks=arguments.all_ranks):
+    for line in explain(load_one(arguments.config), all_ranks=arguments.all_ranks):
         print(line)
     return 0
 
@@ -59,7 +56,7 @@ def _batch(config: Config) -> Iterator[str]:
     samples = samples_per_step(batch)
     per_epoch = samples // batch.samples_per_update
     yield "Batch:"
-    yield from _aligned(
+    yield from aligned(
         [
             (
                 "samples per step",
@@ -96,7 +93,7 @@ def _placement(config: Config) -> Iterator[str]:
     for pool, size in pools.items():
         roles = [role for role, of in config.placement.roles.items() if of == pool]
         rows.append((pool, str(size), _who(config, roles)))
-    yield from _aligned(rows)
+    yield from aligned(rows)
     if cluster.nodes > 1:
         yield "  Below, nodes are counted within each pool; Ray names them when the run starts."
 
@@ -136,7 +133,7 @@ def _model_role(config: Config, role: str, *, all_ranks: bool) -> Iterator[str]:
     if role not in config.trained_roles():
         yield "  It is frozen: it scores whole steps."
     room = share.tokens_per_micro_batch
-    yield from _aligned(
+    yield from aligned(
         [
             (
                 f"samples per {per} and data-parallel rank",
@@ -191,15 +188,9 @@ def _table(columns: Sequence[str], ranks: list[dict[str, int]], *, all_ranks: bo
         nodes = sorted({rank["node"] for rank in ranks})
         groups = [[rank for rank in ranks if rank["node"] == node] for node in nodes]
     rows = [[_span(rank[column] for rank in group) for column in columns] for group in groups]
-    yield from _aligned([columns, *rows])
+    yield from aligned([columns, *rows])
 
 
 def _span(values: Iterable[int]) -> str:
     present = sorted(set(values))
     return str(present[0]) if len(present) == 1 else f"{present[0]}-{present[-1]}"
-
-
-def _aligned(rows: Sequence[Row]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))

@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from mrl.cli.arguments import add_config, load_one, split_arguments, warn_unchecked
 from mrl.cli.explain import explain
-from mrl.cli.show import load, split_arguments
 from mrl.config.load import Resolved
 from mrl.config.schema import Config
 from mrl.errors import SetupError
@@ -37,14 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ray.add_argument("--no-wait", action="store_true", help="leave once it is submitted")
     for each in (slurm, ray):
         each.add_argument("--verb", choices=("train", "check"), default="train", help="check: look at all nodes only")
-        each.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="a file, and overrides")
+        add_config(each)
         each.add_argument("--dry-run", action="store_true", help="print everything, write and start nothing")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Start it, or say how."""
-    (path,), overrides = split_arguments(arguments.config, most_files=1)
-    resolved = load(path, overrides)
+    _, overrides = split_arguments(arguments.config)
+    resolved = load_one(arguments.config)
+    warn_unchecked(resolved)
     parcel = pack(resolved, overrides)
     return (_slurm if arguments.where == "slurm" else _ray)(arguments, resolved, parcel)
 

@@ -101,3 +101,7 @@ def _top_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mrl {mrl.__version__}")
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

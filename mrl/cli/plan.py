@@ -6,10 +6,9 @@ import argparse
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from mrl.cli.show import split_arguments
+from mrl.cli.arguments import add_config, aligned, load_one
 from mrl.config.arithmetic import num_engines, samples_per_step
 from mrl.config.hardware import DEFAULT, HARDWARE
-from mrl.config.load import load_config
 from mrl.config.schema import Config
 from mrl.errors import ConfigError, Problem
 from mrl.plan.advice import Changes, advise
@@ -27,7 +26,7 @@ _DOES_NOT_FIT = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `mrl plan`."""
-    parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="a file, and overrides")
+    add_config(parser)
     parser.add_argument("--hardware", default=DEFAULT, help=f"the devices: {', '.join(HARDWARE)} (default: {DEFAULT})")
     parser.add_argument("--model", help="whose sizes to take: a directory, or a published model; default: model.path")
     parser.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="mean length; default: half of the longest")
@@ -40,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan; 2 where it does not fit."""
-    (path,), overrides = split_arguments(arguments.config, most_files=1)
-    resolved = load_config(path, overrides)
+    resolved = load_one(arguments.config)
+    path = resolved.path
     if resolved.config.cluster.device == "cpu" and not arguments.search:
         return _machine(path, resolved.config, arguments.model)
     subject = make_plan_input(resolved, arguments.hardware, arguments.model)
@@ -73,7 +72,7 @@ def _machine(path: str, config: Config, model: str | None) -> int:
     print(f"{path} on CPU slots of this machine, {gib(usable)} before Ray's memory monitor ends processes\n")
     rows = [("process", "number", "each", "in its phase, at most")]
     rows += [(each.name, str(each.count), gib(each.held), gib(each.most)) for each in plan.processes]
-    print("\n".join(line.rstrip() for line in _aligned(rows)))
+    print("\n".join(aligned(rows)))
     print(f"Together {gib(plan.least_bytes)} to {gib(plan.most_bytes)}, most in the phase of the {plan.fullest}.\n")
     if plan.most_bytes <= usable:
         print("It fits.")
@@ -92,10 +91,10 @@ def _memory(subject: PlanInput, plan: MemoryPlan, *, verbose: bool) -> Iterator[
         of_role = [sum(item.num_bytes for item in phase.items if item.role == name) for name in names]
         numbers = [*of_role, phase.num_bytes, subject.hardware.memory_bytes - phase.num_bytes]
         rows.append((phase.pool, phase.name, *(f"{number / 2**30:.1f}" for number in numbers)))
-    yield from _aligned(rows)
+    yield from aligned(rows)
     for phase in plan.phases if verbose else ():
         yield f"{phase.name} ({phase.pool}):"
-        yield from _aligned([(item.role, item.what, f"{item.num_bytes:,}", item.origin) for item in phase.items])
+        yield from aligned([(item.role, item.what, f"{item.num_bytes:,}", item.origin) for item in phase.items])
     config, engine = subject.config, plan.engine
     engines = num_engines(config)
     share = -(-samples_per_step(config.batch) // engines)
@@ -113,7 +112,7 @@ def _time(subject: PlanInput, lengths: Lengths, *, verbose: bool) -> Iterator[st
         parts = [f"{name} {seconds:.1f}" for name, seconds in phase.parts.items() if seconds >= 0.05]
         rows.append((phase.name, f"{phase.seconds:.1f}", ", ".join(parts) if verbose else ""))
     rows.append(("together", f"{plan.seconds:.1f}", f"{plan.tokens_per_device_and_s:,.0f} tokens/s a device"))
-    yield from _aligned(rows)
+    yield from aligned(rows)
     if verbose:
         assumed = (f"{name} {value:g}" for name, value in dataclasses.asdict(ASSUMPTIONS).items())
         yield f"Assumed (mrl/plan/assumptions.py): {', '.join(assumed)}"
@@ -154,9 +153,3 @@ def _search(subject: PlanInput, lengths: Lengths, nodes: int | None, devices_per
 def _means(lengths: Lengths) -> str:
     means = f"means of {lengths.prompt:,.0f} prompt and {lengths.response:,.0f} response tokens"
     return f"{means} (--mean-prompt, --mean-response)"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))

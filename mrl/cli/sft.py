@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from mrl.cli.train import EXIT_STOPPED
+from mrl.cli.arguments import add_config_first
 from mrl.config.load import load_sft_config
 from mrl.config.model_names import settle_models
+from mrl.errors import EXIT_STOPPED
 
 EXAMPLE = "mrl sft configs/laptop-sft.yaml model.path=my-model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """CONFIG and its overrides."""
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="values that replace those of the file")
+    add_config_first(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

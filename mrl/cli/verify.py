@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mrl.cli.show import split_arguments
+from mrl.cli.arguments import add_config, load_one
 from mrl.config.arithmetic import role_mesh
-from mrl.config.load import load_config
 from mrl.models.table import Head
 from mrl.plan.known_models import model_values
 
@@ -24,7 +23,7 @@ _WRONG, _TOO_LARGE = 1, 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `mrl verify`."""
     parser.add_argument("what", choices=["layout"], help="what to verify")
-    parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="a file, and overrides")
+    add_config(parser)
     parser.add_argument("--model", help="whose shape to take: a directory, or a published model; default: model.path")
     parser.add_argument("--role", choices=["actor", "critic", "reward_model"], help="this one alone")
     parser.add_argument("--device", choices=["cpu", "gpu"], help="what a rank runs on; default: cluster.device")
@@ -36,8 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure each role's layout on a small model of the same shape; 1 where one is not the same model."""
-    (path,), overrides = split_arguments(arguments.config, most_files=1)
-    config = load_config(path, overrides).config
+    config = load_one(arguments.config).config
     device = arguments.device or config.cluster.device
     roles = {role: model for role, model in config.model_roles().items() if arguments.role in (None, role)}
     values = {role: model_values(arguments.model or config.model_of(role)[1]) for role in roles}

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from mrl import files
 from mrl.config.load import load_config
-from mrl.errors import MrlError, SetupError
+from mrl.errors import EXIT_STOPPED, MrlError, SetupError, TooFewDevices
 from mrl.launch.ray_node import default_signals, device_options, free_port, head_options, own_address, ray_node
-from mrl.launch.slurm import STOPPED
+from mrl.plan.search import fits_on
 
 _POLL_S = 0.5
-_MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
+_AWAIT = "await-nodes"  # the first argument of the process that waits for the other nodes
 
 
 class RendezvousDirectory:
@@ -53,6 +53,9 @@ class RendezvousDirectory:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run this node's part; return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == [_AWAIT]:
+        return _await_nodes(argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("attempt", type=Path)
     parser.add_argument("--config", required=True)
@@ -84,11 +87,11 @@ def _first(attempt: RendezvousDirectory, arguments: argparse.Namespace) -> int:
             node.await_start(limit_s)
             attempt.write("address", address)
             common = [arguments.config, f"cluster.ray_address={address}"]
-            waiting = ["-m", "mrl.launch.readiness", *common, f"{limit_s}", *attempt.read("nodes").split()]
+            waiting = ["-m", "mrl.launch.node", _AWAIT, *common, f"{limit_s}", *attempt.read("nodes").split()]
             # A process of its own, like the run: Ray ends whoever is joined to a cluster that is gone.
             code = supervise([sys.executable, *waiting], attempt)
             if code == 0:
-                code = supervise([sys.executable, "-c", _MAIN, arguments.verb, *common], attempt)
+                code = supervise([sys.executable, "-m", "mrl.cli.main", arguments.verb, *common], attempt)
     finally:
         attempt.write("exit_code", f"{code}")
     return code
@@ -111,6 +114,26 @@ def _other(attempt: RendezvousDirectory, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _await_nodes(argv: Sequence[str]) -> int:
+    """Return 0 when every node is up, or 1 after the limit, with those that are not and what would fit without them."""
+    # With Ray, which only this process joins.
+    from mrl.controller import ray_cluster
+    from mrl.controller.nodes import wait_for_nodes
+
+    path, override, limit_s, *names = argv
+    resolved = load_config(path, [override])
+    cluster = resolved.config.cluster
+    try:
+        with ray_cluster(cluster):
+            wait_for_nodes(names, cluster.device, cluster.devices_per_node, float(limit_s))
+    except MrlError as error:
+        if isinstance(error, TooFewDevices):
+            error.fix = "\n".join([error.fix, *fits_on(resolved, error.num_nodes)])
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
 def supervise(command: Sequence[str], attempt: RendezvousDirectory) -> int:
     """Run a command to its end; SIGUSR1 tells it when the batch script wants it to stop. Its words go to a log."""
     with (attempt.directory / "train.log").open("ab") as log:
@@ -125,7 +148,7 @@ def supervise(command: Sequence[str], attempt: RendezvousDirectory) -> int:
                 is_told = True
             time.sleep(_POLL_S)
     if run.returncode == -signal.SIGUSR1:
-        return STOPPED  # it was told before it could listen: nothing has been done that would be lost
+        return EXIT_STOPPED  # it was told before it could listen: nothing has been done that would be lost
     return run.returncode if run.returncode >= 0 else 128 - run.returncode
 
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.config.schema import Config
-from mrl.errors import ConfigError, Problem
+from mrl.errors import EXIT_STOPPED, ConfigError, Problem
 from mrl.launch.site import SiteConfig
 
 CONFIG, SCRIPT = "config.yaml", "job.sbatch"
-STOPPED = 75  # what `mrl train` leaves with when it was asked to stop, and has saved
 _ONE_WORD = re.compile(r"[^\s\"'#\\$`%]+")
 
 
@@ -46,7 +45,7 @@ def render_script(job: SlurmJob) -> str:
     lines = ["#!/bin/bash", *_TITLE.splitlines(), *options, *_BEGIN.splitlines(), *_environment(job.site)]
     lines += ["", f"files={shlex.quote(str(job.files))}", *_ATTEMPT.splitlines()]
     lines += [*_STEP.splitlines(), f"  {_command(job)} &", *_END.splitlines()]
-    return "\n".join(lines).replace("@STOPPED@", str(STOPPED)) + "\n"
+    return "\n".join(lines).replace("@STOPPED@", str(EXIT_STOPPED)) + "\n"
 
 
 def _options(job: SlurmJob) -> Iterator[str]:

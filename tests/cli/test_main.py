@@ -14,8 +14,7 @@ import pytest
 import mrl
 from mrl.cli import main as frame
 from mrl.cli.main import VERBS, main
-from mrl.cli.train import EXIT_STOPPED
-from mrl.errors import ConfigError, Problem, WorkerDied
+from mrl.errors import EXIT_STOPPED, ConfigError, Problem, WorkerDied
 
 RUN = [sys.executable, "-c", "import sys; from mrl.cli.main import main; sys.exit(main())"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 
-from mrl.cli.train import EXIT_STOPPED
-from mrl.launch.slurm import STOPPED
+from mrl.errors import EXIT_STOPPED
 from tests.launch.conftest import ROOT, Place
 
 PAGE = (ROOT / "docs" / "scale.md").read_text()
@@ -40,5 +39,4 @@ def test_the_commands_of_the_page(place: Place) -> None:
 
 
 def test_the_exit_code_is_one() -> None:
-    assert EXIT_STOPPED == STOPPED
     assert f"exit code\n  {EXIT_STOPPED}" in PAGE

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from mrl.cli.train import EXIT_STOPPED
 from mrl.demo.model import make_model
+from mrl.errors import EXIT_STOPPED
 from mrl.observe.metrics import read_metrics
 
 CONFIG = """\
