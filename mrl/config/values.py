@@ -72,7 +72,7 @@ _MAX_LEVELS = 20
 
 # --- secrets ----------------------------------------------------------------------------------------------------------
 
-_ENVIRONMENT = re.compile(r"oc\.env:\s*['\"]?([A-Za-z_][A-Za-z0-9_]*)")
+ENVIRONMENT_VARIABLE = re.compile(r"oc\.env:\s*['\"]?([A-Za-z_][A-Za-z0-9_]*)")
 _MIN_SECRET_LENGTH = 6  # a shorter value is hidden where it stands, but not looked for in other texts
 
 
@@ -134,7 +134,7 @@ def _secret_texts(value: Any, *, secret: bool) -> Iterator[str]:
 
 
 def _secret_variables(written: Any) -> list[str]:
-    return [name for name in _ENVIRONMENT.findall(str(written)) if is_secret_key(name)]
+    return [name for name in ENVIRONMENT_VARIABLE.findall(str(written)) if is_secret_key(name)]
 
 
 # --- interpolation ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +10,8 @@ from typing import Any
 from mrl.config.load import Resolved
 from mrl.config.schema import Config
 from mrl.config.sources import read_chain, read_overrides
-from mrl.config.values import KeyPath, dotted, merge
+from mrl.config.values import ENVIRONMENT_VARIABLE, KeyPath, dotted, merge
 from mrl.errors import ConfigError, Problem
-
-_VARIABLE = re.compile(r"oc\.env:\s*['\"]?([A-Za-z_][A-Za-z0-9_]*)")
 
 KNOWN_DATASETS = frozenset({"toy", "reasoning_gym"})
 """What stands before the colon of a dataset that mrl brings along: no module."""
@@ -42,7 +39,7 @@ def pack(resolved: Resolved[Config], overrides: Sequence[str]) -> JobBundle:
     if problems:
         raise ConfigError(problems)
     text = json.dumps(layer.values, indent=2, ensure_ascii=False)  # JSON is YAML
-    return JobBundle(f"{text}\n", tuple(dict.fromkeys(_VARIABLE.findall(text))))
+    return JobBundle(f"{text}\n", tuple(dict.fromkeys(ENVIRONMENT_VARIABLE.findall(text))))
 
 
 def user_modules(config: Config) -> Iterator[str]:
