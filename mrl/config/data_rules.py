@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mrl.config.rules import problem
 from mrl.config.schema import Config, RewardFunctionConfig, SourceConfig
 from mrl.config.sft import AnyConfig
 from mrl.errors import Problem, did_you_mean
@@ -27,16 +28,16 @@ def is_file(source: SourceConfig) -> bool:
 def check_data_rules(config: AnyConfig) -> Iterator[Problem]:
     """Every problem of the sources."""
     if not config.data.train:
-        yield Problem("", "data.train", "there is no source of prompts", "data.train.sums.dataset=toy:addition")
+        yield problem("data.train", "there is no source of prompts", "data.train.sums.dataset=toy:addition")
     for key, source in _sources(config):
         if not is_file(source) and ":" not in source.dataset:
             what = f'"{source.dataset}" is neither a {" or ".join(FILE_KINDS)} file nor the name of a dataset'
-            yield Problem(
-                "", f"{key}.dataset", what, "convert it, or name a dataset as toy:addition or package.module:attribute"
+            yield problem(
+                f"{key}.dataset", what, "convert it, or name a dataset as toy:addition or package.module:attribute"
             )
         if is_file(source) and source.options:
             given = ", ".join(source.options)
-            yield Problem("", f"{key}.options", f"{given}: a file takes no options", "remove them")
+            yield problem(f"{key}.options", f"{given}: a file takes no options", "remove them")
     yield from _weights(config)
 
 
@@ -51,11 +52,11 @@ def _weights(config: AnyConfig) -> Iterator[Problem]:
     without = [name for name, source in config.data.train.items() if source.weight is None]
     if 0 < len(without) < len(config.data.train):
         key = f"data.train.{without[0]}.weight"
-        yield Problem("", key, "other sources have a weight, this one has none", f"{key}=1, or no weight anywhere")
+        yield problem(key, "other sources have a weight, this one has none", f"{key}=1, or no weight anywhere")
     for name, source in config.data.validation.items():
         if source.weight is not None:
             what = "validation goes through every source once, whatever its weight"
-            yield Problem("", f"data.validation.{name}.weight", what, "remove this key")
+            yield problem(f"data.validation.{name}.weight", what, "remove this key")
 
 
 def _sources(config: AnyConfig) -> Iterator[tuple[str, SourceConfig]]:
@@ -86,27 +87,27 @@ def check_reward_rules(config: Config) -> Iterator[Problem]:
     weights = [function.weight for function in functions.values()]
     if not functions and model is None:
         fix = "add one: reward.functions.answer.name=gsm8k, or a reward_model section"
-        yield Problem("", "reward.functions", "names no function", fix)
+        yield problem("reward.functions", "names no function", fix)
     elif not any(weights) and (model is None or model.weight == 0):
         key = "reward.functions" if functions else "reward_model.weight"
-        yield Problem("", key, "every weight is 0, and so would be every reward", "give one another weight")
+        yield problem(key, "every weight is 0, and so would be every reward", "give one another weight")
     elif not any(weights) and config.validation.every:
         what = "validation goes by reward.functions alone, and none of them has a weight"
-        yield Problem("", "validation.every", what, "give one a weight, or validation.every=0")
+        yield problem("validation.every", what, "give one a weight, or validation.every=0")
     if model is not None:
         yield from _scored_late(config)
     for label, function in functions.items():
         key = f"reward.functions.{label}"
         if label == "score":
-            yield Problem("", key, "metrics call the weighted sum so", "choose another name for this function")
+            yield problem(key, "metrics call the weighted sum so", "choose another name for this function")
         if label == "model" and model is not None:
-            yield Problem("", key, "metrics call the reward model so", "choose another name for this function")
+            yield problem(key, "metrics call the reward model so", "choose another name for this function")
         if function.name in reward_functions():
             yield from _options(key, function)
         elif not _is_path(function.name):
             near = did_you_mean(function.name, reward_functions())
             fix = f"{near}{'' if near.endswith('?') else '.'} Or name your own as package.module:function"
-            yield Problem("", f"{key}.name", f'unknown reward function "{function.name}"', fix)
+            yield problem(f"{key}.name", f'unknown reward function "{function.name}"', fix)
 
 
 def _scored_late(config: Config) -> Iterator[Problem]:
@@ -114,10 +115,10 @@ def _scored_late(config: Config) -> Iterator[Problem]:
     why = "compares scores during the rollout, and the reward model scores after it"
     if config.algorithm.dynamic_sampling is not None:
         key = "algorithm.dynamic_sampling"
-        yield Problem("", key, why, f"{key}=null, or reward_model=null")
+        yield problem(key, why, f"{key}=null, or reward_model=null")
     if config.algorithm.advantage == "remax":
         what = "remax needs the score of a greedy answer too, which the reward model does not see"
-        yield Problem("", "algorithm.advantage", what, "algorithm.advantage=rloo, or reward_model=null")
+        yield problem("algorithm.advantage", what, "algorithm.advantage=rloo, or reward_model=null")
 
 
 def _is_path(name: str) -> bool:
@@ -131,13 +132,13 @@ def _options(key: str, function: RewardFunctionConfig) -> Iterator[Problem]:
     for name in given:
         if name not in known:
             fix = did_you_mean(name, known) or "remove it"
-            yield Problem("", f"{key}.options.{name}", f"{function.name} has no such option", fix)
+            yield problem(f"{key}.options.{name}", f"{function.name} has no such option", fix)
     for name, is_required in known.items():
         if is_required and name not in given:
-            yield Problem("", f"{key}.options", f"{function.name} needs {name}", f"set {key}.options.{name}")
+            yield problem(f"{key}.options", f"{function.name} needs {name}", f"set {key}.options.{name}")
     for name in known:
         if name in given and (wrong := _wrong(name, given[name])):
-            yield Problem("", f"{key}.options.{name}", wrong)
+            yield problem(f"{key}.options.{name}", wrong)
     yield from _sizes(key, function)
 
 
@@ -175,4 +176,4 @@ def _sizes(key: str, function: RewardFunctionConfig) -> Iterator[Problem]:
     few, many = function.options.get(smaller), function.options.get(larger)
     if isinstance(few, int) and isinstance(many, int) and few >= many:
         what = f"{few} must be less than {larger}, which is {many}"
-        yield Problem("", f"{key}.options.{smaller}", what)
+        yield problem(f"{key}.options.{smaller}", what)

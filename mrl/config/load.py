@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -11,7 +11,7 @@ from mrl.config.data_rules import check_data_rules, check_reward_rules, unchecke
 from mrl.config.keys import convert
 from mrl.config.model_rules import check_model_rules, read_model_shape, unchecked
 from mrl.config.passthrough import check_passthrough
-from mrl.config.rules import LAYOUT_RULES, RULES, check_rules
+from mrl.config.rules import check_rules
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.config.sources import SourceError, read_chain, read_overrides
@@ -19,8 +19,6 @@ from mrl.config.values import ConfigLayer, KeyPath, Secrets, holds, interpolate,
 from mrl.errors import ConfigError, Problem
 
 AnyTyped = TypeVar("AnyTyped", Config, SftConfig)
-Checked = tuple[list[Problem], list[str]]
-"""What is wrong, and what could not be checked on this machine."""
 
 
 @dataclass(frozen=True)
@@ -40,29 +38,30 @@ class Resolved(Generic[AnyTyped]):
         """`file.yaml:12`, `command line` or `default`."""
         return self._layer.origin(path, "default") if holds(self._layer.values, path) else "default"
 
+    def located(self, problem: Problem) -> Problem:
+        """Return a problem with where its key stands."""
+        return dataclasses.replace(problem, where=self.origin(tuple(problem.key.split("."))))
+
 
 def load_config(path: str, overrides: Iterable[str] = ()) -> Resolved[Config]:
     """The configuration of a file with `key.path=value` overrides; ConfigError lists everything that is wrong."""
-    return _load(Config, _check, path, overrides)
+    return _load(Config, path, overrides)
 
 
 def load_sft_config(path: str, overrides: Iterable[str] = ()) -> Resolved[SftConfig]:
     """The same for `mrl sft`."""
-    return _load(SftConfig, _check_sft, path, overrides)
+    return _load(SftConfig, path, overrides)
 
 
 def rechecked(resolved: Resolved[AnyTyped], config: AnyTyped) -> Resolved[AnyTyped]:
     """The same with another configuration, of which every rule is asked once more."""
-    problems, warnings = _check(config) if isinstance(config, Config) else _check_sft(config)
+    problems, warnings = _check(config)
     if problems:
-        placed = [dataclasses.replace(each, where=resolved.origin(tuple(each.key.split(".")))) for each in problems]
-        raise _config_error(placed, resolved.secrets)
+        raise _config_error([resolved.located(problem) for problem in problems], resolved.secrets)
     return dataclasses.replace(resolved, config=config, warnings=tuple(map(resolved.secrets.hide, warnings)))
 
 
-def _load(
-    root: type[AnyTyped], check: Callable[[AnyTyped], Checked], path: str, overrides: Iterable[str]
-) -> Resolved[AnyTyped]:
+def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved[AnyTyped]:
     try:
         file_layer = read_chain(path)
     except SourceError as error:
@@ -79,7 +78,7 @@ def _load(
     problems += mistakes
     warnings: list[str] = []
     if config is not None and not problems:
-        problems, warnings = check(config)
+        problems, warnings = _check(config)
         problems += _check_names(config, interpolated.secrets)
         problems = [dataclasses.replace(problem, where=origin(tuple(problem.key.split(".")))) for problem in problems]
     if config is None or problems:
@@ -88,24 +87,14 @@ def _load(
     return Resolved(path, config, hidden, interpolated.secrets, ConfigLayer(interpolated.values, layer.origins))
 
 
-def _check(config: Config) -> Checked:
+def _check(config: AnyConfig) -> tuple[list[Problem], list[str]]:
+    """Return what is wrong, and what could not be checked on this machine."""
     problems, warnings = check_passthrough(config)
-    problems += check_rules(RULES, config)
+    problems += check_rules(config)
     problems += check_data_rules(config)
-    problems += check_reward_rules(config)
+    if isinstance(config, Config):
+        problems += check_reward_rules(config)
     warnings += unchecked_data(config)
-    return _check_model(config, problems, warnings)
-
-
-def _check_sft(config: SftConfig) -> Checked:
-    problems, warnings = check_passthrough(config)
-    problems += check_rules(LAYOUT_RULES, config)
-    problems += check_data_rules(config)
-    warnings += unchecked_data(config)
-    return _check_model(config, problems, warnings)
-
-
-def _check_model(config: AnyConfig, problems: list[Problem], warnings: list[str]) -> Checked:
     roles_of: dict[tuple[str, str], list[str]] = {}
     for role in config.model_roles():
         roles_of.setdefault(config.model_of(role), []).append(role)

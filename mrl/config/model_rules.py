@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mrl.config.rules import near_divisors, nearest
+from mrl.config.rules import near_divisors, nearest, problem
 from mrl.config.schema import Config, MegatronModelConfig
 from mrl.config.sft import AnyConfig
 from mrl.errors import Problem
@@ -34,18 +34,18 @@ def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
     """The shape of a model whose config.json is here, None for one on the hub, or what is wrong under this key."""
     directory = local_files(path)
     if directory is None and HubName.parse(path) is None:
-        return Problem("", key, neither(path))
+        return problem(key, neither(path))
     if directory is None:
         return None
     file = directory / "config.json"
     try:
         sizes = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        return Problem("", key, f'"{file}" cannot be read: {error.strerror}', "is it a Hugging Face model directory?")
+        return problem(key, f'"{file}" cannot be read: {error.strerror}', "is it a Hugging Face model directory?")
     except (ValueError, RecursionError):
-        return Problem("", key, f'"{file}" is not JSON')
+        return problem(key, f'"{file}" is not JSON')
     if not isinstance(sizes, dict):
-        return Problem("", key, f'"{file}" holds no keys and values')
+        return problem(key, f'"{file}" holds no keys and values')
     found = {field: next((sizes[name] for name in names if name in sizes), None) for field, names in _NAMES.items()}
     return ModelShape(**{field: size if isinstance(size, int) and size > 0 else None for field, size in found.items()})
 
@@ -85,7 +85,7 @@ def _layers(role: str, model: MegatronModelConfig, shape: ModelShape) -> Iterato
     else:
         key, sizes = "vpp", near_divisors(vpp, shape.layers // pp)
     what = f"{shape.layers} layers do not split into pp x vpp = {pp * vpp} equal parts"
-    yield Problem("", f"{role}.parallel.{key}", what, nearest(f"{role}.parallel.{key}", sizes))
+    yield problem(f"{role}.parallel.{key}", what, nearest(f"{role}.parallel.{key}", sizes))
 
 
 def _uneven(role: str, model: MegatronModelConfig, layers: int, ends: list[int]) -> Iterator[Problem]:
@@ -96,19 +96,19 @@ def _uneven(role: str, model: MegatronModelConfig, layers: int, ends: list[int])
     key = f"{role}.parallel.first_stage_layers"
     if num_others < 0 or not is_whole:
         what = f"{layers} layers less {' and '.join(map(str, ends))} leave {rest} for {max(num_others, 0)} equal stages"
-        yield Problem("", key, what, f"{key}=null shares equally")
+        yield problem(key, what, f"{key}=null shares equally")
     elif any(stage % vpp for stage in stages):
-        yield Problem("", key, f"stages of {stages} layers do not split into vpp {vpp} chunks each", "vpp=1")
+        yield problem(key, f"stages of {stages} layers do not split into vpp {vpp} chunks each", "vpp=1")
 
 
 def _heads(key: str, tp: int, shape: ModelShape) -> Iterator[Problem]:
     if shape.heads is not None and shape.heads % tp:
-        yield Problem(
-            "", key, f"{tp} does not divide {shape.heads} attention heads", nearest(key, near_divisors(tp, shape.heads))
+        yield problem(
+            key, f"{tp} does not divide {shape.heads} attention heads", nearest(key, near_divisors(tp, shape.heads))
         )
     elif shape.kv_heads is not None and shape.kv_heads % tp and tp % shape.kv_heads:
         what = f"{tp} is neither a divisor nor a multiple of {shape.kv_heads} key-value heads"
-        yield Problem("", key, what, nearest(key, near_divisors(tp, shape.kv_heads)))
+        yield problem(key, what, nearest(key, near_divisors(tp, shape.kv_heads)))
 
 
 def _experts(role: str, model: MegatronModelConfig, shape: ModelShape) -> Iterator[Problem]:
@@ -116,17 +116,14 @@ def _experts(role: str, model: MegatronModelConfig, shape: ModelShape) -> Iterat
     if shape.experts is None:
         for name, size in (("ep", at.ep), ("etp", at.etp)):
             if size > 1:
-                yield Problem(
-                    "", f"{role}.parallel.{name}", f"{size}, but the model has no experts", f"{role}.parallel.{name}=1"
+                yield problem(
+                    f"{role}.parallel.{name}", f"{size}, but the model has no experts", f"{role}.parallel.{name}=1"
                 )
         return
     if shape.experts % at.ep:
-        yield Problem(
-            "",
-            key,
-            f"{at.ep} does not divide {shape.experts} experts",
-            nearest(key, near_divisors(at.ep, shape.experts)),
+        yield problem(
+            key, f"{at.ep} does not divide {shape.experts} experts", nearest(key, near_divisors(at.ep, shape.experts))
         )
     if at.tp > 1 and not at.sequence_parallel:
         key = f"{role}.parallel.sequence_parallel"
-        yield Problem("", key, "a model with experts and tp > 1 needs it", f"{key}=true")
+        yield problem(key, "a model with experts and tp > 1 needs it", f"{key}=true")

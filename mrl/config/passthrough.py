@@ -16,6 +16,7 @@ from typing import Any
 
 from mrl.config import megatron_fields
 from mrl.config.megatron_fields import FieldRules
+from mrl.config.rules import problem
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
 from mrl.config.values import KeyPath
@@ -128,15 +129,15 @@ def _check(path: KeyPath, values: dict[str, Any], target: Target, known: Mapping
     for name, value in values.items():
         key = ".".join((*path, name))
         if name in target.owned:
-            yield Problem("", key, f"set by {target.owned[name].format(role=path[0])}", "remove this key")
+            yield problem(key, f"set by {target.owned[name].format(role=path[0])}", "remove this key")
         elif known is not None and name not in known:
             near = did_you_mean(name, known.keys() - target.owned.keys())
             fix = "" if near.startswith("known:") else near  # the names of a whole library would be no help
-            yield Problem("", key, f"{target.class_name} of the installed {target.package} has no such field", fix)
+            yield problem(key, f"{target.class_name} of the installed {target.package} has no such field", fix)
         elif value is None and known is not None and _PLAIN.fullmatch(known[name]):
-            yield Problem("", key, f"null is no value of it ({known[name]})", "remove this key")
+            yield problem(key, f"null is no value of it ({known[name]})", "remove this key")
         elif reason := target.rules.refusal(name, value):
-            yield Problem("", key, f"{value} is refused: {reason}", "remove this key")
+            yield problem(key, f"{value} is refused: {reason}", "remove this key")
 
 
 @cache

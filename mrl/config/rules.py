@@ -6,8 +6,7 @@ is missing: the other rule reports that."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from mrl.config.arithmetic import longest_sample_tokens, role_devices, samples_per_step
 from mrl.config.schema import Config
@@ -39,15 +38,21 @@ def _by_distance(values: set[int], value: int) -> list[int]:
     return sorted(values, key=lambda candidate: (abs(candidate - value), candidate))
 
 
-AnyTyped = TypeVar("AnyTyped", bound=Config | SftConfig)
-Rule = Callable[[AnyTyped], Iterator[Problem]]
 _ROLES = ("actor", "critic", "reward_model", "rollout")
 
 
-def check_rules(rules: Sequence[Rule[AnyTyped]], config: AnyTyped) -> Iterator[Problem]:
-    """Every problem between the keys of a configuration; where they stand is left to the caller."""
-    for rule in rules:
-        yield from rule(config)
+def check_rules(config: AnyConfig) -> Iterator[Problem]:
+    """Yield every problem between the keys of a configuration; where they stand is left to the caller."""
+    for layout_rule in _LAYOUT_RULES:
+        yield from layout_rule(config)
+    if isinstance(config, Config):
+        for rule in _RULES:
+            yield from rule(config)
+
+
+def problem(key: str, what: str, fix: str = "") -> Problem:
+    """Return a problem that does not say where its key stands."""
+    return Problem("", key, what, fix)
 
 
 def schedules_are_whole(config: AnyConfig) -> Iterator[Problem]:
@@ -55,10 +60,10 @@ def schedules_are_whole(config: AnyConfig) -> Iterator[Problem]:
     for role, model in config.trained_roles().items():
         schedule, key = model.schedule, f"{role}.schedule.decay_steps"
         if schedule.decay != "constant" and schedule.decay_steps is None:
-            yield Problem("", key, f"decay is {schedule.decay}, and nothing says when it ends", f"{key}=1000")
+            yield problem(key, f"decay is {schedule.decay}, and nothing says when it ends", f"{key}=1000")
         elif schedule.decay_steps is not None and schedule.decay_steps <= schedule.warmup_steps:
             what = f"{schedule.decay_steps} updates include a warm-up of {schedule.warmup_steps}"
-            yield Problem("", key, what, f"at least {key}={schedule.warmup_steps + 1}")
+            yield problem(key, what, f"at least {key}={schedule.warmup_steps + 1}")
 
 
 def pools_fit_the_cluster(config: AnyConfig) -> Iterator[Problem]:
@@ -68,16 +73,14 @@ def pools_fit_the_cluster(config: AnyConfig) -> Iterator[Problem]:
     parts = " + ".join(f"{name} {size}" for name, size in pools.items())
     if wanted > present:
         what = f"{parts} = {wanted} devices; the cluster has {cluster.nodes} x {cluster.devices_per_node} = {present}"
-        yield Problem(
-            "", "placement.pools", what, nearest("cluster.nodes", [math.ceil(wanted / cluster.devices_per_node)])
-        )
+        yield problem("placement.pools", what, nearest("cluster.nodes", [math.ceil(wanted / cluster.devices_per_node)]))
 
 
 def several_nodes_share_a_ray_cluster(config: AnyConfig) -> Iterator[Problem]:
     """Ray that is started here spans this machine only."""
     if config.cluster.nodes > 1 and config.cluster.ray_address is None:
         what = f"{config.cluster.nodes} nodes, but without cluster.ray_address Ray is started on this machine only"
-        yield Problem("", "cluster.nodes", what, "cluster.ray_address=auto, or cluster.nodes=1")
+        yield problem("cluster.nodes", what, "cluster.ray_address=auto, or cluster.nodes=1")
 
 
 def roles_have_pools(config: AnyConfig) -> Iterator[Problem]:
@@ -86,19 +89,19 @@ def roles_have_pools(config: AnyConfig) -> Iterator[Problem]:
     for role, pool in placement.roles.items():
         key = f"placement.roles.{role}"
         if role not in _ROLES:
-            yield Problem("", key, "unknown role", did_you_mean(role, _ROLES))
+            yield problem(key, "unknown role", did_you_mean(role, _ROLES))
         elif role not in models and (role != "rollout" or isinstance(config, SftConfig)):
-            yield Problem("", key, f"there is no {role} section", f"add one, or set {key}=null")
+            yield problem(key, f"there is no {role} section", f"add one, or set {key}=null")
         if pool not in placement.pools:
-            yield Problem("", key, f'there is no pool "{pool}"', did_you_mean(pool, placement.pools))
+            yield problem(key, f'there is no pool "{pool}"', did_you_mean(pool, placement.pools))
     for role in models:
         if role not in placement.roles:
             fix = f"placement.roles.{role}={next(iter(placement.pools), 'POOL')}"
-            yield Problem("", "placement.roles", f"the {role} has no pool", fix)
+            yield problem("placement.roles", f"the {role} has no pool", fix)
     for pool in placement.pools:
         if pool not in placement.roles.values():
-            yield Problem(
-                "", f"placement.pools.{pool}", "no role uses this pool", f"remove it: placement.pools.{pool}=null"
+            yield problem(
+                f"placement.pools.{pool}", "no role uses this pool", f"remove it: placement.pools.{pool}=null"
             )
 
 
@@ -110,8 +113,7 @@ def layouts_fit_their_pools(config: AnyConfig) -> Iterator[Problem]:
             if devices % size:
                 pool = config.placement.roles[role]
                 fix = nearest(f"placement.pools.{pool}", near_multiples(devices, size))
-                yield Problem(
-                    "",
+                yield problem(
                     f"{role}.parallel",
                     f'{formula} = {size} does not divide the {devices} devices of pool "{pool}"',
                     fix,
@@ -133,15 +135,15 @@ def uneven_stages_need_a_pipeline(config: AnyConfig) -> Iterator[Problem]:
         for end in ("first", "last"):
             key = f"{role}.parallel.{end}_stage_layers"
             if getattr(model.parallel, f"{end}_stage_layers") and model.parallel.pp == 1:
-                yield Problem("", key, "needs a pipeline, and pp is 1", f"{key}=null, or {role}.parallel.pp=2")
+                yield problem(key, "needs a pipeline, and pp is 1", f"{key}=null, or {role}.parallel.pp=2")
 
 
 def _stays_in_a_node(key: str, tp: int, devices: int, here: int) -> Iterator[Problem]:
     if tp > here:
-        yield Problem("", key, f"{tp} is more than the {here} devices of a node", nearest(key, [here]))
+        yield problem(key, f"{tp} is more than the {here} devices of a node", nearest(key, [here]))
     elif devices > here and here % tp:
         what = f"{tp} does not divide the {here} devices of a node: some groups would span two nodes"
-        yield Problem("", key, what, nearest(key, near_divisors(tp, here)))
+        yield problem(key, what, nearest(key, near_divisors(tp, here)))
 
 
 def options_need_their_axis(config: AnyConfig) -> Iterator[Problem]:
@@ -150,11 +152,11 @@ def options_need_their_axis(config: AnyConfig) -> Iterator[Problem]:
         at = model.parallel
         if at.sequence_parallel and at.tp == 1:
             key = f"{role}.parallel.sequence_parallel"
-            yield Problem("", key, "needs tensor parallelism, and tp is 1", f"{key}=false, or {role}.parallel.tp=2")
+            yield problem(key, "needs tensor parallelism, and tp is 1", f"{key}=false, or {role}.parallel.tp=2")
         if at.vpp > 1 and at.pp == 1:
             key = f"{role}.parallel.vpp"
-            yield Problem(
-                "", key, f"{at.vpp} chunks per stage need a pipeline, and pp is 1", f"{key}=1, or {role}.parallel.pp=2"
+            yield problem(
+                key, f"{at.vpp} chunks per stage need a pipeline, and pp is 1", f"{key}=1, or {role}.parallel.pp=2"
             )
 
 
@@ -165,10 +167,10 @@ def engines_fit_their_pool(config: Config) -> Iterator[Problem]:
         pool = f"the {devices} devices of the pool of the {role}"
         if replicas is None and devices % tp:
             fix = nearest("rollout.tp", near_divisors(tp, devices))
-            yield Problem("", "rollout.tp", f"{tp} does not divide {pool}", fix)
+            yield problem("rollout.tp", f"{tp} does not divide {pool}", fix)
         elif replicas is not None and replicas * tp > devices:
             fix = f"rollout.replicas={devices // tp}" if devices >= tp else f"rollout.tp={devices}"
-            yield Problem("", "rollout.replicas", f"{replicas} engines of {tp} devices do not fit on {pool}", fix)
+            yield problem("rollout.replicas", f"{replicas} engines of {tp} devices do not fit on {pool}", fix)
 
 
 def engines_share_with_the_actor_alone(config: Config) -> Iterator[Problem]:
@@ -179,7 +181,7 @@ def engines_share_with_the_actor_alone(config: Config) -> Iterator[Problem]:
     if beside := [role for role, pool in roles.items() if pool == roles["rollout"] and role != "rollout"]:
         what = f'the engines would share pool "{roles["rollout"]}" with the {", ".join(beside)}, but not the actor'
         fix = "a pool of their own, or placement.roles.rollout=null to have them with the actor"
-        yield Problem("", "placement.roles.rollout", what, fix)
+        yield problem("placement.roles.rollout", what, fix)
 
 
 def steps_split_over_ranks(config: Config) -> Iterator[Problem]:
@@ -193,7 +195,7 @@ def steps_split_over_ranks(config: Config) -> Iterator[Problem]:
             size = f"data-parallel size {dp} ({roles})"
             what = f"prompts_per_step x samples_per_prompt = {total} is not a multiple of {size}"
             key = "batch.prompts_per_step"
-            yield Problem("", key, what, nearest(key, near_multiples(batch.prompts_per_step, step)))
+            yield problem(key, what, nearest(key, near_multiples(batch.prompts_per_step, step)))
 
 
 def updates_split_the_step(config: Config) -> Iterator[Problem]:
@@ -207,11 +209,11 @@ def updates_split_the_step(config: Config) -> Iterator[Problem]:
     step_splits = total % common == 0  # if not, the rule above asks for another step first
     fix = nearest(key, near_divisors(update, total, common) if step_splits else near_multiples(update, common))
     if step_splits and total % update:
-        yield Problem("", key, f"{update} does not divide prompts_per_step x samples_per_prompt = {total}", fix)
+        yield problem(key, f"{update} does not divide prompts_per_step x samples_per_prompt = {total}", fix)
         return
     for roles, dp in _data_parallel_sizes(config, config.trained_roles()):
         if update % dp:
-            yield Problem("", key, f"{update} is not a multiple of data-parallel size {dp} ({roles})", fix)
+            yield problem(key, f"{update} is not a multiple of data-parallel size {dp} ({roles})", fix)
 
 
 def samples_fit_a_micro_batch(config: Config) -> Iterator[Problem]:
@@ -225,8 +227,7 @@ def samples_fit_a_micro_batch(config: Config) -> Iterator[Problem]:
                 f"max_prompt_tokens + max_response_tokens = {rollout.max_prompt_tokens} + {rollout.max_response_tokens}"
             )
             room = f"{limit} x cp {cp} = {limit * cp}" if cp > 1 else str(limit)
-            yield Problem(
-                "",
+            yield problem(
                 key,
                 f"a sample of {lengths} = {longest} does not fit in {room}",
                 f"smallest: {key}={math.ceil(longest / cp)}",
@@ -237,12 +238,10 @@ def critic_serves_the_advantage(config: Config) -> Iterator[Problem]:
     """GAE reads a critic's values, and of the known estimators only GAE does."""
     advantage = config.algorithm.advantage
     if advantage == "gae" and config.critic is None:
-        yield Problem(
-            "", "algorithm.advantage", "gae needs a critic", "add a critic section, or algorithm.advantage=grpo"
-        )
+        yield problem("algorithm.advantage", "gae needs a critic", "add a critic section, or algorithm.advantage=grpo")
     if config.critic is not None and advantage != "gae" and ":" not in advantage:
-        yield Problem(
-            "", "critic", f"{advantage} does not read a critic's values", "critic=null, or algorithm.advantage=gae"
+        yield problem(
+            "critic", f"{advantage} does not read a critic's values", "critic=null, or algorithm.advantage=gae"
         )
 
 
@@ -251,20 +250,20 @@ def settings_have_what_they_need(config: Config) -> Iterator[Problem]:
     algorithm, kl = config.algorithm, config.algorithm.kl
     if config.training.critic_warmup_steps and config.critic is None:
         key = "training.critic_warmup_steps"
-        yield Problem("", key, "there is no critic to warm up", f"{key}=0")
+        yield problem(key, "there is no critic to warm up", f"{key}=0")
     if kl.target is not None and kl.where not in ("reward", "both"):
-        yield Problem("", "algorithm.kl.target", "steers the KL in the reward, and there is none", "kl.where=reward")
+        yield problem("algorithm.kl.target", "steers the KL in the reward, and there is none", "kl.where=reward")
     if algorithm.dynamic_sampling is not None and config.batch.samples_per_prompt == 1:
         key = "algorithm.dynamic_sampling"
-        yield Problem("", key, "compares the samples of a prompt, and there is one", "batch.samples_per_prompt=8")
+        yield problem(key, "compares the samples of a prompt, and there is one", "batch.samples_per_prompt=8")
     if algorithm.overlong and algorithm.overlong.buffer_tokens > config.rollout.max_response_tokens:
         key, most = "algorithm.overlong.buffer_tokens", config.rollout.max_response_tokens
-        yield Problem("", key, f"the buffer is longer than the longest response, {most}", f"{key}={most // 4 or 1}")
+        yield problem(key, f"the buffer is longer than the longest response, {most}", f"{key}={most // 4 or 1}")
     if config.training.max_restarts and config.training.resume != "auto":
         key = "training.max_restarts"
-        yield Problem("", key, "a run that never resumes cannot be restarted", f"{key}=0, or training.resume=auto")
+        yield problem(key, "a run that never resumes cannot be restarted", f"{key}=0, or training.resume=auto")
     if config.validation.every and not config.data.validation:
-        yield Problem("", "validation.every", "data.validation names no source", "add one, or validation.every=0")
+        yield problem("validation.every", "data.validation names no source", "add one, or validation.every=0")
 
 
 def _placed(config: AnyConfig) -> Iterator[tuple[str, int]]:
@@ -299,7 +298,7 @@ def _common_data_parallel_size(config: Config) -> int:
     return math.lcm(*(dp for _, dp in _data_parallel_sizes(config, config.model_roles())))
 
 
-LAYOUT_RULES: tuple[Rule[AnyConfig], ...] = (
+_LAYOUT_RULES: tuple[Callable[[AnyConfig], Iterator[Problem]], ...] = (
     pools_fit_the_cluster,
     several_nodes_share_a_ray_cluster,
     roles_have_pools,
@@ -308,8 +307,7 @@ LAYOUT_RULES: tuple[Rule[AnyConfig], ...] = (
     uneven_stages_need_a_pipeline,
     schedules_are_whole,
 )
-RULES: tuple[Rule[Config], ...] = (
-    *LAYOUT_RULES,
+_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     tensor_parallel_stays_in_a_node,
     engines_fit_their_pool,
     engines_share_with_the_actor_alone,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from mrl.config.hardware import Hardware, hardware
 from mrl.config.load import Resolved
 from mrl.config.model_rules import ModelShape, check_model_rules
-from mrl.config.rules import RULES, check_rules
+from mrl.config.rules import check_rules
 from mrl.config.schema import Config
 from mrl.errors import ConfigError, ModelError, Problem
 from mrl.models.layout import Layout
@@ -33,7 +33,7 @@ class PlanInput:
 
     def problems(self) -> Iterator[Problem]:
         """What rules and models say against the configuration."""
-        yield from check_rules(RULES, self.config)
+        yield from check_rules(self.config)
         for role, spec in self.specs.items():
             shape = ModelShape(
                 spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.moe.num_experts if spec.moe else None
@@ -90,17 +90,13 @@ def make_plan_input(resolved: Resolved[Config], hardware_name: str, model: str |
     config = resolved.config
     if config.cluster.device != "gpu":
         wrong = Problem("", "cluster.device", "this is about GPUs, not CPU slots", "cluster.device=gpu")
-        raise ConfigError([_at_origin(wrong, resolved)])
+        raise ConfigError([resolved.located(wrong)])
     specs = {role: model_spec(model or config.model_of(role)[1]) for role in config.model_roles()}
     subject = PlanInput(config, specs, hardware(hardware_name))
     if problems := list(subject.problems()):
-        raise ConfigError([_at_origin(problem, resolved) for problem in problems])
+        raise ConfigError([resolved.located(problem) for problem in problems])
     subject.check_layouts()
     return subject
-
-
-def _at_origin(problem: Problem, resolved: Resolved[Config]) -> Problem:
-    return dataclasses.replace(problem, where=resolved.origin(tuple(problem.key.split("."))))
 
 
 def _replaced(node: AnyNode, path: Sequence[str], value: Any) -> AnyNode:

@@ -13,13 +13,12 @@ from typing import Literal
 from mrl.config.arithmetic import role_batch, role_mesh, samples_per_step, updates_per_step
 from mrl.config.load import Resolved
 from mrl.config.schema import Config
-from mrl.config.step_calls import step_calls
+from mrl.config.step_calls import SAMPLE_COLUMNS, step_calls
 from mrl.errors import ConfigError, ModelError, MrlError, PlacementError, Problem
 from mrl.plan.advice import advise
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
 from mrl.plan.memory import gib, plan_memory
 from mrl.plan.plan_input import make_plan_input
-from mrl.preflight.columns import column_problems
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
 
@@ -94,6 +93,23 @@ def check_columns(config: Config) -> Iterator[CheckResult]:
         return
     calls = [call.method for call in step_calls(config)]
     yield CheckResult("ok", "columns", f"{', '.join(calls)}: every column is written before it is read")
+
+
+def column_problems(config: Config) -> list[str]:
+    """Return what a call of a step would miss: every column must be written before it is read."""
+    # `position` goes along with the call itself; ReMax's baselines come with the scores.
+    there = {*SAMPLE_COLUMNS, "position"}
+    there |= {"baseline_scores"} if config.algorithm.advantage == "remax" else set()
+    problems = []
+    for call in step_calls(config):
+        for column in dict.fromkeys(call.reads + call.needs(config)):
+            if column not in there:
+                now = ", ".join(sorted(there))
+                problems.append(f"{call.method} needs `{column}`; nobody has written it; columns then: {now}")
+            elif column not in call.reads + call.optional:
+                problems.append(f"{call.method} needs `{column}`, but does not declare that it reads it")
+        there |= set(call.writes)
+    return problems
 
 
 def _num_values(value: object) -> int:

@@ -22,9 +22,8 @@ from mrl.config.load import load_config
 from mrl.config.schema import Config
 from mrl.config.step_calls import STEP
 from mrl.errors import ConfigError
-from mrl.preflight import columns
 from mrl.preflight.cluster import check_slurm
-from mrl.preflight.findings import CheckResult, refuse
+from mrl.preflight.findings import CheckResult, column_problems, refuse
 from mrl.preflight.machine import check_disk, check_nodes
 from mrl.preflight.node_facts import node_facts
 from tests.hub import make_hub_cache
@@ -145,13 +144,13 @@ def test_workers_register_the_calls_of_the_table() -> None:
     ],
 )
 def test_configurations_that_load_have_all_columns(overrides: tuple[str, ...]) -> None:
-    assert columns.column_problems(config_of(*overrides)) == []
+    assert column_problems(config_of(*overrides)) == []
 
 
 def test_a_column_that_nobody_writes_is_named() -> None:
     config = config_of("algorithm.kl.where=both")
     without_critic = dataclasses.replace(config, critic=None)
-    (problem,) = columns.column_problems(without_critic)
+    (problem,) = column_problems(without_critic)
     assert problem.startswith("compute_advantages needs `values`; nobody has written it; columns then: old_log_probs")
 
 
@@ -159,9 +158,7 @@ def test_a_column_that_is_not_declared_is_named(monkeypatch: pytest.MonkeyPatch)
     update = dataclasses.replace(step_calls.UPDATE_ACTOR, optional=())
     monkeypatch.setattr(step_calls, "STEP", (*step_calls.STEP[:-1], update))
     config = config_of("algorithm.advantage=grpo", "critic=null", "placement.roles.critic=null")
-    assert columns.column_problems(config) == [
-        "update_actor needs `old_log_probs`, but does not declare that it reads it"
-    ]
+    assert column_problems(config) == ["update_actor needs `old_log_probs`, but does not declare that it reads it"]
 
 
 # --- data and rewards -------------------------------------------------------------------------------------------
