@@ -17,7 +17,6 @@ EXIT_FAILED = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """CONFIG, its overrides, and how much to look at."""
     add_config(parser)
     parser.add_argument("--hardware", default=DEFAULT, help=f"{', '.join(HARDWARE)} (default {DEFAULT})")
     depth = parser.add_mutually_exclusive_group()
@@ -38,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def findings(resolved: Resolved[Config], arguments: argparse.Namespace) -> Iterator[CheckResult]:
-    """Every check, from the cheap to the dear."""
+    """Yield every check, from the cheap to the dear."""
     config = resolved.config
     yield from check_configuration(resolved)
     yield from check_batch(config)
@@ -60,7 +59,6 @@ def findings(resolved: Resolved[Config], arguments: argparse.Namespace) -> Itera
 
 
 def lines_of(finding: CheckResult) -> Iterator[str]:
-    """A finding as a reader wants it."""
     yield f"{finding.verdict:<4}  {finding.about}: {finding.what}"
     if finding.fix:
         yield f"      fix: {finding.fix}"

@@ -14,7 +14,6 @@ ALGORITHMS = ("ppo", "grpo", "rloo", "reinforce_plus_plus", "remax", "dapo")  # 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Seed, algorithm, layout, and where to put it."""
     parser.add_argument("--seed", type=int, default=1, help="of the model and of all that is drawn (default 1)")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="ppo")
     parser.add_argument("--tp", type=int, default=2, help="tensor parallel size of the actor (default 2)")
@@ -24,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 if the model learnt what it should; EXIT_STOPPED when it was asked to stop before and has saved."""
+    """Return 0 if the model learned what it should, EXIT_STOPPED when it was asked to stop before and has saved."""
     directory = Path(arguments.dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
     if directory.exists():
         raise SetupError(f"{directory} exists already", fix="choose another --dir")

@@ -33,7 +33,6 @@ _MAX_REASON_LENGTH = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `mrl env`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--timeout", type=float, default=120, metavar="SECONDS", help="for each import tried (default 120)"
@@ -51,7 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def collect(timeout_s: float) -> dict[str, Any]:
-    """Everything that `mrl env` reports."""
     with ThreadPoolExecutor() as threads:
         usable = dict(zip(_PROBES, threads.map(lambda code: probe(code, timeout_s), _PROBES.values()), strict=True))
     return {
@@ -68,7 +66,7 @@ def collect(timeout_s: float) -> dict[str, Any]:
 
 
 def probe(code: str, timeout_s: float) -> dict[str, Any]:
-    """Whether a piece of Python runs in a new process, and otherwise the last line of what it said."""
+    """Return whether a piece of Python runs in a new process, and otherwise the last line of what it said."""
     try:
         tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -80,7 +78,6 @@ def probe(code: str, timeout_s: float) -> dict[str, Any]:
 
 
 def describe(report: dict[str, Any]) -> Iterator[str]:
-    """The report as lines for a person."""
     own, devices = report["mrl"], report["devices"]
     yield f"mrl {own['version']}" + (f" at {own['revision']}" if own["revision"] else "")
     yield "\nversions"

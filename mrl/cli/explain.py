@@ -26,20 +26,18 @@ _MAX_TABLE_RANKS = 16  # with more ranks, those of a node share a line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `mrl explain`."""
     add_config(parser)
     parser.add_argument("--all-ranks", action="store_true", help="one line per rank however many there are")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the explanation."""
     for line in explain(load_one(arguments.config), all_ranks=arguments.all_ranks):
         print(line)
     return 0
 
 
 def explain(resolved: Resolved[Config], *, all_ranks: bool) -> Iterator[str]:
-    """The explanation, line by line, without secrets."""
+    """Yield the explanation, line by line, without secrets."""
     config = resolved.config
     lines = [f"{resolved.path}", "", *_batch(config), *_placement(config)]
     for role in config.model_roles():
@@ -99,7 +97,7 @@ def _placement(config: Config) -> Iterator[str]:
 
 
 def _who(config: Config, roles: list[str]) -> str:
-    """The roles of a pool with those that live in their processes or beside them."""
+    """Return the roles of a pool with those that live in their processes or beside them."""
     names = []
     for role in roles:
         names.append(role)
@@ -182,7 +180,7 @@ def _rollout(config: Config, *, all_ranks: bool) -> Iterator[str]:
 
 
 def _table(columns: Sequence[str], ranks: list[dict[str, int]], *, all_ranks: bool) -> Iterator[str]:
-    """One line per rank, or per node where that would be long; nodes are counted within the pool."""
+    """Yield one line per rank, or per node where that would be long; nodes are counted within the pool."""
     groups = [[rank] for rank in ranks]
     if len(ranks) > _MAX_TABLE_RANKS and not all_ranks:
         nodes = sorted({rank["node"] for rank in ranks})

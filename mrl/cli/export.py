@@ -14,7 +14,6 @@ EXAMPLE = "mrl export runs/laptop-ppo my-model --checkpoint best"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN, OUT, and which of its checkpoints."""
     parser.add_argument("run", metavar="RUN", help="the directory of a run, whether it has ended or not")
     parser.add_argument("out", metavar="OUT", help="the model directory to be made")
     parser.add_argument("--checkpoint", default="latest", metavar="latest | best | STEP", help="(default latest)")
@@ -23,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the model, and say where it is."""
     directory = Path(arguments.run)
     if not (directory / "config.yaml").is_file():
         raise SetupError(f"{directory} is not the directory of a run: it lacks config.yaml")

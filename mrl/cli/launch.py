@@ -26,7 +26,6 @@ _SBATCH_LIMIT_S = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where to, CONFIG, and what of it to do."""
     where = parser.add_subparsers(dest="where", required=True, metavar="slurm | ray")
     slurm = where.add_parser("slurm", help="write a batch script, and submit it")
     slurm.add_argument("--cluster", default="cluster.yaml", metavar="FILE", help="the site (default cluster.yaml)")
@@ -42,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start it, or say how."""
     _, overrides = split_arguments(arguments.config)
     resolved = load_one(arguments.config)
     warn_unchecked(resolved)
@@ -111,7 +109,7 @@ def _show(resolved: Resolved[Config], parts: list[str]) -> None:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """A file for the owner alone, even where one with wider rights stands."""
+    """Write a file for the owner alone, even where one with wider rights stands."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)

@@ -25,7 +25,6 @@ _DOES_NOT_FIT = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `mrl plan`."""
     add_config(parser)
     parser.add_argument("--hardware", default=DEFAULT, help=f"the devices: {', '.join(HARDWARE)} (default: {DEFAULT})")
     parser.add_argument("--model", help="whose sizes to take: a directory, or a published model; default: model.path")
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan; 2 where it does not fit."""
+    """Print the plan; return 2 where it does not fit."""
     resolved = load_one(arguments.config)
     path = resolved.path
     if resolved.config.cluster.device == "cpu" and not arguments.search:
@@ -57,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         lines += ["", *_memory(subject, plan, verbose=arguments.verbose)]
         lines += [] if plan.shortages else ["", *_time(subject, lengths, verbose=arguments.verbose)]
         lines += ["", *_verdict(subject, plan)]
-    if notes := list(subject.not_modelled()):
+    if notes := list(subject.not_modeled()):
         lines += ["", f"Not counted: {', '.join(notes)}"]
     for line in lines:
         print(resolved.secrets.hide(line).rstrip())
@@ -65,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _machine(path: str, config: Config, model: str | None) -> int:
-    """The memory of a machine whose devices are CPU slots; nothing is known of its time."""
+    """Print the memory of a machine whose devices are CPU slots; nothing is known of its time."""
     usable = usable_memory_bytes()
     subject = machine_plan_input(config, usable, model)
     plan = plan_machine(subject)

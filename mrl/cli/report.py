@@ -12,19 +12,16 @@ _NUM_SAMPLES = 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN, and where the file goes."""
     parser.add_argument("run", metavar="RUN", help="the directory of a run, whether it has ended or not")
     parser.add_argument("--out", help="the file to write (default RUN/report.html)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the file, and say where it is."""
     print(write_report(Path(arguments.run), Path(arguments.out) if arguments.out else None))
     return 0
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:
-    """Write the report of a run; where it is."""
     metrics, config = directory / "metrics.jsonl", directory / "config.yaml"
     if not metrics.is_file() or not config.is_file():
         raise SetupError(f"{directory} is not the directory of a run: it lacks metrics.jsonl or config.yaml")

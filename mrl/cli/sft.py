@@ -13,12 +13,11 @@ EXAMPLE = "mrl sft configs/laptop-sft.yaml model.path=my-model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """CONFIG and its overrides."""
     add_config_first(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, and print where the model is; EXIT_STOPPED when the run was asked to stop before and has saved."""
+    """Train, and print where the model is; return EXIT_STOPPED when the run was asked to stop before and has saved."""
     resolved = settle_models(load_sft_config(arguments.config, arguments.overrides))
     # These load torch and Ray, which a wrong configuration need not wait for.
     from mrl.observe.console import Console

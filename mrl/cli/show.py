@@ -14,7 +14,6 @@ EXAMPLE = "mrl show configs/laptop-ppo.yaml actor.parallel.tp=1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `mrl show`."""
     parser.add_argument(
         "config", nargs="*", metavar="CONFIG | key=value", help="one file, or two to compare, and overrides"
     )

@@ -33,14 +33,13 @@ _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """CONFIG and its overrides."""
     add_config_first(parser)
     parser.add_argument("--quiet", action="store_true", help="no line per step")
     parser.add_argument(ATTEMPT, action="store_true", help=argparse.SUPPRESS)  # watched by `_supervise`
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train; 0 when all steps are done, EXIT_STOPPED when the run was asked to stop before and has saved."""
+    """Train; return 0 when all steps are done, EXIT_STOPPED when the run was asked to stop before and has saved."""
     resolved = load_config(arguments.config, arguments.overrides)
     config = resolved.config
     if not arguments.attempt and config.training.max_restarts:
@@ -116,7 +115,7 @@ def _supervise(arguments: Sequence[str], directory: Path, max_restarts: int) -> 
 
 
 def _newest(directory: Path) -> int:
-    """The step of the newest checkpoint; 0 where there is none."""
+    """Return the step of the newest checkpoint; 0 where there is none."""
     return max(steps_in(directory / CHECKPOINTS), default=0)
 
 
@@ -127,7 +126,7 @@ def _attempt(command: Sequence[str]) -> int:
 
 @contextmanager
 def _forwarding_to(run: subprocess.Popen[bytes]) -> Iterator[None]:
-    """What asks the watcher to save and stop is meant for the run. Ctrl-C reaches it by the terminal."""
+    """Send on what asks the watcher to save and stop: it is meant for the run. Ctrl-C reaches it by the terminal."""
 
     def forward(number: int, frame: FrameType | None) -> None:
         run.send_signal(number)

@@ -21,7 +21,6 @@ _WRONG, _TOO_LARGE = 1, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `mrl verify`."""
     parser.add_argument("what", choices=["layout"], help="what to verify")
     add_config(parser)
     parser.add_argument("--model", help="whose shape to take: a directory, or a published model; default: model.path")
@@ -34,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure each role's layout on a small model of the same shape; 1 where one is not the same model."""
+    """Measure each role's layout on a small model of the same shape; return 1 where one is not the same model."""
     config = load_one(arguments.config).config
     device = arguments.device or config.cluster.device
     roles = {role: model for role, model in config.model_roles().items() if arguments.role in (None, role)}
@@ -69,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _refusal(num_ranks: int, max_ranks: int, num_gpus: int | None) -> tuple[str, str] | None:
-    """What so many ranks would be too many of, and what would do; nothing where they are not."""
+    """Return what so many ranks would be too many of, and what would do; nothing where they are not."""
     if num_gpus is not None and num_ranks > num_gpus:
         return (
             f"GPUs, one for each rank, and this machine has {num_gpus}",

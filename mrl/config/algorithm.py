@@ -1,4 +1,4 @@
-"""The `algorithm` section: what is learnt from the samples."""
+"""The `algorithm` section: what is learned from the samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class KlConfig:
     in_loss: Text = "k3"
     """Estimator of the loss's share. As a loss `k1` exerts no force on average."""
     target: Share | None = None
-    """The divergence that the reward's coefficient is steered towards; null keeps the coefficient."""
+    """The divergence that the reward's coefficient is steered toward; null keeps the coefficient."""
     horizon_samples: Count = 10_000
     """How many samples the steering takes to react."""
 
@@ -82,7 +82,7 @@ class CorrectionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """What is learnt from the samples."""
+    """What is learned from the samples."""
 
     advantage: Text
     """Advantage estimator: a known name such as `gae` or `grpo`, or your own as `package.module:attribute`."""

@@ -21,52 +21,45 @@ class RoleBatch:
 
     @property
     def most_micro_batches(self) -> int:
-        """Micro-batches when every sample has its full length; shorter samples need fewer."""
+        """Return their number when every sample has its full length; shorter samples need fewer."""
         return math.ceil(self.samples_per_rank / (self.tokens_per_micro_batch // self.longest_sample_tokens))
 
 
 def samples_per_step(batch: BatchConfig) -> int:
-    """Responses generated in one step."""
     return batch.prompts_per_step * batch.samples_per_prompt
 
 
 def updates_per_step(batch: BatchConfig) -> int:
-    """Optimizer steps in one step."""
     return samples_per_step(batch) // batch.samples_per_update * batch.epochs_per_step
 
 
 def needs_old_log_probs(config: Config) -> bool:
-    """Whether the policy moves between sampling and the last update of a step, or something else reads old log-probs.
-
-    With one update per step, the log-probs in that update are the old ones.
-    """
+    """Return whether the policy moves between sampling and the last update of a step, or something else reads old
+    log-probs. With one update per step, the log-probs in that update are the old ones."""
     algorithm = config.algorithm
     charged = algorithm.kl.where in ("reward", "both")
     return updates_per_step(config.batch) > 1 or charged or algorithm.correction is not None
 
 
 def longest_sample_tokens(rollout: RolloutConfig) -> int:
-    """Tokens of a sample whose prompt and response are both at their limit."""
+    """Return the tokens of a sample whose prompt and response are both at their limit."""
     return rollout.max_prompt_tokens + rollout.max_response_tokens
 
 
 def role_devices(config: AnyConfig, role: str) -> int:
-    """Devices of the pool that a role runs on."""
     return config.placement.pools[config.placement.roles[role]]
 
 
 def make_mesh(parallel: ParallelConfig, world_size: int) -> Mesh:
-    """The layout of a role over `world_size` devices."""
     return Mesh(world_size, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, ep=parallel.ep, etp=parallel.etp)
 
 
 def role_mesh(config: AnyConfig, role: str) -> Mesh:
-    """The layout of a role over the devices of its pool."""
     return make_mesh(config.model_roles()[role].parallel, role_devices(config, role))
 
 
 def role_batch(config: Config, role: str) -> RoleBatch:
-    """The share of an update, or of a step, that one data-parallel rank of a role works on."""
+    """Return the share of an update, or of a step, that one data-parallel rank of a role works on."""
     model, batch = config.model_roles()[role], config.batch
     samples = batch.samples_per_update if role in config.trained_roles() else samples_per_step(batch)
     return RoleBatch(
@@ -77,16 +70,14 @@ def role_batch(config: Config, role: str) -> RoleBatch:
 
 
 def has_own_rollout_pool(config: Config) -> bool:
-    """Whether the engines have devices of their own, and so never take turns with the trainer."""
+    """Return whether the engines have devices of their own, and so never take turns with the trainer."""
     roles = config.placement.roles
     return roles.get("rollout", roles["actor"]) != roles["actor"]
 
 
 def rollout_devices(config: Config) -> int:
-    """Devices that the rollout engines may use."""
     return role_devices(config, "rollout" if has_own_rollout_pool(config) else "actor")
 
 
 def num_engines(config: Config) -> int:
-    """Rollout engines on their devices."""
     return config.rollout.replicas or rollout_devices(config) // config.rollout.tp

@@ -21,12 +21,12 @@ _FUNCTIONS = Path(__file__).parents[1] / "rewards" / "functions"
 
 
 def is_file(source: SourceConfig) -> bool:
-    """Whether a source is read from files; anything else is a dataset with a name."""
+    """Return whether a source is read from files; anything else is a dataset with a name."""
     return source.dataset.endswith(FILE_KINDS)
 
 
 def check_data_rules(config: AnyConfig) -> Iterator[Problem]:
-    """Every problem of the sources."""
+    """Yield every problem of the sources."""
     if not config.data.train:
         yield problem("data.train", "there is no source of prompts", "data.train.sums.dataset=toy:addition")
     for key, source in _sources(config):
@@ -42,7 +42,7 @@ def check_data_rules(config: AnyConfig) -> Iterator[Problem]:
 
 
 def unchecked_data(config: AnyConfig) -> Iterator[str]:
-    """Files that are not on this machine."""
+    """Yield the sources whose files are not on this machine."""
     for key, source in _sources(config):
         if is_file(source) and not any(glob.iglob(source.dataset, recursive=True)):
             yield f'{key}: no file "{source.dataset}" on this machine'
@@ -69,7 +69,8 @@ def _sources(config: AnyConfig) -> Iterator[tuple[str, SourceConfig]]:
 
 @cache
 def reward_functions() -> Mapping[str, Mapping[str, bool]]:
-    """Read from their sources which functions mrl brings along: name -> each option, and whether it must be given."""
+    """Return each function that mrl brings along with its options, and whether they must be given, read from its
+    source."""
     return {file.stem: _signature(file) for file in sorted(_FUNCTIONS.glob("*.py")) if file.stem != "__init__"}
 
 
@@ -82,7 +83,7 @@ def _signature(file: Path) -> dict[str, bool]:
 
 
 def check_reward_rules(config: Config) -> Iterator[Problem]:
-    """Every problem of the reward section."""
+    """Yield every problem of the reward section."""
     functions, model = config.reward.functions, config.reward_model
     weights = [function.weight for function in functions.values()]
     if not functions and model is None:
@@ -111,7 +112,7 @@ def check_reward_rules(config: Config) -> Iterator[Problem]:
 
 
 def _scored_late(config: Config) -> Iterator[Problem]:
-    """The reward model scores when the rollout is over, so nothing within the rollout can read its scores."""
+    """Yield what reads scores within the rollout, where the reward model has not scored yet."""
     why = "compares scores during the rollout, and the reward model scores after it"
     if config.algorithm.dynamic_sampling is not None:
         key = "algorithm.dynamic_sampling"
@@ -127,7 +128,7 @@ def _is_path(name: str) -> bool:
 
 
 def _options(key: str, function: RewardFunctionConfig) -> Iterator[Problem]:
-    """The options of a built-in function: known, complete, and in their ranges."""
+    """Check that the options of a built-in function are known, complete, and in their ranges."""
     known, given = reward_functions()[function.name], function.options
     for name in given:
         if name not in known:
@@ -143,7 +144,7 @@ def _options(key: str, function: RewardFunctionConfig) -> Iterator[Problem]:
 
 
 def _wrong(name: str, value: Any) -> str:
-    """What is wrong with the value of an option by itself."""
+    """Return what is wrong with the value of an option by itself."""
     shown = json.dumps(value, ensure_ascii=False, default=str)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if name.endswith("_tokens") or name == "attempts":
@@ -169,7 +170,7 @@ def _wrong_pattern(pattern: str) -> str:
 
 
 def _sizes(key: str, function: RewardFunctionConfig) -> Iterator[Problem]:
-    """The shorter of two lengths comes first."""
+    """Check that the shorter of two lengths comes first."""
     smaller, larger = {"overlong": ("buffer_tokens", "max_tokens"), "length": ("target_tokens", "max_tokens")}.get(
         function.name, ("", "")
     )

@@ -52,13 +52,14 @@ HARDWARE = {
 
 
 def device_flops_per_s(device: str) -> float | None:
-    """The dense bfloat16 rate of a device by the name that CUDA gives it (`NVIDIA H100 80GB HBM3`), if it is known."""
+    """Return the dense bfloat16 rate of a device by the name that CUDA gives it (`NVIDIA H100 80GB HBM3`), if it is
+    known."""
     words = device.lower().replace("-", " ").split()
     return next((each.flops_per_s for name, each in HARDWARE.items() if name.partition("-")[0] in words), None)
 
 
 def hardware(name: str) -> Hardware:
-    """The device of that name; `h100` stands for its largest kind."""
+    """Return the device of that name; `h100` stands for its largest kind."""
     wanted = name.lower()
     found = [each for known, each in HARDWARE.items() if wanted in (known, known.partition("-")[0])]
     if not found:

@@ -33,25 +33,25 @@ class Key:
 
     @property
     def section(self) -> type | None:
-        """The dataclass of a section's keys; None for a value."""
+        """Return the dataclass of a section's keys; None for a value."""
         return section_of(self.annotation)
 
     @property
     def entries(self) -> type | None:
-        """The dataclass of the entries of a section whose names are the user's; None for anything else."""
+        """Return the dataclass of the entries of a section whose names are the user's; None for anything else."""
         is_dict = get_origin(self.annotation) is dict
         return section_of(get_args(self.annotation)[1]) if is_dict else None
 
 
 def section_of(annotation: Any) -> type | None:
-    """The dataclass that an annotation names, itself or beside None."""
+    """Return the dataclass that an annotation names, itself or beside None."""
     choices = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
     return next((choice for choice in choices if dataclasses.is_dataclass(choice) and isinstance(choice, type)), None)
 
 
 @cache
 def fields_of(section: type) -> Mapping[str, Key]:
-    """The keys that stand directly in a section, with paths relative to it."""
+    """Return the keys that stand directly in a section, with paths relative to it."""
     hints = get_type_hints(section, include_extras=True)
     docs = _field_docs(section)
     keys = {}
@@ -67,7 +67,7 @@ def fields_of(section: type) -> Mapping[str, Key]:
 
 
 def schema_keys(section: type = schema.Config, prefix: KeyPath = ()) -> Iterator[Key]:
-    """Every key of the schema, each section before what stands in it."""
+    """Yield every key of the schema, each section before what stands in it."""
     for name, key in fields_of(section).items():
         yield dataclasses.replace(key, path=(*prefix, name))
         if key.section is not None:
@@ -77,7 +77,7 @@ def schema_keys(section: type = schema.Config, prefix: KeyPath = ()) -> Iterator
 
 
 def nearest_key(section: type, path: KeyPath) -> str | None:
-    """The key that the writer of the unknown key `path` in `section` may have meant: here, or else anywhere."""
+    """Return the key that the writer of the unknown key `path` in `section` may have meant: here, or else anywhere."""
     *parents, name = path
     if near := difflib.get_close_matches(name, fields_of(section), n=1):
         return dotted((*parents, near[0]))
@@ -90,7 +90,7 @@ def nearest_key(section: type, path: KeyPath) -> str | None:
 
 
 def _with_names_of(path: KeyPath, place: KeyPath) -> KeyPath:
-    """`place` with the names that the writer of `path` chose, as far as both go the same way."""
+    """Return `place` with the names that the writer of `path` chose, as far as both go the same way."""
     return tuple(
         path[depth] if name == ENTRY and place[:depth] == path[:depth] and depth < len(path) else name
         for depth, name in enumerate(place)
@@ -98,7 +98,6 @@ def _with_names_of(path: KeyPath, place: KeyPath) -> KeyPath:
 
 
 def describe_type(annotation: Any) -> str:
-    """The type of a key in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return f"{describe_type(arguments[0])}, {arguments[1]}" if arguments[0] is not str else str(arguments[1])
@@ -114,7 +113,7 @@ def describe_type(annotation: Any) -> str:
 
 
 def _field_docs(section: type) -> dict[str, str]:
-    """Field -> the docstring under it; Python keeps none of these at run time, so the source is read."""
+    """Return the docstring under each field; Python keeps none of these at run time, so the source is read."""
     docs: dict[str, str] = {}
     for declared in filter(dataclasses.is_dataclass, reversed(section.__mro__)):
         (statement,) = ast.parse(inspect.getsource(declared)).body
@@ -137,7 +136,7 @@ _VALUE = re.compile(r"[-+]?[0-9][0-9_.]*([eE][-+]?[0-9]+)?|true|false|yes|no|on|
 def convert(
     root: type[AnyTyped], values: Mapping[str, Any], secrets: Secrets, origin: Callable[[KeyPath], str]
 ) -> tuple[AnyTyped | None, list[Problem]]:
-    """The configuration typed as `root`, or None and what is wrong; `origin` says where a key stands."""
+    """Return the configuration typed as `root`, or None and what is wrong; `origin` says where a key stands."""
     conversion = _Conversion(secrets, origin)
     config = conversion.section(root, values, ())
     return (None if config is UNUSABLE else config), conversion.problems
@@ -164,7 +163,7 @@ class _Conversion:
             if name in values:
                 given[name] = self._value(key.annotation, values[name], inner)
             elif not key.required or dotted(inner) in unknown.values():
-                continue  # the default holds, or the key is there, misspelt
+                continue  # the default holds, or the key is there, misspelled
             elif key.section is not None:
                 given[name] = self.section(key.section, {}, inner)
             else:
@@ -267,7 +266,7 @@ def _unknown_key_fix(name: str, meant: str | None, path: KeyPath, known: Iterabl
 
 
 def _unquote(value: Any) -> str:
-    """The fix for a number or truth value that is text: written in quotes, or taken from the environment."""
+    """Return the fix for a number or truth value that is text: written in quotes, or taken from the environment."""
     if isinstance(value, str) and _VALUE.fullmatch(value):
         return "write it without quotes, or as ${oc.decode:${oc.env:NAME}} where the environment gives it"
     return ""

@@ -35,7 +35,7 @@ class Resolved(Generic[AnyTyped]):
     """Key -> `name`, `revision` and `directory` of each model, once they have been found."""
 
     def origin(self, path: KeyPath) -> str:
-        """`file.yaml:12`, `command line` or `default`."""
+        """Return `file.yaml:12`, `command line` or `default`."""
         return self._layer.origin(path, "default") if holds(self._layer.values, path) else "default"
 
     def located(self, problem: Problem) -> Problem:
@@ -44,17 +44,17 @@ class Resolved(Generic[AnyTyped]):
 
 
 def load_config(path: str, overrides: Iterable[str] = ()) -> Resolved[Config]:
-    """The configuration of a file with `key.path=value` overrides; ConfigError lists everything that is wrong."""
+    """Load a file with `key.path=value` overrides; ConfigError lists everything that is wrong."""
     return _load(Config, path, overrides)
 
 
 def load_sft_config(path: str, overrides: Iterable[str] = ()) -> Resolved[SftConfig]:
-    """The same for `mrl sft`."""
+    """Do the same for `mrl sft`."""
     return _load(SftConfig, path, overrides)
 
 
 def rechecked(resolved: Resolved[AnyTyped], config: AnyTyped) -> Resolved[AnyTyped]:
-    """The same with another configuration, of which every rule is asked once more."""
+    """Return the same with another configuration, of which every rule is asked once more."""
     problems, warnings = _check(config)
     if problems:
         raise _config_error([resolved.located(problem) for problem in problems], resolved.secrets)

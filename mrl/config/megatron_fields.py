@@ -21,7 +21,7 @@ _LATE = "parameters are gathered right after a step, because they are sent to th
 _HOST_ADAM = "mrl moves the whole optimizer state to the host between updates already"
 _ONE_RATE = "a role has one learning rate, which its metrics show"
 _UNSEEN = "nothing in mrl reads what it makes"
-_CUT = "it would depend on how the batch is cut: it is not normalised over all of it"
+_CUT = "it would depend on how the batch is cut: it is not normalized over all of it"
 _DROPPED = "tokens beyond an expert's capacity would be dropped in training, but not by the engine"
 _RANDOM = "log-probs would be of another policy than the one that the engine samples from"
 
@@ -36,7 +36,7 @@ class FieldRules:
     """Name -> its possible values, none where any will do. Without this map, all that is not refused is taken."""
 
     def refusal(self, name: str, value: Any) -> str:
-        """Why a field may not have that value; empty where it may."""
+        """Return why a field may not have that value; empty where it may."""
         if self.taken is not None and name in self.taken:
             values = self.taken[name]
             return f"it must be {' or '.join(map(str, values))}" if values and value not in values else ""
@@ -57,7 +57,7 @@ DDP = FieldRules(
         "align_param_gather": _LATE,
         "num_distributed_optimizer_instances": "groups of several instances are not made",
         "check_for_*": _NOT_FINITE,
-        "average_in_collective": "gradients are added up: the loss is normalised over the global batch",
+        "average_in_collective": "gradients are added up: the loss is normalized over the global batch",
         "delay_wgrad_compute": "both halves of a backward pass are computed together",
         "nccl_ub": _ADDRESS,
         "disable_symmetric_registration": _ADDRESS,

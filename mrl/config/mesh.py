@@ -49,16 +49,15 @@ class Mesh:
 
     @property
     def dp(self) -> int:
-        """Data-parallel size: how many shards a batch is split into."""
+        """Return the data-parallel size: how many shards a batch is split into."""
         return self.world_size // (self.tp * self.cp * self.pp)
 
     @property
     def edp(self) -> int:
-        """Data-parallel size of the expert layers."""
+        """Return the data-parallel size of the expert layers."""
         return self.world_size // (self.etp * self.ep * self.pp)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank` stands on every axis."""
         return Coordinates(
             rank=rank,
             tp=rank % self.tp,
@@ -71,6 +70,7 @@ class Mesh:
         )
 
     def is_output_rank(self, rank: int) -> bool:
-        """Whether `rank` speaks for its data-parallel shard: the first of tp and cp on the last pipeline stage."""
+        """Return whether `rank` answers for its data-parallel shard: the first of tp and cp on the last pipeline
+        stage."""
         at = self.coordinates(rank)
         return at.tp == 0 and at.cp == 0 and at.pp == self.pp - 1

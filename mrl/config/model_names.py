@@ -17,7 +17,7 @@ from mrl.hub import HubName, model_directory
 
 
 def model_names(config: AnyConfig) -> dict[str, str]:
-    """Key -> what it names, for every model that a role begins with."""
+    """Return key -> what it names, for every model that a role begins with."""
     return dict(config.model_of(role) for role in config.model_roles())
 
 
@@ -43,12 +43,12 @@ def settle_models(resolved: Resolved[AnyTyped]) -> Resolved[AnyTyped]:
 
 
 def in_directories(config: AnyTyped) -> AnyTyped:
-    """The same configuration with the directories of its models on this machine in place of their names."""
+    """Return the same configuration with the directories of its models on this machine in place of their names."""
     return rename_models(config, {key: str(model_directory(name)) for key, name in model_names(config).items()})
 
 
 def rename_models(config: AnyTyped, names: Mapping[str, str]) -> AnyTyped:
-    """The same configuration with other names under these keys."""
+    """Return the same configuration with other names under these keys."""
     of_model = {key.removeprefix("model."): name for key, name in names.items() if key.startswith("model.")}
     changes: dict[str, Any] = {"model": dataclasses.replace(config.model, **of_model)}
     if isinstance(config, Config) and config.reward_model is not None and "reward_model.path" in names:
@@ -57,7 +57,7 @@ def rename_models(config: AnyTyped, names: Mapping[str, str]) -> AnyTyped:
 
 
 def _recorded(config: AnyConfig) -> dict[str, dict[str, Any]]:
-    """What the run wrote of its models when it began, where it goes on."""
+    """Return what the run wrote of its models when it began, where it goes on."""
     file = Path(config.run.dir, config.run.name, MODELS_FILE)
     if config.training.resume != "auto" or not file.is_file():
         return {}

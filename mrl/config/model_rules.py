@@ -31,7 +31,8 @@ class ModelShape:
 
 
 def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
-    """The shape of a model whose config.json is here, None for one on the hub, or what is wrong under this key."""
+    """Return the shape of a model whose config.json is here, None for one on the hub, or what is wrong under this
+    key."""
     directory = local_files(path)
     if directory is None and HubName.parse(path) is None:
         return problem(key, neither(path))
@@ -51,7 +52,7 @@ def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
 
 
 def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape) -> Iterator[Problem]:
-    """Every problem between a model and the layouts of the roles that begin with it."""
+    """Yield every problem between a model and the layouts of the roles that begin with it."""
     for role in roles:
         model = config.model_roles()[role]
         yield from _layers(role, model, shape)
@@ -62,7 +63,7 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
 
 
 def unchecked(path: str, shape: ModelShape | None) -> Iterator[str]:
-    """What the rules could not check, and why."""
+    """Yield what the rules could not check, and why."""
     if shape is None:
         yield f'layers, heads and experts against the layouts: the files of "{path}" are not on this machine'
         return
@@ -89,7 +90,7 @@ def _layers(role: str, model: MegatronModelConfig, shape: ModelShape) -> Iterato
 
 
 def _uneven(role: str, model: MegatronModelConfig, layers: int, ends: list[int]) -> Iterator[Problem]:
-    """Stages that were given their layers, and the rest in equal parts."""
+    """Check stages that were given their layers, and the rest in equal parts."""
     rest, num_others, vpp = layers - sum(ends), model.parallel.pp - len(ends), model.parallel.vpp
     stages = [*ends, *([rest // num_others] if num_others > 0 else [])]
     is_whole = rest >= num_others and (rest % num_others == 0 if num_others > 0 else rest == 0)

@@ -63,7 +63,7 @@ _TRANSFORMER = Target(
         "num_query_groups": "the model's config.json",
         "num_moe_experts": "the model's config.json",
         **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "{role}.dtype"),
-        "calculate_per_token_loss": "mrl, to true: the loss is normalised over the global batch",
+        "calculate_per_token_loss": "mrl, to true: the loss is normalized over the global batch",
         "variable_seq_lengths": "mrl, to true: micro-batches differ in length",
     },
     rules=megatron_fields.TRANSFORMER,
@@ -101,7 +101,7 @@ _ENGINE = Target(
 
 
 def check_passthrough(config: AnyConfig) -> tuple[list[Problem], list[str]]:
-    """Problems with handed-on keys, and what could not be checked because the library is not installed."""
+    """Return the problems with handed-on keys, and what could not be checked because the library is not installed."""
     problems: list[Problem] = []
     unchecked: list[str] = []
     for path, target, values in _sections(config):
@@ -142,7 +142,8 @@ def _check(path: KeyPath, values: dict[str, Any], target: Target, known: Mapping
 
 @cache
 def _field_names(package: str, files: tuple[str, ...], class_name: str) -> Mapping[str, str] | None:
-    """The fields of a class and of its bases, and their types in its words; None where these files do not have it."""
+    """Return the fields of a class and of its bases with their types in its words; None where these files do not have
+    it."""
     classes: dict[str, ast.ClassDef] = {}
     for file in files:
         path = _installed_file(package, file)

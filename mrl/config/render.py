@@ -32,12 +32,12 @@ class Leaf:
 
 
 def leaves(resolved: Resolved[Any]) -> Iterator[Leaf]:
-    """Every value of a configuration, in the order of the schema."""
+    """Yield every value of a configuration, in the order of the schema."""
     yield from _leaves(resolved, dataclasses.asdict(resolved.config), ())
 
 
 def render(resolved: Resolved[Any]) -> str:
-    """YAML that loads as the same configuration, with the origin of each value beside it."""
+    """Return YAML that loads as the same configuration, with the origin of each value beside it."""
     lines: list[tuple[str, str]] = []
     sections: KeyPath = ()
     for leaf in leaves(resolved):
@@ -52,7 +52,7 @@ def render(resolved: Resolved[Any]) -> str:
 
 
 def render_difference(before: Resolved[Any], after: Resolved[Any]) -> str:
-    """The values that differ, one line each side; empty where none does."""
+    """Return the values that differ, one line each side; empty where none does."""
     old, new = ({leaf.path: leaf for leaf in leaves(resolved)} for resolved in (before, after))
     lines = [f"- {before.path}", f"+ {after.path}"]
     for path in [*old, *(path for path in new if path not in old)]:
@@ -64,7 +64,7 @@ def render_difference(before: Resolved[Any], after: Resolved[Any]) -> str:
 
 
 def render_schema() -> str:
-    """Every key with its type, its default and what it means; keys that two sections share are listed once."""
+    """Return every key with its type, its default and what it means; keys that two sections share are listed once."""
     return "".join(f"{line}\n" for line in _schema_lines(Config, (), {}))
 
 
@@ -103,7 +103,7 @@ def _leaves(resolved: Resolved[Any], value: Any, path: KeyPath) -> Iterator[Leaf
 
 
 def _flow(value: Any) -> str:
-    """A value as YAML on one line."""
+    """Return a value as YAML on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_scalar(str(name))}: {_flow(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list):

@@ -15,13 +15,13 @@ from mrl.errors import Problem, did_you_mean
 
 
 def near_multiples(value: int, step: int) -> list[int]:
-    """The multiples of `step` just below and above `value`, the nearer first."""
+    """Return the multiples of `step` just below and above `value`, the nearer first."""
     below = value // step * step
     return _by_distance({below, below + step} - {0}, value)
 
 
 def near_divisors(value: int, total: int, step: int = 1) -> list[int]:
-    """The divisors of `total` just below and above `value`, among the multiples of `step`, the nearer first."""
+    """Return the divisors of `total` just below and above `value`, among the multiples of `step`, the nearer first."""
     fitting = [divisor for divisor in range(step, total + 1, step) if total % divisor == 0]
     below = [divisor for divisor in fitting if divisor <= value][-1:]
     above = [divisor for divisor in fitting if divisor > value][:1]
@@ -29,7 +29,7 @@ def near_divisors(value: int, total: int, step: int = 1) -> list[int]:
 
 
 def nearest(key: str, values: Iterable[int]) -> str:
-    """The fix of a problem: `nearest: key=4 or 8`; nothing where no value would work."""
+    """Return the fix of a problem, `nearest: key=4 or 8`; nothing where no value would work."""
     listed = " or ".join(str(value) for value in values)
     return f"nearest: {key}={listed}" if listed else ""
 
@@ -267,14 +267,14 @@ def settings_have_what_they_need(config: Config) -> Iterator[Problem]:
 
 
 def _placed(config: AnyConfig) -> Iterator[tuple[str, int]]:
-    """The roles that have a pool, with its devices."""
+    """Yield the roles that have a pool, with its devices."""
     for role in config.model_roles():
         if config.placement.roles.get(role) in config.placement.pools:
             yield role, role_devices(config, role)
 
 
 def _engines_placed(config: Config) -> Iterator[tuple[str, int]]:
-    """The role on whose devices the engines are, with their number, if it has a pool."""
+    """Yield the role on whose devices the engines are, with their number, if it has a pool."""
     roles, pools = config.placement.roles, config.placement.pools
     role = "rollout" if "rollout" in roles else "actor"
     if roles.get(role) in pools:
@@ -282,7 +282,7 @@ def _engines_placed(config: Config) -> Iterator[tuple[str, int]]:
 
 
 def _data_parallel_sizes(config: Config, among: Collection[str]) -> Iterator[tuple[str, int]]:
-    """The data-parallel sizes that occur among these roles, each with the names of its roles."""
+    """Yield the data-parallel sizes that occur among these roles, each with the names of its roles."""
     roles_of: dict[int, list[str]] = {}
     for role, devices in _placed(config):
         if role not in among:

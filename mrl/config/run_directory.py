@@ -21,19 +21,18 @@ _STEP = "step-"
 
 
 def checkpoint_of(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
     return checkpoints / f"{_STEP}{step:06d}"
 
 
 def steps_in(checkpoints: Path) -> list[int]:
-    """The steps that have a checkpoint there, whole or damaged, the newest last."""
+    """Return the steps that have a checkpoint there, whole or damaged, the newest last."""
     found = [path.name.removeprefix(_STEP) for path in checkpoints.glob(f"{_STEP}*")]
     return sorted(int(number) for number in found if number.isdigit())
 
 
 @contextmanager
 def open_run_directory(resolved: Resolved[Any], *, may_go_on: bool) -> Iterator[Path]:
-    """`run.dir/run.name` for the length of a run: a new one, or one whose checkpoints the run goes on from."""
+    """Hold `run.dir/run.name` for the length of a run: a new one, or one whose checkpoints the run goes on from."""
     run: RunConfig = resolved.config.run
     directory = Path(run.dir, run.name)
     try:
@@ -76,7 +75,7 @@ def _prepare(resolved: Resolved[Any], directory: Path, may_go_on: bool) -> None:
 
 
 def _began_here(resolved: Resolved[Any], directory: Path) -> bool:
-    """Whether this very run began here, and ended before it could save: it may begin again."""
+    """Return whether this very run began here, and ended before it could save: it may begin again."""
     config = directory / "config.yaml"
     return config.is_file() and config.read_text(encoding="utf-8") == render(resolved)
 

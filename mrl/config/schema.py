@@ -368,16 +368,15 @@ class Config:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
     def trained_roles(self) -> dict[str, TrainedModelConfig]:
-        """The roles that Megatron trains, by name."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
 
     def model_roles(self) -> dict[str, MegatronModelConfig]:
-        """The roles that Megatron runs, trained or frozen, by name."""
+        """Return the roles that Megatron runs, trained or frozen, by name."""
         frozen = {"reward_model": self.reward_model} if self.reward_model is not None else {}
         return {**self.trained_roles(), **frozen}
 
     def model_of(self, role: str) -> tuple[str, str]:
-        """The key that says which model a role begins with, and what it says."""
+        """Return the key that says which model a role begins with, and what it says."""
         if role == "reward_model" and self.reward_model is not None:
             return "reward_model.path", self.reward_model.path
         if role == "critic" and self.model.critic is not None:

@@ -71,15 +71,12 @@ class SftConfig:
     training: SftTrainingConfig
 
     def trained_roles(self) -> dict[str, TrainedModelConfig]:
-        """The roles that Megatron trains, by name."""
         return {"actor": self.actor}
 
     def model_roles(self) -> dict[str, MegatronModelConfig]:
-        """The roles that Megatron runs."""
         return {"actor": self.actor}
 
     def model_of(self, role: str) -> tuple[str, str]:
-        """The key that says which model a role begins with, and what it says."""
         return "model.path", self.model.path
 
 

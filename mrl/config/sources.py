@@ -39,7 +39,8 @@ class SourceError(Exception):
 
 
 def read_yaml(text: str, where: Callable[[int], str], path: KeyPath = ()) -> tuple[Any, dict[KeyPath, str]]:
-    """The value of a YAML text and the origin of each key in it; `where` names a line, `path` the place of the text."""
+    """Return the value of a YAML text and the origin of each key in it; `where` names a line, `path` the place of the
+    text."""
     try:
         # The C loader, which OmegaConf uses, crashes the process on deep nesting: this one looks first.
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -146,7 +147,7 @@ def _is_interpolation(text: str) -> bool:
 
 
 def read_chain(path: str, children: tuple[str, ...] = ()) -> ConfigLayer:
-    """The file laid over the file that it extends, over the one that that extends, and so on."""
+    """Return the file laid over the file that it extends, over the one that that extends, and so on."""
     layer = _read_file(path, children)
     parent = layer.values.pop(_EXTENDS, None)
     if parent is None:
@@ -163,7 +164,7 @@ def read_chain(path: str, children: tuple[str, ...] = ()) -> ConfigLayer:
 
 
 def read_overrides(overrides: Iterable[str]) -> tuple[ConfigLayer, list[Problem]]:
-    """`key.path=value` arguments as a layer; those that cannot be read are problems, the others still count."""
+    """Return `key.path=value` arguments as a layer; those that cannot be read are problems, the others still count."""
     layer, problems = ConfigLayer(), []
     for override in overrides:
         key, equals, text = override.partition("=")

@@ -20,7 +20,6 @@ UNUSABLE = object()  # a value that is wrong in itself and already reported
 
 
 def dotted(path: KeyPath) -> str:
-    """The key as users write it."""
     return ".".join(path)
 
 
@@ -32,7 +31,7 @@ class ConfigLayer:
     origins: dict[KeyPath, str] = field(default_factory=dict)
 
     def origin(self, path: KeyPath, otherwise: str) -> str:
-        """Where `path` stands, or the nearest section around it; `otherwise` when nothing of it was written."""
+        """Return where `path` stands, or the nearest section around it; `otherwise` when nothing of it was written."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
@@ -43,7 +42,7 @@ class ConfigLayer:
 
 
 def merge(below: ConfigLayer, above: ConfigLayer) -> ConfigLayer:
-    """`above` laid over `below`: sections merge, everything else (lists, null) replaces."""
+    """Lay `above` over `below`: sections merge, everything else (lists, null) replaces."""
     values = _merge_values(below.values, above.values)
     # An origin must not outlive its value: a section that was replaced takes the origins of its keys along.
     origins = {path: origin for path, origin in (below.origins | above.origins).items() if holds(values, path)}
@@ -59,7 +58,6 @@ def _merge_values(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[st
 
 
 def holds(values: Any, path: KeyPath) -> bool:
-    """Whether nested mappings have this key."""
     for name in path:
         if not isinstance(values, Mapping) or name not in values:
             return False
@@ -84,13 +82,13 @@ class Secrets:
     values: frozenset[str] = field(default=frozenset(), repr=False)
 
     def hide(self, text: str) -> str:
-        """`text` without secrets."""
+        """Return `text` without secrets."""
         for value in sorted(self.values, key=len, reverse=True):
             text = text.replace(value, REDACTED)
         return redact_text(text)
 
     def shown(self, path: KeyPath, value: Any) -> Any:
-        """The value of a key as it may be shown."""
+        """Return the value of a key as it may be shown."""
         if isinstance(value, bool) or value is None:
             return value
         if not isinstance(value, (dict, list)) and (path in self.paths or _is_secret(path)):
@@ -105,7 +103,7 @@ class Secrets:
 
 
 def find_secrets(leaves: list[tuple[KeyPath, Any, Any]]) -> Secrets:
-    """The secrets among (key, text as written, value that it stands for)."""
+    """Return the secrets among (key, text as written, value that it stands for)."""
     paths = frozenset(path for path, written, _ in leaves if is_confidential(path, written))
     values = {text for path, _, value in leaves for text in _secret_texts(value, secret=path in paths)}
     for _, written, _ in leaves:
@@ -114,7 +112,7 @@ def find_secrets(leaves: list[tuple[KeyPath, Any, Any]]) -> Secrets:
 
 
 def is_confidential(path: KeyPath, written: Any) -> bool:
-    """Whether the value of a key is secret by the key's name or by the variable that it is taken from."""
+    """Return whether the value of a key is secret by the key's name or by the variable that it is taken from."""
     return _is_secret(path) or bool(_secret_variables(written))
 
 
@@ -150,15 +148,13 @@ class Interpolated:
 
 
 def interpolate(layer: ConfigLayer, otherwise: str) -> Interpolated:
-    """The values of a merged layer; a key that cannot be resolved is a problem, and its value UNUSABLE."""
+    """Resolve the values of a merged layer; a key that cannot be resolved is a problem, and its value UNUSABLE."""
     walk = _Walk(layer, otherwise)
     values = walk.section(OmegaConf.create(layer.values), ())
     return Interpolated(values, walk.problems, find_secrets(walk.leaves))
 
 
 class _Walk:
-    """One pass over a merged configuration."""
-
     def __init__(self, layer: ConfigLayer, otherwise: str) -> None:
         self.problems: list[Problem] = []
         self.leaves: list[tuple[KeyPath, Any, Any]] = []

@@ -27,7 +27,8 @@ class JobBundle:
 
 
 def pack(resolved: Resolved[Config], overrides: Sequence[str]) -> JobBundle:
-    """The file, what it extends and the overrides as one. Secrets are no part of it: written out, they are an error."""
+    """Return the file, what it extends and the overrides as one. Secrets are no part of it: written out, they are an
+    error."""
     layer = merge(read_chain(resolved.path), read_overrides(overrides)[0])
     problems = []
     for path, written in _leaves(layer.values, ()):
@@ -43,7 +44,7 @@ def pack(resolved: Resolved[Config], overrides: Sequence[str]) -> JobBundle:
 
 
 def user_modules(config: Config) -> Iterator[str]:
-    """The modules of the user's own that the configuration names as `package.module:attribute`."""
+    """Yield the modules of the user's own that the configuration names as `package.module:attribute`."""
     names = [function.name for function in config.reward.functions.values()]
     names += [source.dataset for source in (*config.data.train.values(), *config.data.validation.values())]
     algorithm = config.algorithm

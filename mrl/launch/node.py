@@ -32,7 +32,7 @@ class RendezvousDirectory:
         self.directory = directory
 
     def read(self, name: str) -> str:
-        """What somebody wrote; nothing where nobody has."""
+        """Return what somebody wrote; nothing where nobody has."""
         try:
             return (self.directory / name).read_text(encoding="utf-8").strip()
         except FileNotFoundError:
@@ -43,7 +43,7 @@ class RendezvousDirectory:
         files.write_text(self.directory / name, text)
 
     def has(self, name: str) -> bool:
-        """Whether the file is there. Opening asks the file server, where looking may be answered from memory."""
+        """Return whether the file is there. Opening asks the file server, where looking may be answered from memory."""
         try:
             os.close(os.open(self.directory / name, os.O_RDONLY))
         except FileNotFoundError:

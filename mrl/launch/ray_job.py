@@ -24,8 +24,6 @@ CONFIG, RUNTIME_ENVIRONMENT = "config.yaml", "runtime_environment.json"
 
 @dataclass(frozen=True)
 class RayJob:
-    """What is submitted."""
-
     parcel: JobBundle
     code: tuple[Path, ...]
     """Files and packages of the user's, below the current directory."""
@@ -35,7 +33,7 @@ class RayJob:
 
 
 def make_job(config: Config, parcel: JobBundle, further: Sequence[str]) -> RayJob:
-    """The job of a configuration. What would be looked for in the wrong place on the cluster is an error."""
+    """Return the job of a configuration. What would be looked for in the wrong place on the cluster is an error."""
     if problems := list(_relative_paths(config)):
         raise ConfigError(problems)
     if os.environ.get("RAY_AUTH_MODE") != "token" and not config.cluster.allow_insecure_ray:
@@ -66,14 +64,14 @@ def write_job_directory(job: RayJob, directory: Path) -> None:
 
 
 def submit_command(address: str, directory: Path, verb: str, *, wait: bool) -> list[str]:
-    """`ray job submit` for what is laid out in a directory."""
+    """Return `ray job submit` for what is laid out in a directory."""
     submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", f"--address={address}"]
     submit += [f"--runtime-env={directory / RUNTIME_ENVIRONMENT}", *([] if wait else ["--no-wait"])]
     return [*submit, "--", "mrl", verb, CONFIG, "cluster.ray_address=auto"]
 
 
 def submit_script(job: RayJob, command: Sequence[str]) -> str:
-    """The command as a shell script with its reasons; `mrl launch ray` runs the same command without a shell."""
+    """Return the command as a shell script with its reasons; `mrl launch ray` runs the same command without a shell."""
     shipped = ", ".join([CONFIG, *map(str, job.code)])
     variables = ", ".join(job.environment) or "none"
     missing = f"\n#   to be set where Ray runs, as their names say that they are secret: {', '.join(job.missing)}"
@@ -100,7 +98,7 @@ _ENTRY = """
 
 
 def _by_option(command: Sequence[str]) -> Iterator[str]:
-    """The command, a line for its beginning, for each option, and for what follows them."""
+    """Yield the command, a line for its beginning, for each option, and for what follows them."""
     end = command.index("--")
     begin = next(number for number, word in enumerate(command) if word.startswith("--"))
     yield shlex.join(command[:begin])
@@ -109,7 +107,8 @@ def _by_option(command: Sequence[str]) -> Iterator[str]:
 
 
 def _own_code(module: str) -> Path | None:
-    """Where the user's module is below the current directory: a file, or its whole package. None for installed ones."""
+    """Return where the user's module is below the current directory: a file, or its whole package. None for installed
+    ones."""
     top = module.partition(".")[0]
     for path in (Path(top), Path(f"{top}.py")):
         if path.exists():
@@ -127,7 +126,7 @@ def _below_here(text: str) -> Path:
 
 
 def _relative_paths(config: Config) -> Iterator[Problem]:
-    """Paths that the job, which runs in a directory of Ray's own, would not find, or would lose with it."""
+    """Yield paths that the job, which runs in a directory of Ray's own, would not find, or would lose with it."""
     paths = {"run.dir": config.run.dir}
     paths |= {key: name for key, name in model_names(config).items() if Path(name).is_dir()}
     for part, sources in (("train", config.data.train), ("validation", config.data.validation)):

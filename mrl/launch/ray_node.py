@@ -55,7 +55,7 @@ class RayNode:
 
 @contextmanager
 def ray_node(host: str, name: str, options: Sequence[str]) -> Iterator[RayNode]:
-    """Ray for the length of the block, its sockets and logs in a private directory."""
+    """Run Ray for the length of the block, its sockets and logs in a private directory."""
     directory = Path(tempfile.mkdtemp(prefix="mrl-"))  # 0700; Ray would leave them open to all
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     command += [f"--node-ip-address={host}", f"--node-name={name}", f"--temp-dir={directory}", *options]
@@ -107,11 +107,8 @@ def own_address(interface: str | None, name: str) -> str:
 
 
 def free_port() -> int:
-    """A port that is free now on every address.
-
-    None of those that the kernel hands out unasked, which may be another's before Ray takes it, and none of those that
-    Ray gives to its workers.
-    """
+    """Return a port that is free now on every address. None of those that the kernel hands out unasked, which may be
+    another's before Ray takes it, and none of those that Ray gives to its workers."""
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as tried, contextlib.suppress(OSError):
             tried.bind(("", port))
@@ -120,11 +117,11 @@ def free_port() -> int:
 
 
 def default_signals() -> None:
-    """For a new process: a signal that its parent ignores would stay ignored in it."""
+    """Reset SIGTERM in a new process: a signal that its parent ignores would stay ignored in it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _last_words(logs: Path) -> str:
-    """What Ray says of the process that took it along."""
+    """Return what Ray says of the process that took it along."""
     said = logs / "ray_process_exit.log"
     return f": {' '.join(said.read_text(errors='replace').split())}" if said.is_file() else ""

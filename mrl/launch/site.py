@@ -68,7 +68,7 @@ class SiteConfig:
 
 
 def load_site(path: str) -> SiteConfig:
-    """The cluster file, or all that is wrong with it."""
+    """Return the cluster file, or raise all that is wrong with it."""
     try:
         layer = read_chain(path)
     except SourceError as error:

@@ -31,12 +31,12 @@ class SlurmJob:
 
 
 def job_files(config: Config) -> Path:
-    """The directory of a run's job. It lies beside the run's own, which holds nothing before the run begins."""
+    """Return the directory of a run's job. It lies beside the run's own, which holds nothing before the run begins."""
     return Path(config.run.dir, f"{config.run.name}.launch").absolute()
 
 
 def render_script(job: SlurmJob) -> str:
-    """The whole script, ready for sbatch."""
+    """Return the whole script, ready for sbatch."""
     for what, path in (("the working directory", job.submitted_in), ("run.dir", job.files)):
         if not _ONE_WORD.fullmatch(str(path)):
             problem = Problem(what, "", f'"{path}" holds what no #SBATCH line can', "choose a path without blanks")
@@ -49,7 +49,8 @@ def render_script(job: SlurmJob) -> str:
 
 
 def _options(job: SlurmJob) -> Iterator[str]:
-    """Options of sbatch, with comments between them: what would follow an option on its line might become its value."""
+    """Yield options of sbatch, with comments between them: what would follow an option on its line might become its
+    value."""
     cluster, site = job.config.cluster, job.site
     yield "# What the run needs: `cluster` of the configuration, `cpus_per_node` of the cluster file."
     yield f"job-name={job.config.run.name}"

@@ -41,7 +41,6 @@ class Panel:
     """Of each step, by phase."""
 
     def finish(self, step: int, metrics: Mapping[str, float], sample: SamplePreview | None) -> None:
-        """Take in what a step has come to."""
         self.step, self.sample = step, sample
         for name, metric in CURVES.items():
             self.curves[name] += [metrics[metric]] if metric in metrics else []
@@ -49,7 +48,7 @@ class Panel:
         self.seconds += [of_phase] if "step" in of_phase else []
 
     def lines(self, width: int) -> list[str]:
-        """The lines to draw, none longer than the terminal is wide."""
+        """Return the lines to draw, none longer than the terminal is wide."""
         return [line[: max(width - 1, 0)] for line in self._lines()]
 
     def _lines(self) -> Iterator[str]:
@@ -77,13 +76,11 @@ class Panel:
 
 
 def bar(share: float) -> str:
-    """How far something is."""
     full = round(min(max(share, 0.0), 1.0) * _BAR_WIDTH)
     return "█" * full + "░" * (_BAR_WIDTH - full)
 
 
 def sparkline(values: list[float]) -> str:
-    """The course of the values in one line of bars."""
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -92,7 +89,7 @@ def sparkline(values: list[float]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text of a model: on a terminal its control characters could do anything."""
+    """Return text of a model without control characters, which on a terminal could do anything."""
     return "".join(letter if letter.isprintable() else "·" for letter in text.strip())
 
 
@@ -125,29 +122,29 @@ class Console:
         self._panel, self._num_drawn, self._drawn_at = Panel(num_steps), 0, 0.0
 
     def print(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line of its own."""
         self._clear()
         self._stream.write(text + "\n")
         self._stream.flush()
 
     def note(self, text: str) -> None:
-        """A line of its own that nobody needs who wants quiet."""
+        """Print a line unless the console is quiet."""
         if not self._quiet:
             self.print(text)
 
     def phase(self, name: str) -> None:
-        """The step has come to this phase; only a terminal shows it."""
+        """Show the phase that the step has come to; only a terminal does."""
         self._panel.phase, self._panel.done, self._panel.total = name, 0, 0
         self._draw()
 
     def progress(self, done: int, total: int) -> None:
-        """So much of the phase is done."""
+        """Show how much of the phase is done."""
         self._panel.done, self._panel.total = done, total
         if time.monotonic() - self._drawn_at > _REDRAWN_EVERY_S:
             self._draw()
 
     def step(self, step: int, metrics: Mapping[str, float], sample: SamplePreview | None = None) -> None:
-        """The line of a step; one of its samples is shown on a terminal."""
+        """Print the line of a step; one of its samples is shown on a terminal."""
         self._panel.finish(step, metrics, sample)
         if self._quiet:
             return

@@ -34,7 +34,8 @@ def _line(fields: Mapping[str, Any]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last one cut short by a crash is left out, any other bad one is an error."""
+    """Return the lines of a metrics file; a last one cut short by a crash is left out, any other bad one is an
+    error."""
     lines = path.read_text(encoding="utf-8").split("\n")
     found = []
     for number, line in enumerate(lines[:-1], start=1):

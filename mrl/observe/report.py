@@ -20,7 +20,7 @@ class HealthFinding:
 
 
 def findings(lines: Lines) -> list[HealthFinding]:
-    """Everything that looks unhealthy over the last steps, compared with the first."""
+    """Return everything that looks unhealthy over the last steps, compared with the first."""
     return [found for rule in _RULES if (found := rule(lines)) is not None]
 
 
@@ -102,7 +102,7 @@ tr { border-bottom: 1px solid #e4e4e4 } pre { margin: 0; white-space: pre-wrap; 
 
 
 def render_report(name: str, lines: Lines, samples: Sequence[Mapping[str, Any]], configuration: str) -> str:
-    """The page. Whatever a model or a data set wrote is escaped: a sample is text, never markup."""
+    """Return the page. Whatever a model or a data set wrote is escaped: a sample is text, never markup."""
     steps = [line for line in lines if line["step"] > 0]  # before the first there is only a validation
     sections = [
         f"<h1>{escape(name)}</h1><p>{_summary(lines, len(steps))}</p>",
@@ -159,7 +159,8 @@ def _curve(lines: Lines, name: str, title: str) -> str:
 
 
 def _phases(lines: Lines) -> str:
-    """One bar per part of the run, each phase its share of the mean step; what no phase covers is shown as such."""
+    """Draw one bar per part of the run, each phase its share of the mean step; what no phase covers is shown as
+    such."""
     if not lines:
         return ""
     names = list(dict.fromkeys(key for line in lines for key in line if key.startswith("timing_s/")))

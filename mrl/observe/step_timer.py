@@ -38,7 +38,7 @@ class StepTimer:
         self._events.write(PhaseEnd(phase, self.step, seconds))
 
     def pop_seconds(self) -> dict[str, float]:
-        """Seconds of each phase since the last lap, and of the whole as `step`."""
+        """Return the seconds of each phase since the last call, and of the whole as `step`."""
         now = time.perf_counter()
         seconds = {**self._seconds, "step": now - self._began}
         self._seconds, self._began = {}, now

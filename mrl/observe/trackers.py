@@ -15,10 +15,9 @@ class Tracker(Protocol):
     """Takes the figures of every step."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The figures of a step; those that are not finite are left out, for neither service can draw them."""
+        """Take the figures of a step; those that are not finite are left out, for neither service can draw them."""
 
-    def close(self) -> None:
-        """Nothing more comes."""
+    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -33,13 +32,11 @@ class TensorBoard:
         self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One scalar each."""
         for name, value in _finite(metrics).items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is left."""
         self._writer.close()
 
 
@@ -57,11 +54,9 @@ class WeightsAndBiases:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """All at once."""
         self._run.log(_finite(metrics), step=step)
 
     def close(self) -> None:
-        """Say that the run has ended."""
         self._run.finish()
 
 
@@ -74,7 +69,7 @@ TRACKERS: dict[str, tuple[type[TensorBoard] | type[WeightsAndBiases], ...]] = {
 
 
 def open_trackers(which: str, run: str, directory: Path, config: Mapping[str, Any], step: int) -> list[Tracker]:
-    """The trackers that `training.tracker` names; `step` is the first that they will see."""
+    """Return the trackers that `training.tracker` names; `step` is the first that they will see."""
     return [kind(run, directory, config, step) for kind in TRACKERS[which]]
 
 

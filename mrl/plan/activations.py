@@ -68,12 +68,11 @@ class LayerActivations:
 
     @property
     def total(self) -> float:
-        """Without recomputation."""
         return float(sum(astuple(self)))
 
 
 def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) -> LayerActivations:
-    """What one layer keeps per token of a device."""
+    """Return what one layer keeps per token of a device."""
     at, item = model.parallel, ITEM_BYTES[model.dtype]
     t, s = at.tp, at.tp if at.sequence_parallel else 1
     q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -96,7 +95,7 @@ def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) 
 
 
 def stage_activations(spec: ModelSpec, model: MegatronModelConfig, stage: int, num_micro_batches: int) -> int:
-    """What the layers of a pipeline stage keep at their worst moment, and make again."""
+    """Return what the layers of a pipeline stage keep at their worst moment, and make again."""
     layout, tokens = Layout.of(model.parallel), model.max_tokens_per_device
     pp, vpp = layout.pp, layout.vpp
     chunks = [layout.layers_of_chunk(spec.num_layers, stage, chunk) for chunk in range(vpp)]
@@ -112,7 +111,7 @@ def stage_activations(spec: ModelSpec, model: MegatronModelConfig, stage: int, n
 
 
 def forward_activations(spec: ModelSpec, model: MegatronModelConfig) -> int:
-    """Of a forward pass without backward: the tensors of one layer."""
+    """Return the bytes of a forward pass without backward: the tensors of one layer."""
     kinds = {spec.has_experts(layer) for layer in range(spec.num_layers)}
     widest = max(layer_bytes(spec, model, kind).total for kind in kinds)
     return math.ceil(widest * model.max_tokens_per_device * (1 + ASSUMPTIONS.allocator_share))
@@ -121,7 +120,7 @@ def forward_activations(spec: ModelSpec, model: MegatronModelConfig) -> int:
 def head_bytes(
     spec: ModelSpec, model: MegatronModelConfig, head: Head, *, backward: bool, device: Literal["cpu", "gpu"] = "gpu"
 ) -> int:
-    """Of the last stage's head, if every token of a micro-batch is scored."""
+    """Return the bytes of the last stage's head, if every token of a micro-batch is scored."""
     tokens, item = model.max_tokens_per_device, ITEM_BYTES[model.dtype]
     hidden = tokens * spec.hidden * (item + (4 + item if backward else 0))
     if head == "score":
@@ -131,7 +130,7 @@ def head_bytes(
 
 
 def _with_recomputation(layers: list[LayerActivations], megatron: dict[str, Any]) -> tuple[float, float]:
-    """Bytes per token that the layers of a chunk keep, and those that are made again at a time."""
+    """Return the bytes per token that the layers of a chunk keep, and those that are made again at a time."""
     granularity = megatron.get("recompute_granularity")
     if granularity == "selective":
         modules = set(megatron.get("recompute_modules") or ())

@@ -29,7 +29,7 @@ class Advice:
 
 
 def advise(subject: PlanInput, most: int = 4) -> list[Advice]:
-    """Up to so many ways to make it fit, each of as few kinds of change as any; empty where none was found."""
+    """Return up to so many ways to make it fit, each of as few kinds of change as any; empty where none was found."""
 
     def fitting(varied: PlanInput) -> MemoryPlan | None:
         plan = plan_memory(varied)
@@ -41,7 +41,7 @@ def advise(subject: PlanInput, most: int = 4) -> list[Advice]:
 def smallest_changes(
     subject: PlanInput, ladders: Iterable[list[Changes]], fitting: Callable[[PlanInput], Plan | None], most: int
 ) -> list[tuple[Changes, Plan]]:
-    """Rungs of as few ladders as any that make it fit, with what `fitting` gives for them."""
+    """Return rungs of as few ladders as any that make it fit, with what `fitting` gives for them."""
     ladders = [ladder for ladder in ladders if any(ladder)]
     num_tried = 0
     for together in range(1, _MAX_TOGETHER + 1):
@@ -62,7 +62,7 @@ def smallest_changes(
 
 
 def _ladders(subject: PlanInput) -> Iterator[list[Changes]]:
-    """Kinds of change, those that cost least first; of each kind the steps, the smallest first."""
+    """Yield kinds of change, those that cost least first; of each kind the steps, the smallest first."""
     config = subject.config
     roles = config.model_roles()
     utilization = config.rollout.vllm.get("gpu_memory_utilization", DEFAULT_UTILIZATION)
@@ -80,7 +80,7 @@ def _ladders(subject: PlanInput) -> Iterator[list[Changes]]:
 
 
 def activation_ladders(config: Config) -> Iterator[list[Changes]]:
-    """Smaller micro-batches, and layers that are computed again."""
+    """Yield smaller micro-batches, and layers that are computed again."""
     longest = longest_sample_tokens(config.rollout)
     shares = (0.75, 0.5, 0.25, 0.125, 0.0)
     yield [

@@ -38,22 +38,20 @@ class EngineMemory:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the cache of an engine holds."""
         return max(0, self.cache_bytes) // self.token_bytes
 
     @property
     def full_samples(self) -> int:
-        """Samples of full length that an engine works on at a time."""
+        """Return the samples of full length that an engine works on at a time."""
         return min(max(0, self.cache_bytes) // self.sample_bytes, self.most_sequences)
 
 
 def rollout_pool(config: Config) -> str:
-    """The pool that the engines are on."""
     return config.placement.roles["rollout" if has_own_rollout_pool(config) else "actor"]
 
 
 def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> EngineMemory:
-    """What vLLM takes, and what it leaves for its cache."""
+    """Return what vLLM takes, and what it leaves for its cache."""
     rollout, given = config.rollout, config.rollout.vllm
     EngineSizes(rollout.tp).check(spec)
     if num_engines(config) < 1:
@@ -87,7 +85,7 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
 
 
 def _widest(spec: ModelSpec, tp: int) -> int:
-    """Elements per token of a layer at work: hidden states, and the widest of its parts."""
+    """Return the elements per token of a layer at work: hidden states, and the widest of its parts."""
     attention = spec.qkv_rows // tp
     mlp = 3 * spec.ffn // tp
     if spec.moe:

@@ -65,12 +65,13 @@ _VARIANT = re.compile(r"(-(instruct|base|chat|thinking|v?\d[\d.]*))*", re.IGNORE
 
 
 def model_spec(model: str) -> ModelSpec:
-    """The sizes of a model: of a directory or what the hub's cache has, else of a published model by its name."""
+    """Return the sizes of a model: of a directory or what the hub's cache has, else of a published model by its
+    name."""
     return spec_of(_config_of(model))
 
 
 def model_values(model: str) -> Mapping[str, Any]:
-    """What the `config.json` of a model holds, of a published one as far as it is known here."""
+    """Return what the `config.json` of a model holds, of a published one as far as it is known here."""
     return _config_of(model).values
 
 
@@ -89,7 +90,7 @@ def _config_of(model: str) -> HfConfig:
 
 
 def known_config(name: str) -> dict[str, Any]:
-    """What a `config.json` of that model would hold, as far as planning reads it."""
+    """Return what a `config.json` of that model would hold, as far as planning reads it."""
     family, sizes = _SIZES[name]
     own = {"moe_intermediate_size": _EXPERT_SIZES[name]} if name in _EXPERT_SIZES else {}
     return (

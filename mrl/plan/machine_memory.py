@@ -42,7 +42,6 @@ class Processes:
 
     @property
     def most(self) -> int:
-        """All of it."""
         return self.held + self.work + self.spare
 
 
@@ -57,7 +56,6 @@ class MachinePlan:
     most_bytes: int
 
     def lines(self) -> Iterator[str]:
-        """Who takes how much."""
         for each in self.processes:
             number = f"{each.count} x " if each.count > 1 else ""
             at_work = f" (at work {gib(each.most)})" if each.most > each.held else ""
@@ -65,7 +63,7 @@ class MachinePlan:
 
 
 def machine_plan_input(config: Config, usable_bytes: int, model: str | None = None) -> PlanInput:
-    """A configuration with a machine as its device, of which nothing is known but its memory."""
+    """Return a configuration with a machine as its device, of which nothing is known but its memory."""
     specs = {role: model_spec(model or config.model_of(role)[1]) for role in config.model_roles()}
     subject = PlanInput(config, specs, Hardware("this machine", usable_bytes, 0.0, 0.0, 0.0, 0.0, 0.0))
     subject.check_layouts()
@@ -73,7 +71,7 @@ def machine_plan_input(config: Config, usable_bytes: int, model: str | None = No
 
 
 def plan_machine(subject: PlanInput) -> MachinePlan:
-    """What the processes of a node take together."""
+    """Return what the processes of a node take together."""
     config = subject.config
     roles = [_ranks(subject, role) for role in subject.specs]
     rest = [
@@ -89,7 +87,7 @@ def plan_machine(subject: PlanInput) -> MachinePlan:
 
 
 def advise_machine(subject: PlanInput, left_bytes: int) -> Changes | None:
-    """The smallest change with which a run takes no more than is left, whatever allocators keep."""
+    """Return the smallest change with which a run takes no more than is left, whatever allocators keep."""
 
     def fitting(varied: PlanInput) -> MachinePlan | None:
         plan = plan_machine(varied)
@@ -99,7 +97,7 @@ def advise_machine(subject: PlanInput, left_bytes: int) -> Changes | None:
 
 
 def _ladders(subject: PlanInput) -> Iterator[list[Changes]]:
-    """Kinds of change, those that cost least first; of each kind the steps, the smallest first."""
+    """Yield kinds of change, those that cost least first; of each kind the steps, the smallest first."""
     config = subject.config
     yield [{"sync.offload": False}]
     engine = engine_memory(config, subject.specs["actor"], subject.hardware)
@@ -113,7 +111,7 @@ def _ladders(subject: PlanInput) -> Iterator[list[Changes]]:
 
 
 def _ranks(subject: PlanInput, name: str) -> Processes:
-    """The ranks of a role; of pipeline stages that differ, the mean, for each has as many ranks."""
+    """Return the ranks of a role; of pipeline stages that differ, the mean, for each has as many ranks."""
     config, share = subject.config, role_batch(subject.config, name)
     model = config.model_roles()[name]
     # Fewer tokens than that are never there at once, whatever a micro-batch might hold.
@@ -146,7 +144,7 @@ def _engines(subject: PlanInput) -> Processes:
 
 
 def _bucket_bytes(subject: PlanInput) -> int:
-    """What of the buckets that weights travel in one of the two sides may still have."""
+    """Return what of the buckets that weights travel in one of the two sides may still have."""
     config = subject.config
     elements, _ = engine_elements(subject.specs["actor"], config.rollout.tp)
     return min(config.sync.bucket_bytes, elements * ITEM_BYTES[config.actor.dtype])

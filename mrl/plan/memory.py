@@ -53,7 +53,6 @@ class Phase:
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
         return sum(item.num_bytes for item in self.items)
 
 
@@ -77,7 +76,7 @@ class MemoryPlan:
 
     @property
     def shortages(self) -> list[MemoryShortfall]:
-        """What does not fit, the worst first; empty where all does."""
+        """Return what does not fit, the worst first; empty where all does."""
         found = [
             MemoryShortfall(phase, "does not fit on the device", phase.num_bytes - self.hardware.memory_bytes)
             for phase in self.phases
@@ -104,23 +103,23 @@ class Role:
     """What a forward pass has beside the weights."""
 
     def held(self, *parts: str) -> Iterator[Item]:
-        """Those of parameters, gradients and optimizer state."""
+        """Yield those of parameters, gradients and optimizer state."""
         for part in parts:
             if num_bytes := getattr(self.weights, part):  # a frozen role has parameters alone
                 yield Item(self.name, part, num_bytes, f"{_ORIGINS[part]}, stage {self.stage}")
 
     def all_items(self) -> Iterator[Item]:
-        """All three, and what the process takes for itself."""
+        """Yield all three, and what the process takes for itself."""
         yield from self.held("parameters", "gradients", "optimizer")
         yield self.reserve()
 
     @property
     def alone_bytes(self) -> int:
-        """What its work takes if nobody else is on the device."""
+        """Return what its work takes if nobody else is on the device."""
         return sum(item.num_bytes for item in (*self.all_items(), *(self.train or self.score)))
 
     def reserve(self) -> Item:
-        """What the process takes whatever it does."""
+        """Return what the process takes whatever it does."""
         return Item(self.name, RESERVE, ASSUMPTIONS.trainer_reserve_bytes, "assumed, for each trainer process")
 
 
@@ -129,7 +128,7 @@ Stages = dict[str, tuple[Role, ...]]
 
 
 def plan_memory(subject: PlanInput, stages: Stages | None = None) -> MemoryPlan:
-    """The plan of a configuration; `stages` may hold what `role_stages` gave for each of its roles."""
+    """Return the plan of a configuration; `stages` may hold what `role_stages` gave for each of its roles."""
     config, hardware = subject.config, subject.hardware
     engine = engine_memory(config, subject.specs["actor"], hardware)
     stages = stages or {role: role_stages(subject, role) for role in subject.specs}
@@ -144,7 +143,6 @@ def plan_memory(subject: PlanInput, stages: Stages | None = None) -> MemoryPlan:
 
 
 def role_stages(subject: PlanInput, role: str) -> tuple[Role, ...]:
-    """A role at each of its pipeline stages."""
     stages = range(subject.config.model_roles()[role].parallel.pp)
     return tuple(_role(subject.config, subject.specs[role], role, stage) for stage in stages)
 
@@ -170,7 +168,7 @@ def _role(config: Config, spec: ModelSpec, name: str, stage: int) -> Role:
 
 
 def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMemory) -> Iterator[Phase]:
-    """The phases of a pool where these roles meet."""
+    """Yield the phases of a pool where these roles meet."""
     everything = [item for role in roles for item in role.all_items()]
     awake = [Item("rollout", *part) for part in engine.parts]
     while_taking, while_generating, beside = everything, everything, awake
@@ -202,12 +200,12 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
 
 
 def has_reference(config: Config) -> bool:
-    """Whether a frozen copy of the actor is kept, on the host."""
+    """Return whether a frozen copy of the actor is kept, on the host."""
     return config.algorithm.kl.where != "none"
 
 
 def _host_bytes(config: Config, stages: Stages) -> int:
-    """Pinned memory of the fullest machine: of roles that take turns with the engines, and of the reference."""
+    """Return pinned memory of the fullest machine: of roles that take turns with the engines, and of the reference."""
     takes_turns, pools = config.sync.offload and not has_own_rollout_pool(config), config.placement.roles
     per_rank = max(role.weights.parameters for role in stages["actor"]) if has_reference(config) else 0
     for name, of_role in stages.items():
@@ -217,5 +215,4 @@ def _host_bytes(config: Config, stages: Stages) -> int:
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes for people."""
     return f"{num_bytes / GIB:.1f} GiB"

@@ -19,7 +19,7 @@ from mrl.models.spec import ModelSpec
 from mrl.plan.known_models import model_spec
 
 AnyNode = TypeVar("AnyNode")
-_NOT_MODELLED = ("cpu_offloading", "fp8", "distribute_saved_activations")
+_NOT_MODELED = ("cpu_offloading", "fp8", "distribute_saved_activations")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PlanInput:
     hardware: Hardware
 
     def problems(self) -> Iterator[Problem]:
-        """What rules and models say against the configuration."""
+        """Yield what rules and models say against the configuration."""
         yield from check_rules(self.config)
         for role, spec in self.specs.items():
             shape = ModelShape(
@@ -47,7 +47,7 @@ class PlanInput:
         EngineSizes(self.config.rollout.tp).check(self.specs["actor"])
 
     def with_changes(self, changes: Mapping[str, Any]) -> PlanInput | None:
-        """The same with other values under these dotted keys; None where a rule or the model is against it."""
+        """Return the same with other values under these dotted keys; None where a rule or the model is against it."""
         subject = self.with_changes_unchecked(changes)
         if next(subject.problems(), None) is not None:
             return None
@@ -58,14 +58,14 @@ class PlanInput:
         return subject
 
     def with_changes_unchecked(self, changes: Mapping[str, Any]) -> PlanInput:
-        """The same, whatever rules and models say."""
+        """Return the same, whatever rules and models say."""
         config = self.config
         for key, value in changes.items():
             config = _replaced(config, key.split("."), value)
         return dataclasses.replace(self, config=config)
 
     def overrides(self, changes: Mapping[str, Any]) -> str:
-        """Changes as the command line takes them, without those that change nothing."""
+        """Return changes as the command line takes them, without those that change nothing."""
         words = []
         for key, value in changes.items():
             present = _value(self.config, key.split("."))
@@ -77,16 +77,16 @@ class PlanInput:
                 words.append(f"{key}={_yaml(value)}")
         return " ".join(words)
 
-    def not_modelled(self) -> Iterator[str]:
-        """Settings that change memory or time in ways that are not counted."""
+    def not_modeled(self) -> Iterator[str]:
+        """Yield settings that change memory or time in ways that are not counted."""
         for role, model in self.config.model_roles().items():
-            yield from (f"{role}.megatron.{name}" for name in _NOT_MODELLED if model.megatron.get(name))
+            yield from (f"{role}.megatron.{name}" for name in _NOT_MODELED if model.megatron.get(name))
         names = ("quantization", "enable_expert_parallel", "kv_cache_dtype", "cpu_offload_gb", "speculative_config")
         yield from (f"rollout.vllm.{name}" for name in names if self.config.rollout.vllm.get(name))
 
 
 def make_plan_input(resolved: Resolved[Config], hardware_name: str, model: str | None = None) -> PlanInput:
-    """The subject of a configuration; `model` says whose sizes to take where `model.path` does not tell."""
+    """Return what is planned; `model` says whose sizes to take where `model.path` does not tell."""
     config = resolved.config
     if config.cluster.device != "gpu":
         wrong = Problem("", "cluster.device", "this is about GPUs, not CPU slots", "cluster.device=gpu")
@@ -100,7 +100,7 @@ def make_plan_input(resolved: Resolved[Config], hardware_name: str, model: str |
 
 
 def _replaced(node: AnyNode, path: Sequence[str], value: Any) -> AnyNode:
-    """A copy of a dataclass or dictionary with another value at the end of the path."""
+    """Return a copy of a dataclass or dictionary with another value at the end of the path."""
     name, *rest = path
     if isinstance(node, dict):
         return cast(AnyNode, {**node, name: _replaced(node[name], rest, value) if rest else value})

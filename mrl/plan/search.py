@@ -74,7 +74,7 @@ class Placement:
 
 
 def search(subject: PlanInput, lengths: Lengths, most: int = 2) -> Result:
-    """The fastest few of each kind of placement that fit."""
+    """Return the fastest few of each kind of placement that fit."""
     choices = list(placements(subject, lengths))
     results = [
         _search([choice for choice in choices if choice.name == name], lengths, most)
@@ -99,7 +99,7 @@ def _search(choices: list[Placement], lengths: Lengths, most: int) -> Result:
 
 
 def try_out(placement: Placement, chosen: dict[str, Option], lengths: Lengths) -> Found | None:
-    """A combination with all that it takes, if it fits and is allowed."""
+    """Return a combination with all that it takes, if it fits and is allowed."""
     sections: dict[str, Any] = {part: option.section for part, option in chosen.items()}
     subject = replace(placement.placed, config=replace(placement.placed.config, **sections))
     memory = plan_memory(subject, {part: option.stages for part, option in chosen.items() if option.stages})
@@ -110,7 +110,7 @@ def try_out(placement: Placement, chosen: dict[str, Option], lengths: Lengths) -
 
 
 def _in_order(choices: list[Placement]) -> Iterator[tuple[float, Placement, dict[str, Option]]]:
-    """All combinations of all placements, by the sum of their parts' seconds, which a step cannot undercut."""
+    """Yield all combinations of all placements, by the sum of their parts' seconds, which a step cannot undercut."""
 
     def entry(number: int, picks: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
         parts = choices[number].parts.values()
@@ -132,7 +132,7 @@ def _in_order(choices: list[Placement]) -> Iterator[tuple[float, Placement, dict
 
 
 def placements(subject: PlanInput, lengths: Lengths) -> Iterator[Placement]:
-    """The four kinds: everything together; the actor's guests apart; the engines apart; everybody apart."""
+    """Yield the four kinds: everything together; the actor's guests apart; the engines apart; everybody apart."""
     config, guests = subject.config, [role for role in subject.specs if role != "actor"]
     total = config.cluster.nodes * config.cluster.devices_per_node
     kinds: list[tuple[str, dict[str, int], dict[str, str]]] = [
@@ -162,7 +162,7 @@ def placements(subject: PlanInput, lengths: Lengths) -> Iterator[Placement]:
 
 
 def _role_options(placed: PlanInput, role: str, lengths: Lengths) -> Iterator[Option]:
-    """The layouts of a role on its pool, with its activations kept and with them computed again."""
+    """Yield the layouts of a role on its pool, with its activations kept and with them computed again."""
     config, memory_bytes = placed.config, placed.hardware.memory_bytes
     devices = config.placement.pools[config.placement.roles[role]]
     for layout in _layouts(placed, placed.specs[role], role, devices):
@@ -199,7 +199,7 @@ def _layouts(placed: PlanInput, spec: ModelSpec, role: str, devices: int) -> Ite
 
 
 def _engine_options(placed: PlanInput, lengths: Lengths) -> Iterator[Option]:
-    """Sizes of engines, and the share of a device that they may take."""
+    """Yield sizes of engines, and the share of a device that they may take."""
     roles = placed.config.placement.roles
     devices = placed.config.placement.pools[roles.get("rollout", roles["actor"])]
     shares = _OWN_UTILIZATIONS if "rollout" in roles else _UTILIZATIONS
@@ -220,7 +220,7 @@ def _engine_options(placed: PlanInput, lengths: Lengths) -> Iterator[Option]:
 
 
 def fits_on(resolved: Resolved[Config], num_nodes: int) -> list[str]:
-    """What to write instead where only so many machines are there."""
+    """Return what to write instead where only so many machines are there."""
     cluster = resolved.config.cluster
     if not num_nodes:
         return ["No machine is there: nothing fits."]
@@ -242,7 +242,7 @@ def fits_on(resolved: Resolved[Config], num_nodes: int) -> list[str]:
 
 
 def found_lines(subject: PlanInput, wanted: Changes, result: Result) -> Iterator[str]:
-    """What a search found: how long a step is, and what to write for it."""
+    """Yield what a search found: how long a step is, and what to write for it."""
     for one in result.found:
         most = max(phase.num_bytes for phase in one.memory.phases)
         rate = f"{one.time.tokens_per_device_and_s:,.0f} tokens/s a device"

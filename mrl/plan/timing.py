@@ -41,7 +41,7 @@ class RankTraffic:
 
 
 class ReshardTraffic:
-    """Of one training layout and the engines of one size on the same devices."""
+    """Count what a training layout and the engines of one size on the same devices exchange."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, mesh: Mesh, tp: int, devices_per_node: int) -> None:
         self._spec, self._mesh, self._tp, self._devices_per_node = spec, mesh, tp, devices_per_node
@@ -50,7 +50,7 @@ class ReshardTraffic:
         self._is_near = cache(self._has_copy)
 
     def received(self, rank: int) -> RankTraffic:
-        """What a rank receives whose device has a worker; what it holds itself is not moved."""
+        """Return what a rank receives whose device has a worker; what it holds itself is not moved."""
         link = network = 0
         for (kind, stages), count in self._groups.items():
             for _, regions in self._regions(kind, rank % self._tp, None):
@@ -65,13 +65,13 @@ class ReshardTraffic:
         return RankTraffic(link, network)
 
     def busiest(self) -> RankTraffic:
-        """Of the rank for which it takes longest, among the first and the last of each stage."""
+        """Return that of the rank for which it takes longest, among the first and the last of each stage."""
         mesh, per_stage = self._mesh, self._mesh.world_size // self._mesh.pp
         ends = {rank for stage in range(mesh.pp) for rank in (stage * per_stage, (stage + 1) * per_stage - 1)}
         return max(map(self.received, ends), key=lambda traffic: (traffic.network, traffic.link))
 
     def _has_copy(self, owner: ShardOwner, stages: tuple[int, ...], first: int, end: int) -> bool:
-        """Whether one of these neighbouring ranks holds the region."""
+        """Return whether one of these neighboring ranks holds the region."""
         mesh, per_stage = self._mesh, self._mesh.world_size // self._mesh.pp
         for rank in range(first, min(end, mesh.world_size)):
             if rank // per_stage not in stages:
@@ -85,7 +85,7 @@ class ReshardTraffic:
 
 
 def _groups(spec: ModelSpec, layout: Layout) -> Counter[tuple[Kind, tuple[int, ...]]]:
-    """How many groups of each kind the stages have; tied embeddings have two."""
+    """Return how many groups of each kind the stages have; tied embeddings have two."""
     last = layout.pp - 1
     groups: Counter[tuple[Kind, tuple[int, ...]]] = Counter()
     groups["embedding", (0, last) if spec.tied and last else (0,)] += 1
@@ -106,7 +106,6 @@ class Lengths:
 
     @property
     def whole(self) -> float:
-        """Of a sample."""
         return self.prompt + self.response
 
 
@@ -119,37 +118,32 @@ class TimedPhase:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class TimePlan:
-    """A step."""
-
     phases: tuple[TimedPhase, ...]
     num_tokens: float
     num_devices: int
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
         return sum(phase.seconds for phase in self.phases)
 
     @property
     def tokens_per_device_and_s(self) -> float:
-        """Tokens of prompts and responses."""
+        """Return the tokens of prompts and responses."""
         return self.num_tokens / self.seconds / self.num_devices
 
 
 def assumed_lengths(config: Config) -> Lengths:
-    """The means that are assumed where nobody says better."""
+    """Return the means that are assumed where nobody says better."""
     prompt = ASSUMPTIONS.mean_prompt_share * config.rollout.max_prompt_tokens
     return Lengths(prompt, ASSUMPTIONS.mean_response_share * config.rollout.max_response_tokens)
 
 
 def plan_time(subject: PlanInput, lengths: Lengths) -> TimePlan:
-    """The phases of one step."""
     config = subject.config
     phases = [TimedPhase("weights", _weights(subject)), rollout_phase(subject, lengths)]
     phases += [phase for role in subject.specs for phase in role_phases(subject, role, lengths)]
@@ -158,7 +152,6 @@ def plan_time(subject: PlanInput, lengths: Lengths) -> TimePlan:
 
 
 def role_phases(subject: PlanInput, role: str, lengths: Lengths) -> Iterator[TimedPhase]:
-    """The phases in which a role works."""
     config = subject.config
     forward = partial(_work, subject, role, lengths, trains=False)
     if role == "reward_model":
@@ -177,7 +170,7 @@ def role_phases(subject: PlanInput, role: str, lengths: Lengths) -> Iterator[Tim
 
 
 def rollout_phase(subject: PlanInput, lengths: Lengths) -> TimedPhase:
-    """The engines at work, until the longest sample has ended."""
+    """Return the engines' work, until the longest sample has ended."""
     config, spec, device = subject.config, subject.specs["actor"], subject.hardware
     engine = engine_memory(config, spec, device)
     engines, tp = num_engines(config), config.rollout.tp
@@ -202,7 +195,8 @@ def rollout_phase(subject: PlanInput, lengths: Lengths) -> TimedPhase:
 
 
 def _decode_step_s(subject: PlanInput, engine: EngineMemory, batch: float, lengths: Lengths) -> float:
-    """One token of each sample: weights and cache are read, everything is multiplied, and some time goes anyway."""
+    """Return the seconds of one token of each sample: weights and cache are read, everything is multiplied, and some
+    time goes anyway."""
     spec, device, tp = subject.specs["actor"], subject.hardware, subject.config.rollout.tp
     context = lengths.prompt + lengths.response / 2
     weights = next(size for what, size, _ in engine.parts if what == "weights")
@@ -225,7 +219,7 @@ def _decode_step_s(subject: PlanInput, engine: EngineMemory, batch: float, lengt
 
 
 def _work(subject: PlanInput, role: str, lengths: Lengths, *, trains: bool) -> dict[str, float]:
-    """Forward, or forward and backward with optimizer steps, of all samples of a step."""
+    """Return forward, or forward and backward with optimizer steps, of all samples of a step."""
     config, spec, device = subject.config, subject.specs[role], subject.hardware
     model, mesh = config.model_roles()[role], role_mesh(config, role)
     num_updates = updates_per_step(config.batch) if trains else 1
@@ -255,8 +249,8 @@ def _layer_launches_s(subject: PlanInput, role: str) -> float:
 
 
 def _link_s_per_token(subject: PlanInput, role: str, mesh: Mesh) -> float:
-    """Of one token forward through all layers: what tensor ranks gather and add up, the keys and values that context
-    ranks pass around, what goes from stage to stage, what experts are sent and give back."""
+    """Return the seconds of one token forward through all layers: what tensor ranks gather and add up, the keys and
+    values that context ranks pass around, what goes from stage to stage, what experts are sent and give back."""
     spec, model = subject.specs[role], subject.config.model_roles()[role]
     hidden, keys = (ITEM_BYTES[model.dtype] * size for size in (spec.hidden, spec.num_kv_heads * spec.head_dim))
     tensor = 4 * hidden * (mesh.tp - 1) / mesh.tp * _s_per_byte(subject, mesh.tp)
@@ -274,14 +268,14 @@ def _link_s_per_token(subject: PlanInput, role: str, mesh: Mesh) -> float:
 
 
 def _s_per_byte(subject: PlanInput, span: int) -> float:
-    """Among so many neighbouring devices, of which those of one machine need no network."""
+    """Return the seconds of a byte among so many neighboring devices, of which those of one machine need no network."""
     device, outside = subject.hardware, max(0, span - subject.config.cluster.devices_per_node) / span
     through = outside / device.network_bytes_per_s + (1 - outside) / device.link_bytes_per_s
     return through / ASSUMPTIONS.link_efficiency
 
 
 def _reduction_s(subject: PlanInput, role: str, mesh: Mesh) -> float:
-    """Of one update: gradients to their owners in float32, and weights back."""
+    """Return the seconds of one update: gradients to their owners in float32, and weights back."""
     model = subject.config.trained_roles()[role]
     found = buffers(subject.specs[role], model, mesh, HEADS[role], 0)
     moved = sum(buffer.num_padded * (1 - 1 / buffer.num_owners) for buffer in found) * (4 + ITEM_BYTES[model.dtype])
@@ -292,7 +286,7 @@ def _reduction_s(subject: PlanInput, role: str, mesh: Mesh) -> float:
 
 
 def _weights(subject: PlanInput) -> dict[str, float]:
-    """The way into the engines, and of the trainer's memory to the host and back."""
+    """Return the way into the engines, and of the trainer's memory to the host and back."""
     config, device, spec = subject.config, subject.hardware, subject.specs["actor"]
     model, mesh, tp = config.actor, role_mesh(config, "actor"), config.rollout.tp
     item = ITEM_BYTES[config.rollout.vllm.get("dtype", model.dtype)] / ASSUMPTIONS.link_efficiency

@@ -38,7 +38,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Of one rank."""
+    """Bytes of one rank."""
 
     parameters: int
     gradients: int
@@ -48,12 +48,11 @@ class WeightBytes:
 
     @property
     def total(self) -> int:
-        """Everything that stays between two updates."""
         return self.parameters + self.gradients + self.optimizer
 
 
 def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head: Head, stage: int) -> WeightBytes:
-    """What a rank of that pipeline stage holds; of a trained model with Megatron's distributed optimizer."""
+    """Return what a rank of that pipeline stage holds; of a trained model with Megatron's distributed optimizer."""
     item = ITEM_BYTES[model.dtype]
     if not isinstance(model, TrainedModelConfig):
         layout = Layout.of(model.parallel)
@@ -70,8 +69,8 @@ def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head:
 
 
 def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, stage: int) -> list[Buffer]:
-    """Megatron's buffers on a rank: for each chunk one of the dense parameters, and one of experts that are reduced
-    over other ranks."""
+    """Return Megatron's buffers on a rank: for each chunk one of the dense parameters, and one of experts that are
+    reduced over other ranks."""
     layout, dense_owners = Layout.of(model.parallel), mesh.dp * mesh.cp
     apart = mesh.ep > 1 or mesh.etp != mesh.tp
     made = []
@@ -97,7 +96,7 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
 
 @cache
 def engine_elements(spec: ModelSpec, tp: int) -> tuple[int, int]:
-    """Elements of the fused tensors of the first worker of an engine, and of the largest of them."""
+    """Return the elements of the fused tensors of the first worker of an engine, and of the largest of them."""
     sizes, sums, largest = EngineSizes(tp), 0, 0
     kinds: dict[bool, int] = {}
     for layer in range(spec.num_layers):
@@ -114,7 +113,8 @@ def engine_elements(spec: ModelSpec, tp: int) -> tuple[int, int]:
 
 @cache
 def _dense(spec: ModelSpec, layout: Layout, stage: int, head: Head) -> tuple[tuple[int, int], ...]:
-    """Chunk and elements of each dense parameter, in the table's order; the first of tp and pp speaks for all."""
+    """Return chunk and elements of each dense parameter, in the table's order; the first of tp and pp stands for
+    all."""
     place = RankPlace(pp=stage)
     # A stage's experts are counted apart, because there are thousands that are all alike.
     return tuple((shard.chunk, math.prod(shard.shape)) for shard in dense_shards(spec, layout, place, head))
@@ -122,7 +122,7 @@ def _dense(spec: ModelSpec, layout: Layout, stage: int, head: Head) -> tuple[tup
 
 @cache
 def _experts(spec: ModelSpec, layout: Layout, stage: int, chunk: int) -> tuple[int, ...]:
-    """Elements of each parameter of the experts that one rank holds in a chunk."""
+    """Return the elements of each parameter of the experts that one rank holds in a chunk."""
     if spec.moe is None:
         return ()
     layers = [n for n in layout.layers_of_chunk(spec.num_layers, stage, chunk) if spec.has_experts(n)]
@@ -134,10 +134,8 @@ def _experts(spec: ModelSpec, layout: Layout, stage: int, chunk: int) -> tuple[i
 
 
 def _padded_buckets(members: Sequence[int], limit: int | None, multiple: int) -> Iterator[int]:
-    """Lengths of buckets, filled from the last parameter on; without a limit there is one.
-
-    With a limit this is exact to a bucket's padding: Megatron's order of parameters within a layer is another.
-    """
+    """Yield lengths of buckets, filled from the last parameter on; without a limit there is one. With a limit this is
+    exact to a bucket's padding: Megatron's order of parameters within a layer is another."""
     filled = 0
     for elements in reversed(members):
         filled = round_up(filled, _PARAMETER_ALIGNMENT) + elements

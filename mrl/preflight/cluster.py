@@ -21,7 +21,7 @@ _GPUS = re.compile(r"gpu(?::[^:,(]+)?:(\d+)")
 
 
 def check_machines(config: Config) -> Iterator[CheckResult]:
-    """Every node of the Ray cluster that the run would join, or this machine."""
+    """Check every node of the Ray cluster that the run would join, or this machine."""
     if config.cluster.ray_address is None:
         yield CheckResult("ok", "Ray", "the run starts it on this machine")
         yield from check_here(config, with_gpus=True)
@@ -51,7 +51,7 @@ def check_machines(config: Config) -> Iterator[CheckResult]:
 
 
 def check_slurm(config: Config) -> Iterator[CheckResult]:
-    """Whether some partition has nodes enough, where Slurm is."""
+    """Check whether some partition has nodes enough, where Slurm is."""
     if shutil.which(_SINFO[0]) is None:
         yield CheckResult("skip", "Slurm", "there is no sinfo on this machine")
         return
@@ -100,8 +100,6 @@ def _offer(config: Config, devices_of: dict[str, int], free: int) -> CheckResult
 
 @dataclass(frozen=True)
 class _Nodes:
-    """Nodes of one kind in a partition."""
-
     partition: str
     is_up: bool
     nodes: int

@@ -30,7 +30,7 @@ _BYTES_PER_PARAMETER = 2  # published weights are bfloat16
 
 
 def check_models(config: Config) -> Iterator[CheckResult]:
-    """The files of each role's model, as a run looks at them before it asks for a device: headers alone are read."""
+    """Check the files of each role's model as a run does before it asks for a device: headers alone are read."""
     for role in config.model_roles():
         key, name = config.model_of(role)
         about = f"model of the {role}"
@@ -43,14 +43,14 @@ def check_models(config: Config) -> Iterator[CheckResult]:
 
 
 def found_models(config: Config) -> Iterator[str]:
-    """The directories of the models that are here; `check_models` has said which are not."""
+    """Yield the directories of the models that are here; `check_models` has said which are not."""
     for name in dict.fromkeys(model_names(config).values()):
         with suppress(ModelError):
             yield str(model_directory(name))
 
 
 def node_models(lacks: Mapping[str, str]) -> Iterator[CheckResult]:
-    """What nodes lack of the models that are here, by node."""
+    """Yield what nodes lack of the models that are here, by node."""
     for node, what in lacks.items():
         if what:
             yield CheckResult("warn", "models", f"node {node}: {what}", "a run has such a node fetch them, if it can")
@@ -88,7 +88,7 @@ Look = Callable[[RLHFDataset], list[Prompt | SkippedRow]]
 
 
 def check_data(config: Config, *, all_rows: bool) -> Iterator[CheckResult]:
-    """Tokenizer, sources and rewards; without the tokenizer nothing else can be looked at."""
+    """Check tokenizer, sources and rewards; without the tokenizer nothing else can be looked at."""
     try:
         config = in_directories(config)
     except ModelError as error:
@@ -138,7 +138,7 @@ def _check_number(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckRes
 def _check_source(
     config: Config, source: Mapping[str, SourceConfig], tokenizer: ChatTokenizer, look: Look, scored: list[Prompt]
 ) -> Iterator[CheckResult]:
-    """What the rows of one source are like; some of the usable ones go into `scored`."""
+    """Check the rows of one source; some of the usable ones go into `scored`."""
     (key,) = source
     dataset = open_dataset(source, config.data, config.rollout, tokenizer)
     found = look(dataset)
@@ -168,13 +168,13 @@ def _check_source(
 
 
 def _some_rows(dataset: RLHFDataset) -> list[Prompt | SkippedRow]:
-    """Rows at even distances."""
+    """Return rows at even distances."""
     step = max(1, len(dataset) // _MAX_ROWS)
     return dataset.read([draw for row in range(0, len(dataset), step) for draw in dataset.draws(row, row + 1)])
 
 
 def _all_rows(dataset: RLHFDataset) -> list[Prompt | SkippedRow]:
-    """Every row that is no prompt, ids that occur twice included, and some that are one."""
+    """Return every row that is no prompt, ids that occur twice included, and some that are one."""
     bad = list(dataset.check())
     known = {unusable.draw.number for unusable in bad}
     return [*bad, *(row for row in _some_rows(dataset) if row.draw.number not in known)]
@@ -183,7 +183,7 @@ def _all_rows(dataset: RLHFDataset) -> list[Prompt | SkippedRow]:
 def _check_rewards(
     config: Config, prompts: Mapping[str, list[Prompt]], tokenizer: ChatTokenizer
 ) -> Iterator[CheckResult]:
-    """The right answers, scored in the workers that will score the responses: a sane reward gives them something."""
+    """Score the right answers in the workers that will score the responses: a sane reward gives them something."""
     if not config.reward.functions:
         yield CheckResult("skip", "rewards", "there is no reward function: the reward model alone scores")
         return
@@ -201,7 +201,8 @@ def _check_rewards(
 
 
 def _answered(prompt: Prompt, form: str, tokenizer: ChatTokenizer) -> Sample:
-    """A sample whose response is the ground truth in some form, or nothing but the form where the source has none."""
+    """Return a sample whose response is the ground truth in some form, or nothing but the form where the source has
+    none."""
     row, response = prompt.row, form.format(prompt.row.ground_truth or "")
     return Sample(
         prompt=prompt.text,

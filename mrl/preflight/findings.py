@@ -34,7 +34,7 @@ class CheckResult:
 
 
 def guarded(about: str, findings: Iterable[CheckResult]) -> Iterator[CheckResult]:
-    """The findings of a check; an error that it meets is one of them."""
+    """Yield the findings of a check; an error that it meets is one of them."""
     try:
         yield from findings
     except MrlError as error:
@@ -42,7 +42,7 @@ def guarded(about: str, findings: Iterable[CheckResult]) -> Iterator[CheckResult
 
 
 def refuse(path: str, findings: Iterable[CheckResult]) -> list[CheckResult]:
-    """The findings that warn; any that fail are an error."""
+    """Return the findings that warn; any that fail are an error."""
     seen = list(findings)
     if failed := [finding for finding in seen if finding.verdict == "fail"]:
         raise ConfigError([Problem(path, finding.about, finding.what, finding.fix) for finding in failed])
@@ -50,7 +50,7 @@ def refuse(path: str, findings: Iterable[CheckResult]) -> list[CheckResult]:
 
 
 def check_configuration(resolved: Resolved[Config]) -> Iterator[CheckResult]:
-    """What loading has shown: it would have stopped at anything wrong."""
+    """Yield what loading has shown: it would have stopped at anything wrong."""
     num_keys = _num_values(dataclasses.asdict(resolved.config))
     yield CheckResult("ok", "configuration", f"{num_keys} values in range, and every rule between them holds")
     for warning in resolved.warnings:
@@ -60,7 +60,7 @@ def check_configuration(resolved: Resolved[Config]) -> Iterator[CheckResult]:
 
 
 def check_batch(config: Config) -> Iterator[CheckResult]:
-    """The arithmetic of a step, and what of it makes for slow work."""
+    """Yield the arithmetic of a step, and what of it makes for slow work."""
     batch = config.batch
     what = (
         f"{batch.prompts_per_step} prompts x {batch.samples_per_prompt} = {samples_per_step(batch)} samples per step, "
@@ -84,7 +84,7 @@ def check_batch(config: Config) -> Iterator[CheckResult]:
 
 
 def check_columns(config: Config) -> Iterator[CheckResult]:
-    """That every column that a worker reads has been written by then."""
+    """Check that every column that a worker reads has been written by then."""
     if problems := column_problems(config):
         for problem in problems:
             yield CheckResult(
@@ -117,7 +117,7 @@ def _num_values(value: object) -> int:
 
 
 def check_memory(resolved: Resolved[Config], hardware_name: str) -> Iterator[CheckResult]:
-    """The fullest phase, or those that do not fit and the smallest change that would."""
+    """Yield the fullest phase, or those that do not fit and the smallest change that would."""
     about = "memory"
     if resolved.config.cluster.device == "cpu":
         yield CheckResult("skip", about, "devices are CPU slots: it is each machine's memory that counts")
@@ -142,7 +142,7 @@ def check_memory(resolved: Resolved[Config], hardware_name: str) -> Iterator[Che
 
 
 def check_machine(config: Config, usable_bytes: int, taken_bytes: int) -> CheckResult:
-    """A machine of CPU slots: it fails where it surely does not hold a run, and warns where it may not."""
+    """Check a machine of CPU slots: fail where it surely does not hold a run, and warn where it may not."""
     about = "memory"
     try:
         subject = machine_plan_input(config, usable_bytes)

@@ -26,13 +26,13 @@ _GIB = 1 << 30
 
 
 def existing_parent(directory: Path) -> Path:
-    """The nearest directory at or above a path that is there."""
+    """Return the nearest directory at or above a path that is there."""
     return next(parent for parent in (directory.absolute(), *directory.absolute().parents) if parent.is_dir())
 
 
 @contextmanager
 def canary_file(config: Config) -> Iterator[str]:
-    """A file where the run directory will be, for as long as the block takes: every node must see it."""
+    """Make a file where the run directory will be, for as long as the block takes: every node must see it."""
     directory = existing_parent(Path(config.run.dir))
     try:
         handle, path = tempfile.mkstemp(prefix=".mrl-canary-", dir=directory)
@@ -47,7 +47,7 @@ def canary_file(config: Config) -> Iterator[str]:
 
 
 def check_start(config: Config) -> Iterator[CheckResult]:
-    """What a run looks at before it starts anything; nodes of a joined cluster are looked at when it joins."""
+    """Check what a run looks at before it starts anything; nodes of a joined cluster are looked at when it joins."""
     yield from check_columns(config)
     yield from check_disk(config)
     if config.cluster.ray_address is None:
@@ -55,14 +55,14 @@ def check_start(config: Config) -> Iterator[CheckResult]:
 
 
 def check_here(config: Config, *, with_gpus: bool) -> Iterator[CheckResult]:
-    """This machine; asking for its GPUs takes about a second."""
+    """Check this machine; asking for its GPUs takes about a second."""
     with canary_file(config) as canary:
         here = node_facts(canary, with_gpus)
     yield from check_nodes(config, [here], here["versions"])
 
 
 def check_disk(config: Config) -> Iterator[CheckResult]:
-    """Room for the checkpoints that are kept, the best one, and the one that is being written, but for those there."""
+    """Check the room for the checkpoints that are kept, the best one, and the one that is being written."""
     free, about = shutil.disk_usage(existing_parent(Path(config.run.dir))).free, "disk"
     try:
         num_parameters = model_spec(config.model.path).num_parameters

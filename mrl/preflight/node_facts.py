@@ -37,7 +37,7 @@ _RAY_USABLE = 0.95
 
 
 def node_facts(canary: str, with_gpus: bool) -> dict[str, Any]:
-    """The facts of this node; `canary` is a file on the file system that all nodes are to share."""
+    """Return the facts of this node; `canary` is a file on the file system that all nodes are to share."""
     directory = Path(canary).parent
     shared_memory = Path("/dev/shm")
     low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
@@ -58,21 +58,21 @@ def node_facts(canary: str, with_gpus: bool) -> dict[str, Any]:
 
 
 def memory_bytes() -> int:
-    """Memory that this process may use: the machine's, or less where its container has a limit."""
+    """Return the memory that this process may use: the machine's, or less where its container has a limit."""
     present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _read(_CGROUP / "memory.max")
     return min(present, int(limit)) if limit.isdigit() else present
 
 
 def usable_memory_bytes() -> int:
-    """The part that Ray's memory monitor lets everybody use together."""
+    """Return the part that Ray's memory monitor lets everybody use together."""
     if os.environ.get(_RAY_MONITOR) == "0":
         return memory_bytes()
     return int(memory_bytes() * float(os.environ.get(_RAY_THRESHOLD, _RAY_USABLE)))
 
 
 def _taken_memory_bytes() -> int:
-    """What programs hold now: the kernel's own caches are nobody's."""
+    """Return what programs hold now: the kernel's own caches are nobody's."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     kib = {name: int(number) for name, number, *_ in lines}
     return 1024 * (kib["MemTotal:"] - kib["MemAvailable:"])
@@ -84,7 +84,7 @@ def _versions() -> dict[str, str]:
 
 
 def _has_sockets(directory: Path) -> bool:
-    """Whether a Unix socket can be made there: weights go to the engines through some in the run directory."""
+    """Return whether a Unix socket can be made there: weights go to the engines through some in the run directory."""
     opened = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     path = f"/proc/self/fd/{opened}/.mrl-socket-{os.getpid()}"  # the directory's own path may be too long
     try:
@@ -99,7 +99,8 @@ def _has_sockets(directory: Path) -> bool:
 
 
 def _missing_interfaces() -> dict[str, str]:
-    """Variables that name a network interface which is not there; several, prefixes and exclusions are not checked."""
+    """Return variables that name a network interface which is not there; several, prefixes and exclusions are not
+    checked."""
     named = {name: os.environ.get(name, "").removeprefix("=") for name in _INTERFACE_VARIABLES}
     present = [name for _, name in socket.if_nameindex()]
     return {
@@ -110,7 +111,7 @@ def _missing_interfaces() -> dict[str, str]:
 
 
 def versions() -> dict[str, str | None]:
-    """Installed version of every library that mrl builds on; None where it is not installed."""
+    """Return the installed version of every library that mrl builds on; None where it is not installed."""
     return {"python": platform.python_version(), **{name: _version(names) for name, names in DISTRIBUTIONS.items()}}
 
 
@@ -125,7 +126,7 @@ def _version(distributions: tuple[str, ...]) -> str | None:
 
 
 def git_revision(checkout: Path) -> str | None:
-    """Commit of a checkout, marked where files differ from it; None outside a checkout."""
+    """Return the commit of a checkout, marked where files differ from it; None outside a checkout."""
     if not (checkout / ".git").exists():
         return None
     revision = _first_output(
@@ -135,7 +136,7 @@ def git_revision(checkout: Path) -> str | None:
 
 
 def cpu_model() -> str:
-    """Name of the processor, or of its architecture where the system does not say more."""
+    """Return the name of the processor, or of its architecture where the system does not say more."""
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -143,14 +144,14 @@ def cpu_model() -> str:
 
 
 def usable_cpus() -> float:
-    """Processors that this process may use: its affinity, and the quota of its container."""
+    """Return the processors that this process may use: its affinity, and the quota of its container."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
     return min(allowed, int(quota) / int(period)) if quota.isdigit() else allowed
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name, memory and driver of every GPU that the driver reports; empty where there is no driver."""
+    """Return name, memory and driver of every GPU that the driver reports; empty where there is no driver."""
     query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
     rows = [[cell.strip() for cell in line.split(",")] for line in (_first_output(*query) or "").splitlines()]
     # Devices that share the host's memory report "[N/A]".
@@ -165,7 +166,7 @@ def _read(path: Path) -> str:
 
 
 def _first_output(*command: str) -> str | None:
-    """What a command prints, or None where it is missing, fails or hangs."""
+    """Return what a command prints, or None where it is missing, fails or hangs."""
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
