@@ -61,8 +61,8 @@ def test_settings_that_are_not_counted_are_named_by_role() -> None:
         ["rollout.vllm.kv_cache_dtype=fp8", "actor.megatron.cpu_offloading=true"],
     )
     subject = make_plan_input(config, "h100")
-    assert list(subject.not_modelled()) == ["actor.megatron.cpu_offloading", "rollout.vllm.kv_cache_dtype"]
-    assert list(subject_of(PRESET).not_modelled()) == []
+    assert list(subject.not_modeled()) == ["actor.megatron.cpu_offloading", "rollout.vllm.kv_cache_dtype"]
+    assert list(subject_of(PRESET).not_modeled()) == []
 
 
 def test_advice_is_the_first_step_of_its_kind_that_fits_and_no_more_kinds_than_needed() -> None:
