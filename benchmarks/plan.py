@@ -41,9 +41,9 @@ from mrl.config.schema import (
     TrainedModelConfig,
     TrainingConfig,
 )
-from mrl.plan.advice import FULL_RECOMPUTATION
 from mrl.plan.known_models import model_spec
 from mrl.plan.plan_input import PlanInput
+from mrl.plan.search import FULL_RECOMPUTATION
 from mrl.plan.timing import Lengths, plan_time
 
 TOLERANCE, MIN_WITHIN = 0.25, 6

@@ -47,9 +47,8 @@ def findings(resolved: Resolved[Config], arguments: argparse.Namespace) -> Itera
         yield CheckResult("skip", "data, machines", "--offline looks at the configuration alone")
         return
     # These load torch, Ray and what else a run needs.
-    from mrl.preflight.cluster import check_machines, check_slurm
     from mrl.preflight.data import check_data, check_models
-    from mrl.preflight.machine import check_disk
+    from mrl.preflight.machine import check_disk, check_machines, check_slurm
 
     yield from check_models(config)
     yield from guarded("data", check_data(config, all_rows=arguments.all_rows))

@@ -55,12 +55,7 @@ def collect(timeout_s: float) -> dict[str, Any]:
     return {
         "mrl": {"version": mrl.__version__, "revision": git_revision(Path(mrl.__file__).parent.parent)},
         "versions": versions(),
-        "devices": {
-            "cpu": cpu_model(),
-            "usable_cpus": usable_cpus(),
-            "memory_bytes": memory_bytes(),
-            "gpus": gpus(),
-        },
+        "devices": {"cpu": cpu_model(), "usable_cpus": usable_cpus(), "memory_bytes": memory_bytes(), "gpus": gpus()},
         "usable": usable,
     }
 

@@ -133,11 +133,7 @@ def _model_role(config: Config, role: str, *, all_ranks: bool) -> Iterator[str]:
     room = share.tokens_per_micro_batch
     yield from aligned(
         [
-            (
-                f"samples per {per} and data-parallel rank",
-                f"{samples} / dp {mesh.dp}",
-                f"{share.samples_per_rank}",
-            ),
+            (f"samples per {per} and data-parallel rank", f"{samples} / dp {mesh.dp}", f"{share.samples_per_rank}"),
             (
                 "room of a micro-batch",
                 f"max_tokens_per_device {model.max_tokens_per_device} x cp {mesh.cp}",

@@ -11,12 +11,11 @@ from mrl.config.arithmetic import num_engines, samples_per_step
 from mrl.config.hardware import DEFAULT, HARDWARE
 from mrl.config.schema import Config
 from mrl.errors import ConfigError, Problem
-from mrl.plan.advice import Changes, advise
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
 from mrl.plan.memory import MemoryPlan, gib, plan_memory
 from mrl.plan.plan_input import PlanInput, make_plan_input
-from mrl.plan.search import found_lines, search
+from mrl.plan.search import Changes, advise, found_lines, search
 from mrl.plan.timing import Lengths, assumed_lengths, plan_time
 from mrl.preflight.node_facts import usable_memory_bytes
 

@@ -1,7 +1,8 @@
 """`mrl train CONFIG`: train, from the beginning or from the run's newest checkpoint, and again after a loss.
 
 What starts a run again is a process that watches another, and loads nothing heavy. A loop inside the run would not do:
-when a cluster's head dies, Ray ends every process that has joined it."""
+when a cluster's head dies, Ray ends every process that has joined it.
+"""
 
 from __future__ import annotations
 

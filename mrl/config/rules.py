@@ -1,7 +1,8 @@
 """Rules between keys. Each is a small function that yields problems, with the nearest values that would work.
 
 A rule may be met by a configuration that breaks another one, so each says nothing where what it needs
-is missing: the other rule reports that."""
+is missing: the other rule reports that.
+"""
 
 from __future__ import annotations
 

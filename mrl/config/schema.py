@@ -1,7 +1,8 @@
 """Every key of a configuration: its type, its default, what it may be and what it means.
 
 The dataclasses below are schema, defaults and documentation at once: the docstring under a field is what
-`mrl show --schema` prints. A field without a default must be given; nothing else fills it in."""
+`mrl show --schema` prints. A field without a default must be given; nothing else fills it in.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The sources of a configuration as layers, lowest first: the chain of `extends:`, the file, the command line.
 
 A YAML text is looked at before it is loaded, with line numbers. OmegaConf reads the values, because it knows 1e-6 for
-a number, which plain YAML loaders do not."""
+a number, which plain YAML loaders do not.
+"""
 
 from __future__ import annotations
 

@@ -15,12 +15,11 @@ from mrl.config.arithmetic import has_own_rollout_pool, num_engines, role_batch,
 from mrl.config.hardware import Hardware
 from mrl.config.schema import Config
 from mrl.dtypes import ITEM_BYTES
-from mrl.plan.advice import Changes, activation_ladders, smallest_changes
 from mrl.plan.assumptions import ASSUMPTIONS, GIB
-from mrl.plan.engine_memory import engine_memory
 from mrl.plan.known_models import model_spec
-from mrl.plan.memory import Item, gib, has_reference, role_stages
+from mrl.plan.memory import Item, engine_memory, gib, has_reference, role_stages
 from mrl.plan.plan_input import PlanInput
+from mrl.plan.search import Changes, activation_ladders, smallest_changes
 from mrl.plan.weights import engine_elements
 
 _MIN_SAMPLES = 4

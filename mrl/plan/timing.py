@@ -1,6 +1,7 @@
 """How long each phase of a step takes: work over what the devices do, with stated efficiencies.
 
-The phases of one step follow each other, so their sum is the step. Nothing is measured here."""
+The phases of one step follow each other, so their sum is the step. Nothing is measured here.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +26,7 @@ from mrl.models.layout import Layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS
-from mrl.plan.engine_memory import EngineMemory, engine_memory
-from mrl.plan.memory import HEADS, has_reference
+from mrl.plan.memory import HEADS, EngineMemory, engine_memory, has_reference
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.weights import buffers, engine_elements, stage_weights
 from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner

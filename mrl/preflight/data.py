@@ -1,5 +1,6 @@
 """The models' files and the data as a run will see them: headers, real rows through template and tokenizer, and real
-answers through the rewards."""
+answers through the rewards.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """What can be known before a run starts, one finding per line.
 
 The cheap part needs neither torch nor a cluster nor the data. `data` and `cluster` look at the
-real rows and the real machines."""
+real rows and the real machines.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from mrl.config.load import Resolved
 from mrl.config.schema import Config
 from mrl.config.step_calls import SAMPLE_COLUMNS, step_calls
 from mrl.errors import ConfigError, ModelError, MrlError, PlacementError, Problem
-from mrl.plan.advice import advise
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
 from mrl.plan.memory import gib, plan_memory
 from mrl.plan.plan_input import make_plan_input
+from mrl.plan.search import advise
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
 

@@ -11,10 +11,9 @@ import mrl
 from mrl.config.load import AnyTyped, Resolved
 from mrl.config.run_directory import CHECKPOINTS, open_run_directory
 from mrl.events import EventLog, RunStarted, Warned
-from mrl.observe.console import Console, SamplePreview
-from mrl.observe.metrics import MetricsFile
+from mrl.observe.console import Console
+from mrl.observe.metrics import MetricsFile, Tracker, open_trackers
 from mrl.observe.step_timer import StepTimer
-from mrl.observe.trackers import Tracker, open_trackers
 from mrl.trainer.checkpoints import CheckpointManager
 from mrl.trainer.resume_config import describe_changes, resume_config
 from mrl.trainer.role_client import RoleClient

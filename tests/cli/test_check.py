@@ -22,9 +22,8 @@ from mrl.config.load import load_config
 from mrl.config.schema import Config
 from mrl.config.step_calls import STEP
 from mrl.errors import ConfigError
-from mrl.preflight.cluster import check_slurm
 from mrl.preflight.findings import CheckResult, column_problems, refuse
-from mrl.preflight.machine import check_disk, check_nodes
+from mrl.preflight.machine import check_disk, check_nodes, check_slurm
 from mrl.preflight.node_facts import node_facts
 from tests.hub import make_hub_cache
 

@@ -13,10 +13,9 @@ from mrl.models.layout import Layout, RankPlace
 from mrl.models.rollout_table import EngineSizes, rollout_tensors
 from mrl.models.table import hf_tensors, shards_of
 from mrl.plan.activations import head_bytes, layer_bytes, stage_activations
-from mrl.plan.advice import advise
-from mrl.plan.engine_memory import RESERVE
 from mrl.plan.known_models import model_spec
-from mrl.plan.memory import MemoryPlan, Phase, plan_memory, role_stages
+from mrl.plan.memory import RESERVE, MemoryPlan, Phase, plan_memory, role_stages
+from mrl.plan.search import advise
 from mrl.plan.weights import buffers, engine_elements
 from tests.plan.planning import PRESETS, REWARD_MODEL, subject_of
 

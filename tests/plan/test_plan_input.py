@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mrl.config.load import load_config
-from mrl.plan.advice import advise
 from mrl.plan.memory import plan_memory
 from mrl.plan.plan_input import make_plan_input
+from mrl.plan.search import advise
 from tests.plan.planning import CONFIGS, subject_of
 
 PRESET = "grpo-qwen3-32b-4n8g"

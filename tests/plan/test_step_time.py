@@ -9,7 +9,7 @@ import pytest
 from mrl.config.arithmetic import role_mesh
 from mrl.models.layout import Layout
 from mrl.plan.assumptions import ASSUMPTIONS
-from mrl.plan.engine_memory import RESERVE, engine_memory
+from mrl.plan.memory import RESERVE, engine_memory
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.timing import Lengths, ReshardTraffic, TimedPhase, plan_time
 from mrl.plan.weights import buffers, engine_elements, stage_weights
