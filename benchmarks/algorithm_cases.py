@@ -13,7 +13,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mrl.algos import core_algos as algos
+from mrl.algos.advantages import ADVANTAGES, AdvantageInputs, AdvantageSettings, estimate_advantages, whiten
+from mrl.algos.aggregate import AGGREGATIONS, BatchTotals, LossNormalizer
+from mrl.algos.groups import Outcomes, PromptGroups
+from mrl.algos.kl import AdaptiveKLController, token_kl
+from mrl.algos.losses import PolicySettings, PolicyTokens, ValueTokens
+from mrl.algos.objectives import ActorColumns, ActorSettings, actor_objective, critic_objective
+from mrl.algos.rollout_correction import (
+    CorrectionSettings,
+    RolloutPair,
+    correction_metrics,
+    correction_weights,
+    mismatch_metrics,
+)
+from mrl.algos.rows import Rows
+from mrl.algos.token_rewards import apply_kl_penalty, overlong_penalty
 
 Outputs = dict[str, Tensor | float | list[float]]
 Function = Callable[["Packed"], Outputs]
@@ -75,7 +89,7 @@ class Packed:
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.case = case
-        self.rows = algos.Rows.of(case["lengths"].tolist())
+        self.rows = Rows.of(case["lengths"].tolist())
         self.mask_T = self.column("mask").bool()
 
     def column(self, name: str) -> Tensor:
@@ -94,13 +108,13 @@ class Packed:
         log_p = self.column("logits").log_softmax(-1)
         return -(log_p.exp() * log_p).sum(-1)
 
-    def norm(self, mode: str) -> algos.LossNormalizer:
+    def norm(self, mode: str) -> LossNormalizer:
         """The case as the whole batch."""
-        return algos.LossNormalizer(mode, algos.BatchTotals.of(self.rows, self.mask_T), self.case["horizon"])
+        return LossNormalizer(mode, BatchTotals.of(self.rows, self.mask_T), self.case["horizon"])
 
-    def outcomes(self) -> algos.Outcomes:
+    def outcomes(self) -> Outcomes:
         """The case's scores."""
-        return algos.Outcomes(self.per_row("scores"), self.case["uids"], self.rows.count(self.mask_T))
+        return Outcomes(self.per_row("scores"), self.case["uids"], self.rows.count(self.mask_T))
 
 
 packed = Packed
@@ -122,20 +136,20 @@ def policy(
     clip: tuple[float, float] | None = None,
     by_row: bool = False,
     dual: bool = True,
-    terms: Callable[[Packed], tuple[dict[str, Any], algos.ActorColumns]] | None = None,
+    terms: Callable[[Packed], tuple[dict[str, Any], ActorColumns]] | None = None,
 ) -> Function:
     """The actor's objective, its gradient and its reports."""
 
     def run(case: Packed) -> Outputs:
         own = case.case
         low, high = clip or (own["clip_low"], own["clip_high"])
-        changes, extra = terms(case) if terms else ({}, algos.ActorColumns())
-        trust = algos.PolicySettings(low, high, own["dual_clip"] if dual else None)
+        changes, extra = terms(case) if terms else ({}, ActorColumns())
+        trust = PolicySettings(low, high, own["dual_clip"] if dual else None)
         log_probs_T = case.column("log_probs").requires_grad_()
         advantages_T = case.rows.expand(case.per_row("row_advantages")) if by_row else case.column("advantages")
-        tokens = algos.PolicyTokens(case.rows, case.mask_T, log_probs_T, case.column("old"), advantages_T)
-        settings = algos.ActorSettings(name, trust, **changes)
-        objective = algos.actor_objective(tokens, settings, case.norm(mode), extra)
+        tokens = PolicyTokens(case.rows, case.mask_T, log_probs_T, case.column("old"), advantages_T)
+        settings = ActorSettings(name, trust, **changes)
+        objective = actor_objective(tokens, settings, case.norm(mode), extra)
         (gradient_T,) = torch.autograd.grad(objective.loss, log_probs_T)
         return {"loss": objective.loss, "gradient": gradient_T, **objective.reports}
 
@@ -147,7 +161,7 @@ def kl(name: str) -> Function:
 
     def run(case: Packed) -> Outputs:
         log_probs_T = case.column("log_probs").requires_grad_()
-        kl_T = algos.token_kl(name, log_probs_T, case.column("ref"), case.mask_T)
+        kl_T = token_kl(name, log_probs_T, case.column("ref"), case.mask_T)
         (gradient_T,) = torch.autograd.grad(kl_T.sum(), log_probs_T)
         return {"value": kl_T, "gradient": gradient_T}
 
@@ -158,12 +172,12 @@ def advantage(name: str) -> Function:
     """An advantage estimator's result. Group-wise ones hand out float32, so compare before that."""
 
     def run(case: Packed) -> Outputs:
-        inputs = algos.AdvantageInputs(
+        inputs = AdvantageInputs(
             case.rows, case.mask_T, case.column("rewards"), case.column("values"), case.per_row("baselines"),
             case.outcomes(),
         )  # fmt: skip
-        settings = algos.AdvantageSettings(case.case["gamma"], case.case["lam"])
-        found = algos.estimate_advantages(name, inputs, settings)
+        settings = AdvantageSettings(case.case["gamma"], case.case["lam"])
+        found = estimate_advantages(name, inputs, settings)
         outputs: Outputs = {"advantages": found.advantages_T}
         if found.returns_T is not None:
             outputs["returns"] = found.returns_T
@@ -180,15 +194,15 @@ def aggregated(mode: str) -> Function:
 def value_loss(case: Packed) -> Outputs:
     """The critic's objective, its gradient and its report."""
     values_T = case.column("values").requires_grad_()
-    tokens = algos.ValueTokens(case.mask_T, values_T, case.column("old_values"), case.column("returns"))
-    objective = algos.critic_objective(tokens, case.rows, case.norm("token-mean"), clip=0.3)
+    tokens = ValueTokens(case.mask_T, values_T, case.column("old_values"), case.column("returns"))
+    objective = critic_objective(tokens, case.rows, case.norm("token-mean"), clip=0.3)
     (gradient_T,) = torch.autograd.grad(objective.loss, values_T)
     return {"loss": objective.loss, "gradient": gradient_T, **objective.reports}
 
 
 def adaptive_kl(case: Packed) -> Outputs:
     """The coefficient after each of five steps."""
-    controller = algos.AdaptiveKLController(0.2, target=0.5, horizon_rows=100)
+    controller = AdaptiveKLController(0.2, target=0.5, horizon_rows=100)
     coefficients = []
     for measured in np.abs(case.case["values"]).flatten()[:5].tolist():
         controller.update(measured, 16)
@@ -196,17 +210,17 @@ def adaptive_kl(case: Packed) -> Outputs:
     return {"coef": coefficients}
 
 
-def pair_of(case: Packed) -> algos.RolloutPair:
+def pair_of(case: Packed) -> RolloutPair:
     """The case's tokens by both policies."""
-    return algos.RolloutPair(case.rows, case.mask_T, case.column("log_probs"), case.column("rollout"))
+    return RolloutPair(case.rows, case.mask_T, case.column("log_probs"), case.column("rollout"))
 
 
-def importance(settings: algos.CorrectionSettings) -> Function:
+def importance(settings: CorrectionSettings) -> Function:
     """Weights and what is reported of them."""
 
     def run(case: Packed) -> Outputs:
-        weights_T = algos.correction_weights(pair_of(case), settings)
-        metrics = algos.correction_metrics(pair_of(case), settings)
+        weights_T = correction_weights(pair_of(case), settings)
+        metrics = correction_metrics(pair_of(case), settings)
         return {"weights": weights_T, "kept": (weights_T > 0).double(), **metrics}
 
     return run
@@ -214,36 +228,36 @@ def importance(settings: algos.CorrectionSettings) -> Function:
 
 def kl_in_reward(case: Packed) -> Outputs:
     """Rewards after the penalty."""
-    kl_T = algos.token_kl("k1", case.column("old"), case.column("ref"), case.mask_T)
-    return {"rewards": algos.apply_kl_penalty(case.column("rewards"), kl_T, case.mask_T, 0.3)}
+    kl_T = token_kl("k1", case.column("old"), case.column("ref"), case.mask_T)
+    return {"rewards": apply_kl_penalty(case.column("rewards"), kl_T, case.mask_T, 0.3)}
 
 
 def group_std(case: Packed) -> Outputs:
     """GRPO's deviation over one group of all rows, which its advantages imply."""
     scores_B = case.per_row("scores")
-    one_group = algos.PromptGroups.of(["all"] * scores_B.numel())
+    one_group = PromptGroups.of(["all"] * scores_B.numel())
     return {"std": (one_group.centered(scores_B).square().sum() / (scores_B.numel() - 1)).sqrt()}
 
 
-def kl_term(case: Packed) -> tuple[dict[str, Any], algos.ActorColumns]:
+def kl_term(case: Packed) -> tuple[dict[str, Any], ActorColumns]:
     """k3 in the loss."""
-    return {"kl_coef": 0.1}, algos.ActorColumns(ref_log_probs_T=case.column("ref"))
+    return {"kl_coef": 0.1}, ActorColumns(ref_log_probs_T=case.column("ref"))
 
 
-def entropy_term(case: Packed) -> tuple[dict[str, Any], algos.ActorColumns]:
+def entropy_term(case: Packed) -> tuple[dict[str, Any], ActorColumns]:
     """The entropy bonus."""
-    return {"entropy_coef": 0.2}, algos.ActorColumns(entropy_T=case.entropy_T)
+    return {"entropy_coef": 0.2}, ActorColumns(entropy_T=case.entropy_T)
 
 
-def weights_term(case: Packed) -> tuple[dict[str, Any], algos.ActorColumns]:
+def weights_term(case: Packed) -> tuple[dict[str, Any], ActorColumns]:
     """Rollout correction."""
-    return {}, algos.ActorColumns(rollout_weights_T=case.column("weights"))
+    return {}, ActorColumns(rollout_weights_T=case.column("weights"))
 
 
 VERL: dict[str, Function] = {
     **{f"kl {name}": kl(name) for name in ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")},
-    **{f"aggregate {mode}": aggregated(mode) for mode in algos.AGGREGATIONS},
-    **{f"advantage {name}": advantage(name) for name in algos.ADVANTAGES},
+    **{f"aggregate {mode}": aggregated(mode) for mode in AGGREGATIONS},
+    **{f"advantage {name}": advantage(name) for name in ADVANTAGES},
     "advantage grpo (vectorized)": advantage("grpo"),
     "advantage rloo (vectorized)": advantage("rloo"),
     "policy ppo": policy("ppo", "token-mean", clip=(0.2, 0.2)),
@@ -259,19 +273,19 @@ VERL: dict[str, Function] = {
     },
     "adaptive kl": adaptive_kl,
     "kl in reward": kl_in_reward,
-    "whitening": lambda case: {"values": algos.whiten(case.column("values"), case.mask_T)},
-    "importance token truncate": importance(algos.CorrectionSettings("token", "truncate", 2.0)),
-    "importance sequence truncate": importance(algos.CorrectionSettings("sequence", "truncate", 2.0)),
-    "importance token mask": importance(algos.CorrectionSettings("token", "mask", 1.5, 0.5)),
-    "importance sequence mask": importance(algos.CorrectionSettings("sequence", "mask", 1.5, 0.5)),
-    "importance geometric mask": importance(algos.CorrectionSettings("geometric", "mask", 1.5, 0.5)),
+    "whitening": lambda case: {"values": whiten(case.column("values"), case.mask_T)},
+    "importance token truncate": importance(CorrectionSettings("token", "truncate", 2.0)),
+    "importance sequence truncate": importance(CorrectionSettings("sequence", "truncate", 2.0)),
+    "importance token mask": importance(CorrectionSettings("token", "mask", 1.5, 0.5)),
+    "importance sequence mask": importance(CorrectionSettings("sequence", "mask", 1.5, 0.5)),
+    "importance geometric mask": importance(CorrectionSettings("geometric", "mask", 1.5, 0.5)),
     "mismatch metrics": lambda case: dict(mismatch(case)),
 }
 
 
 def mismatch(case: Packed) -> Outputs:
     """verl also reports the logarithm of each perplexity and the extremes of their difference."""
-    found = algos.mismatch_metrics(pair_of(case))
+    found = mismatch_metrics(pair_of(case))
     trained_B = case.rows.mean(case.column("log_probs"), case.mask_T)
     rollout_B = case.rows.mean(case.column("rollout"), case.mask_T)
     return {
@@ -306,9 +320,7 @@ TRL: dict[str, Function] = {
     "policy gspo, loss luspo": trl_policy("gspo", "seq-mean-token-sum"),
     "policy gspo": trl_policy("gspo", "seq-mean-token-mean"),
     "policy cispo": cispo_unbounded_below,
-    "overlong penalty": lambda case: {
-        "penalty": algos.overlong_penalty(torch.tensor(case.case["long_lengths"]), 100, 20)
-    },
+    "overlong penalty": lambda case: {"penalty": overlong_penalty(torch.tensor(case.case["long_lengths"]), 100, 20)},
     "group standard deviation": group_std,
 }
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.kl import token_kl
-from mrl.algos.policy_losses import POLICY_LOSSES, PolicySettings, PolicyTokens
+from mrl.algos.losses import POLICY_LOSSES, PolicySettings, PolicyTokens, ValueTokens, value_loss
 from mrl.algos.rows import Rows, apply_mask
-from mrl.algos.value_loss import ValueTokens, value_loss
 from mrl.errors import BatchError
 
 

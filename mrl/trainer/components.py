@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.algos.core_algos import AdaptiveKLController, FixedKLController, KLController
+from mrl.algos.kl import AdaptiveKLController, FixedKLController, KLController
 from mrl.config.arithmetic import role_mesh
 from mrl.config.model_names import in_directories
 from mrl.config.schema import Config

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mrl.algos.core_algos import Outcomes, filter_groups
+from mrl.algos.groups import Outcomes, filter_groups
 from mrl.config.schema import Config
 from mrl.data.prompt_loader import PromptLoader
 from mrl.errors import RewardError

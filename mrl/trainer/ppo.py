@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mrl.algos.core_algos import overlong_penalty
+from mrl.algos.token_rewards import overlong_penalty
 from mrl.config import step_calls
 from mrl.config.schema import Config
 from mrl.config.step_calls import OPTIONAL_SAMPLE_COLUMNS, SAMPLE_COLUMNS

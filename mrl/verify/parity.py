@@ -17,17 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mrl.algos.core_algos import (
-    ActorColumns,
-    ActorSettings,
-    BatchTotals,
-    LossNormalizer,
-    PolicyTokens,
-    Rows,
-    ValueTokens,
-    actor_objective,
-    critic_objective,
-)
+from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.losses import PolicyTokens, ValueTokens
+from mrl.algos.objectives import ActorColumns, ActorSettings, actor_objective, critic_objective
+from mrl.algos.rows import Rows
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
 from mrl.data.packing import plan_step
 from mrl.engine import weights

@@ -7,20 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mrl.algos.core_algos import (
-    ActorColumns,
-    ActorSettings,
-    BatchTotals,
-    CorrectionSettings,
-    LossNormalizer,
-    PolicySettings,
-    PolicyTokens,
-    RolloutPair,
-    Rows,
-    actor_objective,
-    correction_weights,
-    mismatch_metrics,
-)
+from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.losses import PolicySettings, PolicyTokens
+from mrl.algos.objectives import ActorColumns, ActorSettings, actor_objective
+from mrl.algos.rollout_correction import CorrectionSettings, RolloutPair, correction_weights, mismatch_metrics
+from mrl.algos.rows import Rows
 from mrl.config import step_calls
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.controller import Dispatch, RankInfo, register, register_call

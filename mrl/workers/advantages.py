@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from mrl.algos.core_algos import (
-    AdvantageInputs,
-    Advantages,
-    AdvantageSettings,
-    Outcomes,
-    Reduce,
-    Rows,
-    apply_kl_penalty,
-    estimate_advantages,
-    kl_penalized_scores,
-    mean_row_kl,
-    scores_to_token_rewards,
-    token_kl,
-)
+from mrl.algos.advantages import AdvantageInputs, Advantages, AdvantageSettings, estimate_advantages
+from mrl.algos.groups import Outcomes
+from mrl.algos.kl import mean_row_kl, token_kl
+from mrl.algos.rows import Reduce, Rows
+from mrl.algos.token_rewards import apply_kl_penalty, kl_penalized_scores, scores_to_token_rewards
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.protocol import DataProto
 from mrl.workers.messages import WholeBatch

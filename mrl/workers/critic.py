@@ -6,7 +6,10 @@ from functools import partial
 
 import torch
 
-from mrl.algos.core_algos import BatchTotals, LossNormalizer, Rows, ValueTokens, critic_objective
+from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.losses import ValueTokens
+from mrl.algos.objectives import critic_objective
+from mrl.algos.rows import Rows
 from mrl.config import step_calls
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.controller import RankInfo, register_call

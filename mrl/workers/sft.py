@@ -6,7 +6,8 @@ from functools import partial
 
 import torch
 
-from mrl.algos.core_algos import BatchTotals, LossNormalizer, Rows
+from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.rows import Rows
 from mrl.controller import Dispatch, register
 from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
 from mrl.protocol import DataProto

@@ -14,7 +14,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mrl.algos.core_algos import Outcomes, PolicyTokens, RolloutPair, Rows
+from mrl.algos.groups import Outcomes
+from mrl.algos.losses import PolicyTokens
+from mrl.algos.rollout_correction import RolloutPair
+from mrl.algos.rows import Rows
 
 NUM_CASES = int(os.environ.get("MRL_ALGO_CASES", "1000"))
 T = TypeVar("T")

@@ -12,37 +12,20 @@ import pytest
 import torch
 
 from mrl.algos import advantages as adv
-from mrl.algos.core_algos import (
-    AGGREGATIONS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
+from mrl.algos.advantages import AdvantageInputs, AdvantageSettings, estimate_advantages, global_moments, whiten
+from mrl.algos.aggregate import AGGREGATIONS, BatchTotals, LossNormalizer
+from mrl.algos.groups import PromptGroups, filter_groups
+from mrl.algos.kl import KL_ESTIMATORS, mean_row_kl, token_kl
+from mrl.algos.losses import POLICY_LOSSES, PolicySettings, ValueTokens
+from mrl.algos.objectives import ActorColumns, ActorSettings, actor_objective, critic_objective
+from mrl.algos.rollout_correction import (
     RATIO_LEVELS,
-    ActorColumns,
-    ActorSettings,
-    AdvantageInputs,
-    AdvantageSettings,
-    BatchTotals,
     CorrectionSettings,
-    LossNormalizer,
-    PolicySettings,
-    PromptGroups,
-    ValueTokens,
-    actor_objective,
-    apply_kl_penalty,
     correction_metrics,
     correction_weights,
-    critic_objective,
-    estimate_advantages,
-    filter_groups,
-    global_moments,
-    kl_penalized_scores,
-    mean_row_kl,
     mismatch_metrics,
-    overlong_penalty,
-    scores_to_token_rewards,
-    token_kl,
-    whiten,
 )
+from mrl.algos.token_rewards import apply_kl_penalty, kl_penalized_scores, overlong_penalty, scores_to_token_rewards
 from tests.algos import oracles
 from tests.algos.cases import Case, all_cases
 

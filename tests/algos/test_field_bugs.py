@@ -13,45 +13,28 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from mrl.algos.core_algos import (
+from mrl.algos.advantages import (
     ADVANTAGES,
-    AGGREGATIONS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    ActorColumns,
-    ActorSettings,
-    AdaptiveKLController,
     AdvantageInputs,
     AdvantageSettings,
-    BatchTotals,
-    CorrectionSettings,
-    FixedKLController,
-    LossNormalizer,
-    Outcomes,
-    PolicySettings,
-    PolicyTokens,
-    PromptGroups,
-    RolloutPair,
-    Rows,
-    ValueTokens,
-    actor_objective,
-    apply_kl_penalty,
-    correction_metrics,
-    correction_weights,
-    critic_objective,
     estimate_advantages,
-    filter_groups,
     global_moments,
-    kl_penalized_scores,
-    mean_row_kl,
-    mismatch_metrics,
-    overlong_penalty,
-    scores_of,
-    scores_to_token_rewards,
-    token_kl,
-    value_loss,
     whiten,
 )
+from mrl.algos.aggregate import AGGREGATIONS, BatchTotals, LossNormalizer
+from mrl.algos.groups import Outcomes, PromptGroups, filter_groups
+from mrl.algos.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, mean_row_kl, token_kl
+from mrl.algos.losses import POLICY_LOSSES, PolicySettings, PolicyTokens, ValueTokens, value_loss
+from mrl.algos.objectives import ActorColumns, ActorSettings, actor_objective, critic_objective
+from mrl.algos.rollout_correction import (
+    CorrectionSettings,
+    RolloutPair,
+    correction_metrics,
+    correction_weights,
+    mismatch_metrics,
+)
+from mrl.algos.rows import Rows
+from mrl.algos.token_rewards import apply_kl_penalty, kl_penalized_scores, overlong_penalty, scores_to_token_rewards
 from mrl.errors import BatchError, ConfigError, MrlError, NameUnknown, RewardError
 from tests.algos.cases import make_case, take_rows
 
@@ -306,12 +289,11 @@ def test_one_bad_reward_is_an_error_that_names_its_row(bad: float) -> None:
         group_advantages("grpo", [1, 0, bad, 1], ["a", "a", "b", "b"])
 
 
-def test_a_missing_reward_is_an_error() -> None:
+def test_of_many_bad_rewards_the_first_rows_are_named() -> None:
     with pytest.raises(RewardError, match=r"2 of 3 rewards.*row 0 \(uid a\).*row 2 \(uid c\)"):
-        scores_of([None, 1.0, math.nan], ["a", "b", "c"])
-    assert scores_of([0, 1.5], ["a", "b"]).tolist() == [0, 1.5]
+        Outcomes(column(math.nan, 1.0, math.inf), ["a", "b", "c"], torch.ones(3))
     with pytest.raises(RewardError, match="and 3 more"):
-        scores_of([None] * 8, list("abcdefgh"))
+        Outcomes(column(*[math.nan] * 8), list("abcdefgh"), torch.ones(8))
 
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax"])

@@ -12,30 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mrl.algos import advantages as adv
-from mrl.algos.core_algos import (
-    ActorColumns,
-    ActorSettings,
-    AdvantageInputs,
-    Advantages,
-    AdvantageSettings,
-    BatchTotals,
-    CorrectionSettings,
-    LossNormalizer,
-    Objective,
-    PolicySettings,
-    PolicyTokens,
-    PromptGroups,
-    RolloutPair,
-    Rows,
-    ValueTokens,
-    actor_objective,
-    correction_metrics,
-    critic_objective,
-    estimate_advantages,
-    mean_row_kl,
-    mismatch_metrics,
-    token_kl,
-)
+from mrl.algos.advantages import AdvantageInputs, Advantages, AdvantageSettings, estimate_advantages
+from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.groups import PromptGroups
+from mrl.algos.kl import mean_row_kl, token_kl
+from mrl.algos.losses import PolicySettings, PolicyTokens, ValueTokens
+from mrl.algos.objectives import ActorColumns, ActorSettings, Objective, actor_objective, critic_objective
+from mrl.algos.rollout_correction import CorrectionSettings, RolloutPair, correction_metrics, mismatch_metrics
+from mrl.algos.rows import Rows
 from tests.algos.cases import NUM_CASES, Case, make_case, on_ranks, take_rows
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]

@@ -9,24 +9,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrl.algos.core_algos import (
-    ActorSettings,
-    AdaptiveKLController,
-    AdvantageInputs,
-    AdvantageSettings,
-    BatchTotals,
-    LossNormalizer,
-    Outcomes,
-    PolicySettings,
-    PolicyTokens,
-    Rows,
-    ValueTokens,
-    actor_objective,
-    critic_objective,
-    estimate_advantages,
-    token_kl,
-    whiten,
-)
+from mrl.algos.advantages import AdvantageInputs, AdvantageSettings, estimate_advantages, whiten
+from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.groups import Outcomes
+from mrl.algos.kl import AdaptiveKLController, token_kl
+from mrl.algos.losses import PolicySettings, PolicyTokens, ValueTokens
+from mrl.algos.objectives import ActorSettings, actor_objective, critic_objective
+from mrl.algos.rows import Rows
 
 F64 = torch.float64
 LOG_PROBS = [-0.5, -1.2, -0.3, -2.0, -0.9, -0.1, -1.5, -0.7]

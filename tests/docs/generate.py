@@ -15,7 +15,11 @@ from typing import Any
 
 from benchmarks.everything import SIMULATED
 from benchmarks.harness import shown
-from mrl.algos.core_algos import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, RATIO_LEVELS
+from mrl.algos.advantages import ADVANTAGES
+from mrl.algos.aggregate import AGGREGATIONS
+from mrl.algos.kl import KL_ESTIMATORS
+from mrl.algos.losses import POLICY_LOSSES
+from mrl.algos.rollout_correction import RATIO_LEVELS
 from mrl.config.arithmetic import num_engines, role_mesh
 from mrl.config.data_rules import reward_functions
 from mrl.config.keys import ENTRY, describe_type, fields_of

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import pytest
 
-from mrl.algos.core_algos import AdaptiveKLController, FixedKLController
+from mrl.algos.kl import AdaptiveKLController, FixedKLController
 from mrl.config.algorithm import KlConfig
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config, ParallelConfig, PlacementConfig, RewardConfig, RewardFunctionConfig, SourceConfig

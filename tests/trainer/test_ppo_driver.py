@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.algos.core_algos import AdaptiveKLController
+from mrl.algos.kl import AdaptiveKLController
 from mrl.config.algorithm import KlConfig, OverlongConfig
 from mrl.errors import AuditFailed
 from mrl.protocol import DataProto

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import mrl
-from mrl.algos.core_algos import FixedKLController
+from mrl.algos.kl import FixedKLController
 from mrl.config.schema import Config
 from mrl.errors import ConfigError
 from mrl.events import Event, PhaseEnd, RunStarted, Warned, read_events

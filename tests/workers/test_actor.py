@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mrl.algos.aggregate import AGGREGATIONS
 from mrl.algos.kl import KL_ESTIMATORS
-from mrl.algos.policy_losses import POLICY_LOSSES
+from mrl.algos.losses import POLICY_LOSSES
 from mrl.algos.rollout_correction import RATIO_LEVELS
 from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 from mrl.controller.dispatch import registered_methods

@@ -1,4 +1,4 @@
-"""Policy losses: how the policy moves along the advantages without moving too far from where they were measured.
+"""Losses per token: the policy's, which moves along the advantages without moving too far, and the critic's.
 
 A policy loss is `(PolicyTokens, PolicySettings) -> TokenLosses`: a loss per token and, per token, what to report.
 Aggregation is not its business. With r_t = exp(log pi - log pi_old), log-ratios held within +-20.
@@ -150,3 +150,28 @@ def gpg(tokens: PolicyTokens, settings: PolicySettings) -> TokenLosses:
     """Plain policy gradient (GPG, REINFORCE): l_t = -A log pi_t, no ratio and nothing clipped."""
     loss_T = -tokens.advantage_T * apply_mask(tokens.log_probs_T, tokens.mask_T)
     return _losses(loss_T, tokens.log_ratio_T, torch.zeros_like(tokens.mask_T))
+
+
+@dataclass(frozen=True)
+class ValueTokens:
+    """What the critic's loss reads. Only `values_T`, the critic's new answer, is differentiated."""
+
+    mask_T: Tensor
+    values_T: Tensor
+    old_values_T: Tensor
+    returns_T: Tensor
+
+
+def value_loss(tokens: ValueTokens, clip: float | None = 0.5) -> TokenLosses:
+    """l_t = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2); without a clip 1/2 (V - R)^2."""
+    values_T, returns_T = (
+        apply_mask(tokens.values_T, tokens.mask_T),
+        apply_mask(tokens.returns_T, tokens.mask_T).detach(),
+    )
+    error_T = (values_T - returns_T).square()
+    worst_T = error_T
+    if clip is not None:
+        old_T = apply_mask(tokens.old_values_T, tokens.mask_T).detach()
+        worst_T = torch.maximum(error_T, (values_T.clamp(old_T - clip, old_T + clip) - returns_T).square())
+    clipped_T = (worst_T > error_T).to(values_T.dtype)
+    return TokenLosses(0.5 * worst_T, {"vf_clipfrac": clipped_T, "vpred_mean": values_T.detach()})
