@@ -6,21 +6,20 @@ A case is what the peers read: padded arrays [rows, width] with `mask`, arrays p
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mrl.algos.advantages import ADVANTAGES, AdvantageInputs, AdvantageSettings, estimate_advantages, whiten
+from mrl.algos.advantages import ADVANTAGES, AdvantageInputs, estimate_advantages, whiten
 from mrl.algos.aggregate import AGGREGATIONS, BatchTotals, LossNormalizer
 from mrl.algos.groups import Outcomes, PromptGroups
 from mrl.algos.kl import AdaptiveKLController, token_kl
-from mrl.algos.losses import PolicySettings, PolicyTokens, ValueTokens
-from mrl.algos.objectives import ActorColumns, ActorSettings, actor_objective, critic_objective
+from mrl.algos.losses import PolicyTokens, ValueTokens
+from mrl.algos.objectives import ActorColumns, actor_objective, critic_objective
 from mrl.algos.rollout_correction import (
-    CorrectionSettings,
     RolloutPair,
     correction_metrics,
     correction_weights,
@@ -28,9 +27,12 @@ from mrl.algos.rollout_correction import (
 )
 from mrl.algos.rows import Rows
 from mrl.algos.token_rewards import apply_kl_penalty, overlong_penalty
+from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 
 Outputs = dict[str, Tensor | float | list[float]]
 Function = Callable[["Packed"], Outputs]
+Terms = tuple[dict[str, Any], KlConfig, ActorColumns]
+"""What a term of the actor's loss needs: keys of the loss section, the KL, and columns."""
 VOCABULARY = 11
 
 
@@ -136,20 +138,20 @@ def policy(
     clip: tuple[float, float] | None = None,
     by_row: bool = False,
     dual: bool = True,
-    terms: Callable[[Packed], tuple[dict[str, Any], ActorColumns]] | None = None,
+    terms: Callable[[Packed], Terms] | None = None,
 ) -> Function:
     """The actor's objective, its gradient and its reports."""
 
     def run(case: Packed) -> Outputs:
         own = case.case
         low, high = clip or (own["clip_low"], own["clip_high"])
-        changes, extra = terms(case) if terms else ({}, ActorColumns())
-        trust = PolicySettings(low, high, own["dual_clip"] if dual else None)
+        terms_of_loss, kl, extra = terms(case) if terms else ({}, KlConfig(), ActorColumns())
+        trust: dict[str, Any] = {"clip_low": low, "clip_high": high, "dual_clip": own["dual_clip"] if dual else None}
         log_probs_T = case.column("log_probs").requires_grad_()
         advantages_T = case.rows.expand(case.per_row("row_advantages")) if by_row else case.column("advantages")
         tokens = PolicyTokens(case.rows, case.mask_T, log_probs_T, case.column("old"), advantages_T)
-        settings = ActorSettings(name, trust, **changes)
-        objective = actor_objective(tokens, settings, case.norm(mode), extra)
+        loss = LossConfig(policy=name, **trust, **terms_of_loss)
+        objective = actor_objective(tokens, loss, case.norm(mode), extra, kl)
         (gradient_T,) = torch.autograd.grad(objective.loss, log_probs_T)
         return {"loss": objective.loss, "gradient": gradient_T, **objective.reports}
 
@@ -176,8 +178,8 @@ def advantage(name: str) -> Function:
             case.rows, case.mask_T, case.column("rewards"), case.column("values"), case.per_row("baselines"),
             case.outcomes(),
         )  # fmt: skip
-        settings = AdvantageSettings(case.case["gamma"], case.case["lam"])
-        found = estimate_advantages(name, inputs, settings)
+        config = AlgorithmConfig(advantage=name, gamma=case.case["gamma"], lam=case.case["lam"])
+        found = estimate_advantages(inputs, config)
         outputs: Outputs = {"advantages": found.advantages_T}
         if found.returns_T is not None:
             outputs["returns"] = found.returns_T
@@ -215,12 +217,13 @@ def pair_of(case: Packed) -> RolloutPair:
     return RolloutPair(case.rows, case.mask_T, case.column("log_probs"), case.column("rollout"))
 
 
-def importance(settings: CorrectionSettings) -> Function:
+def importance(level: str, beyond: Literal["truncate", "mask"], upper: float, lower: float = 0.0) -> Function:
     """Weights and what is reported of them."""
+    config = CorrectionConfig(level=level, beyond=beyond, upper=upper, lower=lower)
 
     def run(case: Packed) -> Outputs:
-        weights_T = correction_weights(pair_of(case), settings)
-        metrics = correction_metrics(pair_of(case), settings)
+        weights_T = correction_weights(pair_of(case), config)
+        metrics = correction_metrics(pair_of(case), config)
         return {"weights": weights_T, "kept": (weights_T > 0).double(), **metrics}
 
     return run
@@ -239,19 +242,19 @@ def group_std(case: Packed) -> Outputs:
     return {"std": (one_group.centered(scores_B).square().sum() / (scores_B.numel() - 1)).sqrt()}
 
 
-def kl_term(case: Packed) -> tuple[dict[str, Any], ActorColumns]:
+def kl_term(case: Packed) -> Terms:
     """k3 in the loss."""
-    return {"kl_coef": 0.1}, ActorColumns(ref_log_probs_T=case.column("ref"))
+    return {}, KlConfig(where="loss", coef=0.1), ActorColumns(ref_log_probs_T=case.column("ref"))
 
 
-def entropy_term(case: Packed) -> tuple[dict[str, Any], ActorColumns]:
+def entropy_term(case: Packed) -> Terms:
     """The entropy bonus."""
-    return {"entropy_coef": 0.2}, ActorColumns(entropy_T=case.entropy_T)
+    return {"entropy_coef": 0.2}, KlConfig(), ActorColumns(entropy_T=case.entropy_T)
 
 
-def weights_term(case: Packed) -> tuple[dict[str, Any], ActorColumns]:
+def weights_term(case: Packed) -> Terms:
     """Rollout correction."""
-    return {}, ActorColumns(rollout_weights_T=case.column("weights"))
+    return {}, KlConfig(), ActorColumns(rollout_weights_T=case.column("weights"))
 
 
 VERL: dict[str, Function] = {
@@ -274,11 +277,11 @@ VERL: dict[str, Function] = {
     "adaptive kl": adaptive_kl,
     "kl in reward": kl_in_reward,
     "whitening": lambda case: {"values": whiten(case.column("values"), case.mask_T)},
-    "importance token truncate": importance(CorrectionSettings("token", "truncate", 2.0)),
-    "importance sequence truncate": importance(CorrectionSettings("sequence", "truncate", 2.0)),
-    "importance token mask": importance(CorrectionSettings("token", "mask", 1.5, 0.5)),
-    "importance sequence mask": importance(CorrectionSettings("sequence", "mask", 1.5, 0.5)),
-    "importance geometric mask": importance(CorrectionSettings("geometric", "mask", 1.5, 0.5)),
+    "importance token truncate": importance("token", "truncate", 2.0),
+    "importance sequence truncate": importance("sequence", "truncate", 2.0),
+    "importance token mask": importance("token", "mask", 1.5, 0.5),
+    "importance sequence mask": importance("sequence", "mask", 1.5, 0.5),
+    "importance geometric mask": importance("geometric", "mask", 1.5, 0.5),
     "mismatch metrics": lambda case: dict(mismatch(case)),
 }
 

@@ -1,6 +1,6 @@
 """Advantages: how much better each token did than expected.
 
-An estimator is `(AdvantageInputs, AdvantageSettings) -> Advantages`. Group-wise ones compare whole rows with the
+An estimator is `(AdvantageInputs, AlgorithmConfig) -> Advantages`. Group-wise ones compare whole rows with the
 other rows of their prompt, so they read the whole batch's `Outcomes` and hand each token its row's number; the
 others read token rewards. In all of them a group of one is compared with nothing and gets 0: its raw score says how
 the reward counts, not how the answer did.
@@ -17,10 +17,12 @@ from torch import Tensor
 from mrl.algos.groups import Outcomes, PromptGroups
 from mrl.algos.rows import Reduce, Rows, apply_mask, at_least_float32, identity
 from mrl.algos.token_rewards import check_token_rewards
+from mrl.config.algorithm import AlgorithmConfig
 from mrl.errors import BatchError, RewardError
 from mrl.registry import Registry
 
 VARIANCE_FLOOR = 1e-8
+STD_FLOOR = 1e-6
 
 
 @dataclass(frozen=True)
@@ -42,17 +44,6 @@ class AdvantageInputs:
 
 
 @dataclass(frozen=True)
-class AdvantageSettings:
-    """The knobs of all estimators."""
-
-    gamma: float = 1.0
-    lam: float = 1.0
-    whiten: bool = True
-    """Whether GAE's advantages are whitened over the batch; REINFORCE++ always whitens."""
-    std_floor: float = 1e-6
-
-
-@dataclass(frozen=True)
 class Advantages:
     """The result, 0 on masked tokens; `returns_T` is the critic's target, where the estimator has one."""
 
@@ -60,14 +51,14 @@ class Advantages:
     returns_T: Tensor | None = None
 
 
-AdvantageEstimator = Callable[[AdvantageInputs, AdvantageSettings], Advantages]
+AdvantageEstimator = Callable[[AdvantageInputs, AlgorithmConfig], Advantages]
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")
 
 
-def estimate_advantages(name: str, inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
-    """The advantages of a shard by the estimator of that name; nothing in it is differentiated."""
+def estimate_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+    """Return the advantages of a shard by the configured estimator; nothing in it is differentiated."""
     with torch.no_grad():
-        return ADVANTAGES.resolve(name)(inputs, settings)
+        return ADVANTAGES.resolve(config.advantage)(inputs, config)
 
 
 def _required(inputs: AdvantageInputs, column: str) -> Tensor:
@@ -86,7 +77,7 @@ def _rewards(inputs: AdvantageInputs) -> Tensor:
 
 
 @ADVANTAGES.register("gae")
-def gae(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """Generalised advantage estimation, over the unmasked tokens of each row as if no other stood between them.
 
     delta_t = r_t + gamma * V_(t+1) - V_t,  A_t = delta_t + gamma * lam * A_(t+1),  returns_t = A_t + V_t,
@@ -95,24 +86,24 @@ def gae(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     mask_T = inputs.mask_T
     rewards_T, values_T = _rewards(inputs)[mask_T], _required(inputs, "values_T")[mask_T]
     written = Rows.of(inputs.rows.count(mask_T))
-    delta_T = rewards_T + settings.gamma * written.next_token(values_T) - values_T
-    written_T = written.discounted_sum(delta_T, settings.gamma * settings.lam)
+    delta_T = rewards_T + config.gamma * written.next_token(values_T) - values_T
+    written_T = written.discounted_sum(delta_T, config.gamma * config.lam)
     advantages_T = _unpack(written_T, mask_T)
     returns_T = _unpack(written_T + values_T, mask_T)
-    if settings.whiten:
+    if config.whiten:
         advantages_T = whiten(advantages_T, mask_T, inputs.sum_over_ranks)
     return Advantages(advantages_T, returns_T)
 
 
 @ADVANTAGES.register("reinforce_plus_plus")
-def reinforce_plus_plus(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+def reinforce_plus_plus(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """REINFORCE++: A = whiten(G) over the batch, with G_t = r_t + gamma * G_(t+1) over unmasked tokens."""
-    returns_T = _returns_to_go(inputs, settings.gamma)
+    returns_T = _returns_to_go(inputs, config.gamma)
     return Advantages(whiten(returns_T, inputs.mask_T, inputs.sum_over_ranks), returns_T)
 
 
 @ADVANTAGES.register("remax")
-def remax(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+def remax(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """ReMax: A_t = G_t - b with G_t = sum of r from t on, and b the score of the greedy answer to the prompt."""
     returns_T = _returns_to_go(inputs, 1.0)
     baseline_T = inputs.rows.expand(_required(inputs, "baseline_scores_B")).to(returns_T.dtype)
@@ -152,15 +143,15 @@ def whiten(x_T: Tensor, mask_T: Tensor, sum_over_ranks: Reduce = identity) -> Te
     return apply_mask(((x_T - mean) * torch.rsqrt(variance + VARIANCE_FLOOR)).to(x_T.dtype), mask_T)
 
 
-RowAdvantage = Callable[[Tensor, PromptGroups, Outcomes, AdvantageSettings], Tensor]
+RowAdvantage = Callable[[Tensor, PromptGroups, Outcomes], Tensor]
 
 
 def by_group(name: str) -> Callable[[RowAdvantage], RowAdvantage]:
-    """Register a function of (scores_B in float64, groups, outcomes, settings) to one advantage per row."""
+    """Register a function of (scores_B in float64, groups, outcomes) to one advantage per row."""
 
     def register(row_advantage: RowAdvantage) -> RowAdvantage:
-        def estimate(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
-            return Advantages(_expand(name, row_advantage, inputs, settings))
+        def estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+            return Advantages(_expand(name, row_advantage, inputs))
 
         ADVANTAGES.register(name)(estimate)
         return row_advantage
@@ -168,7 +159,7 @@ def by_group(name: str) -> Callable[[RowAdvantage], RowAdvantage]:
     return register
 
 
-def _expand(name: str, row_advantage: RowAdvantage, inputs: AdvantageInputs, settings: AdvantageSettings) -> Tensor:
+def _expand(name: str, row_advantage: RowAdvantage, inputs: AdvantageInputs) -> Tensor:
     batch = inputs.batch
     if batch is None:
         raise BatchError(f"{name} compares rows of the whole batch and needs its scores and uids (`batch`)")
@@ -178,40 +169,40 @@ def _expand(name: str, row_advantage: RowAdvantage, inputs: AdvantageInputs, set
             f"{name} compares the answers to one prompt, but each of the {len(batch.uids)} rows has a uid of its own",
             fix="sample at least 2 answers per prompt and give them the prompt's uid",
         )
-    advantage_B = row_advantage(batch.scores_B.to(torch.float64), groups, batch, settings)
+    advantage_B = row_advantage(batch.scores_B.to(torch.float64), groups, batch)
     if inputs.position_B is not None:
         advantage_B = advantage_B[inputs.position_B]
     return apply_mask(inputs.rows.expand(advantage_B).to(torch.float32), inputs.mask_T)
 
 
 @by_group("grpo")
-def grpo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
+def grpo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
     """GRPO: A_i = (s_i - mean) / (std + floor) over i's group, with the unbiased std. 0 where all are equal."""
-    centred_B = dr_grpo(scores_B, groups, batch, settings)
+    centred_B = dr_grpo(scores_B, groups, batch)
     variance_G = groups.sum(centred_B.square()) / (groups.sizes_G - 1).clamp(min=1)
-    return centred_B / (variance_G.sqrt()[groups.group_B] + settings.std_floor)
+    return centred_B / (variance_G.sqrt()[groups.group_B] + STD_FLOOR)
 
 
 @by_group("dr_grpo")
-def dr_grpo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
+def dr_grpo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
     """Dr.GRPO: A_i = s_i - mean over i's group; its loss goes with seq-mean-token-sum-norm."""
     return groups.centered(scores_B)
 
 
 @by_group("rloo")
-def rloo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
+def rloo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
     """RLOO: A_i = s_i - mean of the *other* rows of i's group = n / (n - 1) * (s_i - mean)."""
     return groups.centered(scores_B) * groups.sizes_B / (groups.sizes_B - 1).clamp(min=1)
 
 
 @by_group("opo")
-def opo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
+def opo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
     """OPO: A_i = s_i - sum_j n_j s_j / sum_j n_j over i's group, with n the rows' unmasked tokens."""
     return groups.centered(scores_B, batch.num_tokens_B)
 
 
 @by_group("gpg")
-def gpg(scores_B: Tensor, groups: PromptGroups, batch: Outcomes, settings: AdvantageSettings) -> Tensor:
+def gpg(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
     """GPG: A_i = B / (B - M) * (s_i - mean) with B the rows and M those in groups whose scores are all equal.
 
     The factor makes up for the rows that give no gradient. (verl counts rows of score 0 as M.)
@@ -221,7 +212,7 @@ def gpg(scores_B: Tensor, groups: PromptGroups, batch: Outcomes, settings: Advan
 
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
-def reinforce_plus_plus_baseline(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """REINFORCE++ with a baseline: A = whiten(s_i - mean over i's group) over the tokens of the whole batch."""
-    centred_T = _expand("reinforce_plus_plus_baseline", dr_grpo, inputs, settings)
+    centred_T = _expand("reinforce_plus_plus_baseline", dr_grpo, inputs)
     return Advantages(whiten(centred_T, inputs.mask_T, inputs.sum_over_ranks))

@@ -1,6 +1,6 @@
 """Losses per token: the policy's, which moves along the advantages without moving too far, and the critic's.
 
-A policy loss is `(PolicyTokens, PolicySettings) -> TokenLosses`: a loss per token and, per token, what to report.
+A policy loss is `(PolicyTokens, LossConfig) -> TokenLosses`: a loss per token and, per token, what to report.
 Aggregation is not its business. With r_t = exp(log pi - log pi_old), log-ratios held within +-20.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mrl.algos.rows import Rows, apply_mask
-from mrl.errors import ConfigError, Problem
+from mrl.config.algorithm import LossConfig
 from mrl.registry import Registry
 
 LOG_RATIO_BOUND = 20.0
@@ -42,31 +42,6 @@ class PolicyTokens:
 
 
 @dataclass(frozen=True)
-class PolicySettings:
-    """The trust region: r stays within [1 - clip_low, 1 + clip_high] (clip-higher: clip_high > clip_low)."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = 3.0
-    """PPO: the loss of a token with A < 0 is at most -A times this; None: unbounded."""
-
-    def __post_init__(self) -> None:
-        problems = []
-        if not 0 <= self.clip_low <= 1:
-            problems.append(Problem("policy loss", "clip_low", f"must be within [0, 1], not {self.clip_low}"))
-        if not self.clip_high >= 0:
-            problems.append(Problem("policy loss", "clip_high", f"must be at least 0, not {self.clip_high}"))
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            problems.append(Problem("policy loss", "dual_clip", f"must be above 1, not {self.dual_clip}"))
-        if problems:
-            raise ConfigError(problems)
-
-    def clip(self, ratio_T: Tensor) -> Tensor:
-        """The ratio, held within the trust region."""
-        return ratio_T.clamp(1 - self.clip_low, 1 + self.clip_high)
-
-
-@dataclass(frozen=True)
 class TokenLosses:
     """A loss per token, and per token what to report; reports are averaged like token-mean."""
 
@@ -74,8 +49,13 @@ class TokenLosses:
     reports_T: dict[str, Tensor]
 
 
-PolicyLoss = Callable[[PolicyTokens, PolicySettings], TokenLosses]
+PolicyLoss = Callable[[PolicyTokens, LossConfig], TokenLosses]
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+
+
+def _clip(ratio_T: Tensor, config: LossConfig) -> Tensor:
+    """Hold the ratio within the trust region; clip-higher is `clip_high` above `clip_low`."""
+    return ratio_T.clamp(1 - config.clip_low, 1 + config.clip_high)
 
 
 def _losses(
@@ -89,23 +69,23 @@ def _losses(
 
 @POLICY_LOSSES.register("vanilla")
 @POLICY_LOSSES.register("ppo")
-def ppo(tokens: PolicyTokens, settings: PolicySettings) -> TokenLosses:
+def ppo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
     """PPO: l_t = max(-A r_t, -A clip(r_t)); with dual clip, where A < 0, min(l_t, -A c)."""
     advantage_T = tokens.advantage_T
     log_ratio_T = tokens.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio_T = log_ratio_T.exp()
-    unclipped_T, clipped_T = -advantage_T * ratio_T, -advantage_T * settings.clip(ratio_T)
+    unclipped_T, clipped_T = -advantage_T * ratio_T, -advantage_T * _clip(ratio_T, config)
     loss_T = torch.maximum(unclipped_T, clipped_T)
     beyond_T = torch.zeros_like(tokens.mask_T)
-    if settings.dual_clip is not None:
-        bound_T = -advantage_T * settings.dual_clip
+    if config.dual_clip is not None:
+        bound_T = -advantage_T * config.dual_clip
         beyond_T = (advantage_T < 0) & (loss_T > bound_T)
         loss_T = torch.where(beyond_T, bound_T, loss_T)
     return _losses(loss_T, log_ratio_T, clipped_T > unclipped_T, beyond_T)
 
 
 @POLICY_LOSSES.register("gspo")
-def gspo(tokens: PolicyTokens, settings: PolicySettings) -> TokenLosses:
+def gspo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
     """GSPO: PPO's clipped loss with the row's ratio s = exp(mean_t log r_t) for every token, at most e^10.
 
     Each token's gradient is s * grad log pi_t: s_t = sg[s] * pi_t / sg[pi_t]. Goes with seq-mean-token-mean.
@@ -113,23 +93,23 @@ def gspo(tokens: PolicyTokens, settings: PolicySettings) -> TokenLosses:
     advantage_T, log_ratio_T = tokens.advantage_T, tokens.log_ratio_T
     row_T = tokens.rows.expand(tokens.rows.mean(log_ratio_T.detach(), tokens.mask_T))
     ratio_T = (log_ratio_T - log_ratio_T.detach() + row_T).clamp(max=GSPO_LOG_RATIO_BOUND).exp()
-    unclipped_T, clipped_T = -advantage_T * ratio_T, -advantage_T * settings.clip(ratio_T)
+    unclipped_T, clipped_T = -advantage_T * ratio_T, -advantage_T * _clip(ratio_T, config)
     return _losses(torch.maximum(unclipped_T, clipped_T), log_ratio_T, clipped_T > unclipped_T)
 
 
 @POLICY_LOSSES.register("cispo")
-def cispo(tokens: PolicyTokens, settings: PolicySettings) -> TokenLosses:
+def cispo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
     """CISPO: l_t = -sg[clip(r_t)] A log pi_t: the ratio is clipped, no token loses its gradient."""
     log_ratio_T = tokens.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio_T = log_ratio_T.detach().exp()
-    weight_T = settings.clip(ratio_T)
+    weight_T = _clip(ratio_T, config)
     loss_T = -weight_T * tokens.advantage_T * apply_mask(tokens.log_probs_T, tokens.mask_T)
     return _losses(loss_T, log_ratio_T, weight_T != ratio_T)
 
 
 @POLICY_LOSSES.register("geo_mean")
 @POLICY_LOSSES.register("gmpo")
-def gmpo(tokens: PolicyTokens, settings: PolicySettings) -> TokenLosses:
+def gmpo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
     """GMPO: l = -A exp(mean_t x_t), one loss per row, with A the row's mean advantage.
 
     x_t = sgn(A_t) min(sgn(A_t) log r_t, sgn(A_t) clip(log r_t, -clip_low, clip_high)): the pessimistic clip, in the
@@ -137,7 +117,7 @@ def gmpo(tokens: PolicyTokens, settings: PolicySettings) -> TokenLosses:
     """
     rows, mask_T, advantage_T = tokens.rows, tokens.mask_T, tokens.advantage_T
     log_ratio_T = tokens.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    within_T = log_ratio_T.clamp(-settings.clip_low, settings.clip_high)
+    within_T = log_ratio_T.clamp(-config.clip_low, config.clip_high)
     sign_T = advantage_T.sign()
     bounded_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * within_T)
     loss_B = -rows.mean(advantage_T, mask_T) * rows.mean(bounded_T, mask_T).exp()
@@ -146,7 +126,7 @@ def gmpo(tokens: PolicyTokens, settings: PolicySettings) -> TokenLosses:
 
 
 @POLICY_LOSSES.register("gpg")
-def gpg(tokens: PolicyTokens, settings: PolicySettings) -> TokenLosses:
+def gpg(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
     """Plain policy gradient (GPG, REINFORCE): l_t = -A log pi_t, no ratio and nothing clipped."""
     loss_T = -tokens.advantage_T * apply_mask(tokens.log_probs_T, tokens.mask_T)
     return _losses(loss_T, tokens.log_ratio_T, torch.zeros_like(tokens.mask_T))

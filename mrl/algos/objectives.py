@@ -6,26 +6,16 @@ and ranks, and nothing else is left to divide by.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.kl import token_kl
-from mrl.algos.losses import POLICY_LOSSES, PolicySettings, PolicyTokens, ValueTokens, value_loss
+from mrl.algos.losses import POLICY_LOSSES, PolicyTokens, ValueTokens, value_loss
 from mrl.algos.rows import Rows, apply_mask
+from mrl.config.algorithm import KlConfig, LossConfig
 from mrl.errors import BatchError
-
-
-@dataclass(frozen=True)
-class ActorSettings:
-    """What the actor is trained by. Coefficients of 0 switch a term off."""
-
-    policy_loss: str = "ppo"
-    policy: PolicySettings = field(default_factory=PolicySettings)
-    entropy_coef: float = 0.0
-    kl_coef: float = 0.0
-    kl_estimator: str = "k3"
 
 
 @dataclass(frozen=True)
@@ -46,25 +36,32 @@ class Objective:
 
 
 def actor_objective(
-    tokens: PolicyTokens, settings: ActorSettings, norm: LossNormalizer, extra: ActorColumns = ActorColumns()
+    tokens: PolicyTokens,
+    config: LossConfig,
+    norm: LossNormalizer,
+    extra: ActorColumns = ActorColumns(),
+    kl: KlConfig | None = None,
 ) -> Objective:
-    """L = agg(w * pg) + kl_coef * agg(kl) - entropy_coef * agg(H), with w the rollout correction, 1 without."""
+    """L = agg(w * pg) + kl.coef * agg(kl) - entropy_coef * agg(H), with w the rollout correction, 1 without.
+
+    The KL is part of it where `kl.where` says so, the entropy where its coefficient is not 0.
+    """
     rows, mask_T = tokens.rows, tokens.mask_T
-    policy = POLICY_LOSSES.resolve(settings.policy_loss)(tokens, settings.policy)
+    policy = POLICY_LOSSES.resolve(config.policy)(tokens, config)
     loss_T = policy.loss_T
     if extra.rollout_weights_T is not None:
         loss_T = loss_T * apply_mask(extra.rollout_weights_T, mask_T).detach()
     terms = {"pg_loss": norm.aggregate(loss_T, rows, mask_T)}
     loss = terms["pg_loss"]
-    if settings.kl_coef:
-        ref_log_probs_T = _column(extra.ref_log_probs_T, "ref_log_probs_T", "kl_coef")
-        kl_T = token_kl(settings.kl_estimator, tokens.log_probs_T, ref_log_probs_T.detach(), mask_T)
+    if kl is not None and kl.where in ("loss", "both") and kl.coef:
+        ref_log_probs_T = _column(extra.ref_log_probs_T, "ref_log_probs_T", "kl.coef")
+        kl_T = token_kl(kl.in_loss, tokens.log_probs_T, ref_log_probs_T.detach(), mask_T)
         terms["kl_loss"] = norm.aggregate(kl_T, rows, mask_T)
-        loss = loss + settings.kl_coef * terms["kl_loss"]
-    if settings.entropy_coef:
+        loss = loss + kl.coef * terms["kl_loss"]
+    if config.entropy_coef:
         entropy_T = _column(extra.entropy_T, "entropy_T", "entropy_coef")
         terms["entropy"] = norm.aggregate(entropy_T, rows, mask_T)
-        loss = loss - settings.entropy_coef * terms["entropy"]
+        loss = loss - config.entropy_coef * terms["entropy"]
     reports = {name: term.detach() for name, term in terms.items()}
     return Objective(loss, reports | _reports(policy.reports_T, norm, mask_T))
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mrl.algos.rows import Reduce, Rows, apply_mask, at_least_float32, identity
-from mrl.errors import BatchError, ConfigError, Problem
+from mrl.config.algorithm import CorrectionConfig
+from mrl.errors import BatchError
 from mrl.registry import Registry
 
 LOG_RATIO_BOUND = 20.0
@@ -68,49 +68,31 @@ def geometric(pair: RolloutPair) -> Tensor:
     return pair.rows.expand(pair.rows.mean(pair.log_ratio_T, pair.mask_T))
 
 
-@dataclass(frozen=True)
-class CorrectionSettings:
-    """Which ratio, and what becomes of one beyond the bounds."""
-
-    level: str = "token"
-    beyond: Literal["truncate", "mask"] = "truncate"
-    upper: float = 2.0
-    lower: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.lower <= 1 <= self.upper:
-            what = f"the bounds must enclose 1, the ratio of equal policies; not [{self.lower}, {self.upper}]"
-            raise ConfigError([Problem("rollout correction", "lower, upper", what)])
-        if self.beyond not in ("truncate", "mask"):
-            what = f'must be "truncate" or "mask", not "{self.beyond}"'
-            raise ConfigError([Problem("rollout correction", "beyond", what)])
-
-
-def correction_weights(pair: RolloutPair, settings: CorrectionSettings) -> Tensor:
+def correction_weights(pair: RolloutPair, config: CorrectionConfig) -> Tensor:
     """The weight of each token's loss; 0 on masked tokens."""
-    ratio_T = _ratio(pair, settings)
-    held_T = ratio_T.clamp(settings.lower, settings.upper)
-    if settings.beyond == "mask":
+    ratio_T = _ratio(pair, config)
+    held_T = ratio_T.clamp(config.lower, config.upper)
+    if config.beyond == "mask":
         held_T = torch.where(ratio_T == held_T, held_T, 0.0)
     return apply_mask(held_T, pair.mask_T)
 
 
-def _ratio(pair: RolloutPair, settings: CorrectionSettings) -> Tensor:
-    log_ratio_T = RATIO_LEVELS.resolve(settings.level)(pair)
+def _ratio(pair: RolloutPair, config: CorrectionConfig) -> Tensor:
+    log_ratio_T = RATIO_LEVELS.resolve(config.level)(pair)
     return log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
 def correction_metrics(
-    pair: RolloutPair, settings: CorrectionSettings, sum_over_ranks: Reduce = identity
+    pair: RolloutPair, config: CorrectionConfig, sum_over_ranks: Reduce = identity
 ) -> dict[str, float]:
     """What the correction did, over the unmasked tokens of all ranks.
 
     Effective sample size = (sum w)^2 / (N sum w^2): 1 when all weights are equal, towards 0 when few carry all.
     """
-    ratio_T, weights_T = _ratio(pair, settings), correction_weights(pair, settings)
+    ratio_T, weights_T = _ratio(pair, config), correction_weights(pair, config)
     above_T, below_T = (
-        apply_mask(ratio_T > settings.upper, pair.mask_T),
-        apply_mask(ratio_T < settings.lower, pair.mask_T),
+        apply_mask(ratio_T > config.upper, pair.mask_T),
+        apply_mask(ratio_T < config.lower, pair.mask_T),
     )
     columns = (pair.mask_T, weights_T, weights_T.double().square(), above_T, below_T)
     sums = sum_over_ranks(torch.stack([column.double().sum() for column in columns]))

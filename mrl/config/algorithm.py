@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mrl.config.bounds import Amount, Count, Proportion, Share, Text, more_than
+from mrl.config.bounds import Amount, Count, Proportion, Share, Text, at_least, more_than
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class CorrectionConfig:
     """Ratio per `token`, per `sequence`, or its `geometric` mean."""
     beyond: Literal["truncate", "mask"] = "truncate"
     """What becomes of a weight beyond the bounds: held at the bound, or the token counts for nothing."""
-    upper: Annotated[float, more_than(0)] = 2.0
+    upper: Annotated[float, at_least(1)] = 2.0
     """Upper bound."""
     lower: Proportion = 0.0
     """Lower bound."""

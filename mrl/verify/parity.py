@@ -19,8 +19,9 @@ import torch
 
 from mrl.algos.aggregate import BatchTotals, LossNormalizer
 from mrl.algos.losses import PolicyTokens, ValueTokens
-from mrl.algos.objectives import ActorColumns, ActorSettings, actor_objective, critic_objective
+from mrl.algos.objectives import ActorColumns, actor_objective, critic_objective
 from mrl.algos.rows import Rows
+from mrl.config.algorithm import LossConfig
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
 from mrl.data.packing import plan_step
 from mrl.engine import weights
@@ -214,7 +215,7 @@ def _policy_loss(norm: LossNormalizer, step: int, batch: LossInput) -> LossOutpu
         batch.columns["advantages"],
     )
     objective = actor_objective(
-        tokens, ActorSettings(entropy_coef=0.01), norm, ActorColumns(entropy_T=batch.scores.entropy_T)
+        tokens, LossConfig(entropy_coef=0.01), norm, ActorColumns(entropy_T=batch.scores.entropy_T)
     )
     return LossOutput(objective.loss, {"loss": objective.loss.detach()} | objective.reports)
 

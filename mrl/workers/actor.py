@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mrl.algos.aggregate import BatchTotals, LossNormalizer
-from mrl.algos.losses import PolicySettings, PolicyTokens
-from mrl.algos.objectives import ActorColumns, ActorSettings, actor_objective
-from mrl.algos.rollout_correction import CorrectionSettings, RolloutPair, correction_weights, mismatch_metrics
+from mrl.algos.losses import PolicyTokens
+from mrl.algos.objectives import ActorColumns, actor_objective
+from mrl.algos.rollout_correction import RolloutPair, correction_weights, mismatch_metrics
 from mrl.algos.rows import Rows
 from mrl.config import step_calls
 from mrl.config.algorithm import AlgorithmConfig
@@ -97,25 +97,17 @@ class ActorRolloutRefWorker(ModelWorker):
 
 def policy_loss(config: AlgorithmConfig, norm: LossNormalizer, batch: LossInput) -> LossOutput:
     """The actor's loss on a micro-batch, and its part of what to report."""
-    loss, columns, log_probs_T = config.loss, batch.columns, batch.scores.log_probs_T
+    columns, log_probs_T = batch.columns, batch.scores.log_probs_T
     assert log_probs_T is not None, "a policy gives log-probs"
     rows, mask_T = Rows.of(torch.from_numpy(batch.response_lengths), log_probs_T.device), columns["response_mask"]
     old_T = columns.get("old_log_probs", log_probs_T.detach())
-    settings = ActorSettings(
-        policy_loss=loss.policy,
-        policy=PolicySettings(loss.clip_low, loss.clip_high, loss.dual_clip),
-        entropy_coef=loss.entropy_coef,
-        kl_coef=config.kl.coef if config.kl.where in ("loss", "both") else 0.0,
-        kl_estimator=config.kl.in_loss,
-    )
     weights_T = None
     if config.correction is not None:
-        at = config.correction
         pair = RolloutPair(rows, mask_T, old_T, columns["rollout_log_probs"])
-        weights_T = correction_weights(pair, CorrectionSettings(at.level, at.beyond, at.upper, at.lower))
+        weights_T = correction_weights(pair, config.correction)
     extra = ActorColumns(columns.get("ref_log_probs"), batch.scores.entropy_T, weights_T)
     tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, columns["advantages"])
-    objective = actor_objective(tokens, settings, norm, extra)
+    objective = actor_objective(tokens, config.loss, norm, extra, config.kl)
     return LossOutput(objective.loss, {"loss": objective.loss.detach()} | objective.reports | _means(batch, norm))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mrl.algos.advantages import AdvantageInputs, Advantages, AdvantageSettings, estimate_advantages
+from mrl.algos.advantages import AdvantageInputs, Advantages, estimate_advantages
 from mrl.algos.groups import Outcomes
 from mrl.algos.kl import mean_row_kl, token_kl
 from mrl.algos.rows import Reduce, Rows
@@ -41,8 +41,7 @@ def shard_advantages(
         position_B,
         sum_over_shards,
     )
-    settings = AdvantageSettings(gamma=config.gamma, lam=config.lam, whiten=config.whiten)
-    return estimate_advantages(config.advantage, inputs, settings), kl
+    return estimate_advantages(inputs, config), kl
 
 
 def _numbers(batch: DataProto, name: str) -> torch.Tensor:

@@ -12,26 +12,26 @@ import pytest
 import torch
 
 from mrl.algos import advantages as adv
-from mrl.algos.advantages import AdvantageInputs, AdvantageSettings, estimate_advantages, global_moments, whiten
+from mrl.algos.advantages import AdvantageInputs, estimate_advantages, global_moments, whiten
 from mrl.algos.aggregate import AGGREGATIONS, BatchTotals, LossNormalizer
 from mrl.algos.groups import PromptGroups, filter_groups
 from mrl.algos.kl import KL_ESTIMATORS, mean_row_kl, token_kl
-from mrl.algos.losses import POLICY_LOSSES, PolicySettings, ValueTokens
-from mrl.algos.objectives import ActorColumns, ActorSettings, actor_objective, critic_objective
+from mrl.algos.losses import POLICY_LOSSES, ValueTokens
+from mrl.algos.objectives import ActorColumns, actor_objective, critic_objective
 from mrl.algos.rollout_correction import (
     RATIO_LEVELS,
-    CorrectionSettings,
     correction_metrics,
     correction_weights,
     mismatch_metrics,
 )
 from mrl.algos.token_rewards import apply_kl_penalty, kl_penalized_scores, overlong_penalty, scores_to_token_rewards
+from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 from tests.algos import oracles
 from tests.algos.cases import Case, all_cases
 
 HORIZON = 7
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-SETTINGS = [PolicySettings(), PolicySettings(0.1, 0.28, None), PolicySettings(0.3, 0.2, 1.5)]
+TRUST_REGIONS = [(0.2, 0.2, 3.0), (0.1, 0.28, None), (0.3, 0.2, 1.5)]
 
 
 def close(found: torch.Tensor | float, expected: float, tolerance: float = 1e-9) -> bool:
@@ -68,13 +68,13 @@ def test_aggregate(mode: str) -> None:
 @pytest.mark.parametrize("name", list(oracles.POLICY_LOSSES))
 def test_policy_loss_its_gradient_and_its_reports(name: str) -> None:
     for number, case in enumerate(all_cases()):
-        settings, mode = SETTINGS[number % 3], MODES[number % 5]
+        (low, high, dual), mode = TRUST_REGIONS[number % 3], MODES[number % 5]
         tokens, norm = case.policy_tokens, norm_of(case, mode)
-        objective = actor_objective(tokens, ActorSettings(name, settings), norm)
+        config = LossConfig(policy=name, clip_low=low, clip_high=high, dual_clip=dual)
+        objective = actor_objective(tokens, config, norm)
         (gradient_T,) = torch.autograd.grad(objective.loss, tokens.log_probs_T)
         columns = zip(case.written("log_probs"), case.written("old"), case.written("advantages"), strict=True)
-        limits = (settings.clip_low, settings.clip_high, settings.dual_clip)
-        expected = [oracles.POLICY_LOSSES[name](*row, *limits) for row in columns]
+        expected = [oracles.POLICY_LOSSES[name](*row, low, high, dual) for row in columns]
         assert close(objective.loss, oracles.aggregate([[t[0] for t in row] for row in expected], mode, HORIZON))
         weights_T = norm.weights(case.rows, case.mask_T)
         slopes = torch.zeros(case.rows.num_tokens, dtype=torch.float64)
@@ -103,9 +103,9 @@ def test_kl_value_and_gradient(name: str) -> None:
 def test_terms_of_the_actor_objective_add_up() -> None:
     for number, case in enumerate(all_cases()):
         mode = MODES[number % 5]
-        settings = ActorSettings("ppo", PolicySettings(), entropy_coef=0.3, kl_coef=0.7, kl_estimator="k2")
+        config, kl_config = LossConfig(entropy_coef=0.3), KlConfig(where="loss", coef=0.7, in_loss="k2")
         extra = ActorColumns(case.column("ref"), case.column("entropy"), case.column("values"))
-        objective = actor_objective(case.policy_tokens, settings, norm_of(case, mode), extra)
+        objective = actor_objective(case.policy_tokens, config, norm_of(case, mode), extra, kl_config)
         names = ("log_probs", "old", "advantages", "ref", "entropy", "values")
         policy, kl = [], []
         for lp, old, a, ref, _, weight in zip(*(case.written(name) for name in names), strict=True):
@@ -144,8 +144,8 @@ def test_gae() -> None:
         gamma, lam = [(1.0, 1.0), (0.9, 0.8), (0.5, 0.0), (0.0, 1.0)][number % 4]
         inputs = AdvantageInputs(case.rows, case.mask_T, case.column("rewards"), case.column("values"))
         expected, returns = oracles.gae(case.written("rewards"), case.written("values"), gamma, lam)
-        plain = estimate_advantages("gae", inputs, AdvantageSettings(gamma, lam, whiten=False))
-        whitened = estimate_advantages("gae", inputs, AdvantageSettings(gamma, lam))
+        plain = estimate_advantages(inputs, AlgorithmConfig(advantage="gae", gamma=gamma, lam=lam, whiten=False))
+        whitened = estimate_advantages(inputs, AlgorithmConfig(advantage="gae", gamma=gamma, lam=lam))
         assert plain.returns_T is not None
         assert whitened.returns_T is not None
         assert_tokens(case, plain.advantages_T, expected)
@@ -158,7 +158,7 @@ def test_reinforce_plus_plus() -> None:
     for number, case in enumerate(all_cases()):
         gamma = [1.0, 0.7][number % 2]
         inputs = AdvantageInputs(case.rows, case.mask_T, case.column("rewards"))
-        found = estimate_advantages("reinforce_plus_plus", inputs, AdvantageSettings(gamma))
+        found = estimate_advantages(inputs, AlgorithmConfig(advantage="reinforce_plus_plus", gamma=gamma))
         expected = oracles.returns_to_go(case.written("rewards"), gamma)
         assert found.returns_T is not None
         assert_tokens(case, found.returns_T, expected)
@@ -169,7 +169,7 @@ def test_remax() -> None:
     for case in all_cases():
         baselines_B = torch.tensor(case.baselines, dtype=torch.float64)
         inputs = AdvantageInputs(case.rows, case.mask_T, case.column("rewards"), baseline_scores_B=baselines_B)
-        found = estimate_advantages("remax", inputs, AdvantageSettings(gamma=0.5))
+        found = estimate_advantages(inputs, AlgorithmConfig(advantage="remax", gamma=0.5))
         returns = oracles.returns_to_go(case.written("rewards"), 1.0)
         expected = [[x - b for x in row] for row, b in zip(returns, case.baselines, strict=True)]
         assert found.returns_T is not None
@@ -190,12 +190,12 @@ def test_group_advantages(name: str) -> None:
         scores_B = outcomes.scores_B * scale + offset
         expected = expected_rows(case, name, scores_B.tolist())
         row_advantage = getattr(adv, name)
-        found_B = row_advantage(scores_B, PromptGroups.of(case.uids), outcomes, AdvantageSettings())
+        found_B = row_advantage(scores_B, PromptGroups.of(case.uids), outcomes)
         written = [i for i, row in enumerate(case.mask) if any(row)]
         tolerance = {"rel": 1e-8, "abs": 1e-12} if scale == 1.0 and offset == 0.0 else {"rel": 1e-5, "abs": 1e-8}
         assert [float(found_B[i]) for i in written] == pytest.approx([expected[i] for i in written], **tolerance)
         inputs = AdvantageInputs(case.rows, case.mask_T, batch=outcomes)
-        found = estimate_advantages(name, inputs, AdvantageSettings())
+        found = estimate_advantages(inputs, AlgorithmConfig(advantage=name))
         per_row = expected_rows(case, name, case.scores)
         tokens = [[a] * sum(row) for a, row in zip(per_row, case.mask, strict=True)]
         assert_tokens(case, found.advantages_T, tokens, 1e-5)
@@ -206,7 +206,7 @@ def test_group_advantages(name: str) -> None:
 def test_reinforce_plus_plus_baseline() -> None:
     for case in all_cases():
         inputs = AdvantageInputs(case.rows, case.mask_T, batch=case.outcomes)
-        found = estimate_advantages("reinforce_plus_plus_baseline", inputs, AdvantageSettings())
+        found = estimate_advantages(inputs, AlgorithmConfig(advantage="reinforce_plus_plus_baseline"))
         per_row = expected_rows(case, "dr_grpo", case.scores)
         expected = oracles.whiten([[a] * sum(row) for a, row in zip(per_row, case.mask, strict=True)])
         assert_tokens(case, found.advantages_T, expected, 2e-5)
@@ -227,7 +227,7 @@ def test_whitening_and_moments() -> None:
 def test_rollout_correction(level: str, beyond: str) -> None:
     for number, case in enumerate(all_cases()):
         low, high = [(0.0, 2.0), (0.5, 1.5)][number % 2]
-        settings = CorrectionSettings(level, beyond, upper=high, lower=low)  # type: ignore[arg-type]
+        settings = CorrectionConfig(level=level, beyond=beyond, upper=high, lower=low)  # type: ignore[arg-type]
         columns = case.written("log_probs"), case.written("rollout")
         expected = oracles.correction(*columns, level, beyond, low, high)
         assert_tokens(case, correction_weights(case.pair, settings), expected)

@@ -16,7 +16,6 @@ from torch import Tensor
 from mrl.algos.advantages import (
     ADVANTAGES,
     AdvantageInputs,
-    AdvantageSettings,
     estimate_advantages,
     global_moments,
     whiten,
@@ -24,10 +23,9 @@ from mrl.algos.advantages import (
 from mrl.algos.aggregate import AGGREGATIONS, BatchTotals, LossNormalizer
 from mrl.algos.groups import Outcomes, PromptGroups, filter_groups
 from mrl.algos.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, mean_row_kl, token_kl
-from mrl.algos.losses import POLICY_LOSSES, PolicySettings, PolicyTokens, ValueTokens, value_loss
-from mrl.algos.objectives import ActorColumns, ActorSettings, actor_objective, critic_objective
+from mrl.algos.losses import POLICY_LOSSES, PolicyTokens, ValueTokens, value_loss
+from mrl.algos.objectives import ActorColumns, actor_objective, critic_objective
 from mrl.algos.rollout_correction import (
-    CorrectionSettings,
     RolloutPair,
     correction_metrics,
     correction_weights,
@@ -35,11 +33,12 @@ from mrl.algos.rollout_correction import (
 )
 from mrl.algos.rows import Rows
 from mrl.algos.token_rewards import apply_kl_penalty, kl_penalized_scores, overlong_penalty, scores_to_token_rewards
+from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 from mrl.errors import BatchError, ConfigError, MrlError, NameUnknown, RewardError
 from tests.algos.cases import make_case, take_rows
 
+KL = KlConfig(where="loss", coef=1.0)
 GROUP_WISE = ["grpo", "dr_grpo", "rloo", "opo", "gpg"]
-PLAIN = AdvantageSettings()
 
 
 def column(*values: float) -> Tensor:
@@ -57,7 +56,7 @@ def group_advantages(
     rows = Rows.of([1] * len(scores))
     outcomes = Outcomes(torch.tensor(scores, dtype=dtype), uids, rows.lengths_B)
     inputs = AdvantageInputs(rows, everything(rows), batch=outcomes)
-    result: list[float] = estimate_advantages(name, inputs, PLAIN).advantages_T.tolist()
+    result: list[float] = estimate_advantages(inputs, AlgorithmConfig(advantage=name)).advantages_T.tolist()
     return result
 
 
@@ -184,7 +183,7 @@ def test_filtered_groups_leave_the_denominator() -> None:
         part, (lp_T, ref, a_T) = take_rows(rows, chosen, log_probs_T, ref_T, advantages_T)
         norm = LossNormalizer("token-mean", BatchTotals.of(part, everything(part)))
         tokens = PolicyTokens(part, everything(part), lp_T, lp_T, a_T)
-        reports = actor_objective(tokens, ActorSettings("gpg", kl_coef=1.0), norm, ActorColumns(ref)).reports
+        reports = actor_objective(tokens, LossConfig(policy="gpg"), norm, ActorColumns(ref), KL).reports
         losses.append((reports["pg_loss"].item(), reports["kl_loss"].item()))
     assert losses[1][0] == pytest.approx(2 * losses[0][0])
     kept_kl = token_kl("k3", log_probs_T, ref_T, everything(rows))[:2].mean().item()
@@ -273,7 +272,7 @@ def test_small_differences_survive_float32_scores_and_bf16_is_widened() -> None:
     mask_T = torch.ones(3, dtype=torch.bool)
     rewards_T = torch.tensor([1.0, 1.0, 1.0], dtype=torch.bfloat16)
     inputs = AdvantageInputs(Rows.of([3]), mask_T, rewards_T, rewards_T)
-    gae = estimate_advantages("gae", inputs, AdvantageSettings(gamma=0.999, lam=0.95, whiten=False))
+    gae = estimate_advantages(inputs, AlgorithmConfig(advantage="gae", gamma=0.999, lam=0.95, whiten=False))
     assert gae.advantages_T.dtype == torch.float32
     assert gae.advantages_T[1].item() == pytest.approx(0.999)  # bf16 would say 1
     rewards_T = apply_kl_penalty(torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([0.001]), mask_T[:1], 1.0)
@@ -301,10 +300,10 @@ def test_bad_token_rewards_are_errors(name: str) -> None:
     rows, mask_T = Rows.of([2, 2]), torch.tensor([True, True, True, False])
     inputs = AdvantageInputs(rows, mask_T, column(0, 0, math.nan, 0), column(0, 0, 0, 0), column(0, 0))
     with pytest.raises(RewardError, match="not finite; first: nan on token 0 of row 1"):
-        estimate_advantages(name, inputs, PLAIN)
+        estimate_advantages(inputs, AlgorithmConfig(advantage=name))
     inputs = AdvantageInputs(rows, mask_T, column(0, 0, 0, 1), column(0, 0, 0, 0), column(0, 0))
     with pytest.raises(RewardError, match=r"did not write; first: 1.0 on token 1 of row 1"):
-        estimate_advantages(name, inputs, PLAIN)
+        estimate_advantages(inputs, AlgorithmConfig(advantage=name))
 
 
 def test_scores_land_on_the_last_written_token() -> None:
@@ -319,7 +318,7 @@ def test_rewards_cross_observations_without_losing_a_discount() -> None:
     mask_T = torch.tensor([True, False, False, False, True])
     inputs = AdvantageInputs(Rows.of([5]), mask_T, column(0, 0, 0, 0, 1), column(0, 9, 9, 9, 0))
     for name in ("gae", "reinforce_plus_plus"):
-        returns_T = estimate_advantages(name, inputs, AdvantageSettings(gamma=0.5)).returns_T
+        returns_T = estimate_advantages(inputs, AlgorithmConfig(advantage=name, gamma=0.5)).returns_T
         assert returns_T is not None
         assert returns_T.tolist() == [0.5, 0, 0, 0, 1]
 
@@ -329,7 +328,9 @@ def test_the_critic_learns_from_the_rewards_after_kl() -> None:
     scores_T = scores_to_token_rewards(column(1.0), rows, mask_T)
     kl_T = column(0.5, 0.25)
     rewards_T = apply_kl_penalty(scores_T, kl_T, mask_T, 0.1)
-    found = estimate_advantages("gae", AdvantageInputs(rows, mask_T, rewards_T, column(0, 0)), PLAIN)
+    found = estimate_advantages(
+        AdvantageInputs(rows, mask_T, rewards_T, column(0, 0)), AlgorithmConfig(advantage="gae")
+    )
     assert found.returns_T is not None
     assert found.returns_T.tolist() == pytest.approx([0.925, 0.975])
     assert kl_penalized_scores(column(1.0), kl_T, rows, mask_T, 0.1).item() == pytest.approx(0.925)
@@ -344,8 +345,9 @@ def test_kl_in_reward_and_in_loss_at_once() -> None:
     assert rewards_T.item() == pytest.approx(0.9)
     tokens = PolicyTokens(rows, mask_T, log_probs_T, log_probs_T.detach(), rewards_T)
     norm = LossNormalizer("token-mean", BatchTotals.of(rows, mask_T))
-    settings = ActorSettings(kl_coef=0.5, kl_estimator="k2")
-    (gradient_T,) = torch.autograd.grad(actor_objective(tokens, settings, norm, ActorColumns(ref_T)).loss, log_probs_T)
+    kl = KlConfig(where="both", coef=0.5, in_loss="k2")
+    objective = actor_objective(tokens, LossConfig(), norm, ActorColumns(ref_T), kl)
+    (gradient_T,) = torch.autograd.grad(objective.loss, log_probs_T)
     assert gradient_T.item() == pytest.approx(-0.9 + 0.5 * 1.0)
 
 
@@ -467,13 +469,10 @@ def test_dual_clip_bounds_and_clip_higher_widen_one_side_only() -> None:
     }
     for (low, high), losses in expected.items():
         tokens = PolicyTokens(rows, mask_T, ratio.log(), torch.zeros(4).double(), advantages_T)
-        settings = ActorSettings("ppo", PolicySettings(low, high))
-        found_T = POLICY_LOSSES.resolve("ppo")(tokens, settings.policy).loss_T
+        config = LossConfig(clip_low=low, clip_high=high)
+        found_T = POLICY_LOSSES.resolve("ppo")(tokens, config).loss_T
         assert found_T.tolist() == pytest.approx(losses)
-        assert actor_objective(tokens, settings, norm).loss.item() == pytest.approx(sum(losses))
-    for bad in ({"dual_clip": 1.0}, {"clip_low": 1.5}, {"clip_high": -0.1}):
-        with pytest.raises(ConfigError, match=next(iter(bad))):
-            PolicySettings(**bad)
+        assert actor_objective(tokens, config, norm).loss.item() == pytest.approx(sum(losses))
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "gmpo", "gpg"])
@@ -483,7 +482,7 @@ def test_only_the_new_policy_is_differentiated(name: str) -> None:
     tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, advantages_T)
     norm = LossNormalizer("token-mean", BatchTotals.of(rows, mask_T))
     extra = ActorColumns(ref_T, rollout_weights_T=weights_T)
-    actor_objective(tokens, ActorSettings(name, kl_coef=1.0), norm, extra).loss.backward()
+    actor_objective(tokens, LossConfig(policy=name), norm, extra, KL).loss.backward()
     assert log_probs_T.grad is not None
     assert old_T.grad is None
     assert advantages_T.grad is None
@@ -499,7 +498,7 @@ def test_only_the_new_policy_is_differentiated(name: str) -> None:
 def test_rollout_weights_are_constants() -> None:
     log_probs_T = column(-1, -2).requires_grad_()
     pair = RolloutPair(Rows.of([2]), torch.ones(2, dtype=torch.bool), log_probs_T, column(-1.1, -2))
-    assert not correction_weights(pair, CorrectionSettings()).requires_grad
+    assert not correction_weights(pair, CorrectionConfig()).requires_grad
 
 
 @pytest.mark.parametrize("filler", [0.0, -100.0, math.nan, math.inf])
@@ -507,11 +506,11 @@ def test_fillers_under_the_mask_change_no_ratio(filler: float) -> None:
     rows, mask_T = Rows.of([3]), torch.tensor([True, False, True])
     for level in ("token", "sequence", "geometric"):
         pair = RolloutPair(rows, mask_T, column(-1, filler, -2), column(-1.5, -filler, -2))
-        weights_T = correction_weights(pair, CorrectionSettings(level, upper=10.0))
+        weights_T = correction_weights(pair, CorrectionConfig(level=level, upper=10.0))
         x = {"token": 0.5, "sequence": 0.5, "geometric": 0.25}[level]
         assert weights_T[0].item() == pytest.approx(math.exp(x))
         assert weights_T[1].item() == 0
-        assert correction_metrics(pair, CorrectionSettings(level))["rollout_is_eff_sample_size"] <= 1
+        assert correction_metrics(pair, CorrectionConfig(level=level))["rollout_is_eff_sample_size"] <= 1
     assert mismatch_metrics(pair)["kl"] == pytest.approx(-0.25)
 
 
@@ -519,7 +518,7 @@ def test_equal_policies_need_no_correction() -> None:
     case = make_case(3)
     pair = RolloutPair(case.rows, case.mask_T, case.column("old"), case.column("old"))
     for level in ("token", "sequence", "geometric"):
-        weights_T = correction_weights(pair, CorrectionSettings(level, "mask", upper=1.0, lower=1.0))
+        weights_T = correction_weights(pair, CorrectionConfig(level=level, beyond="mask", upper=1.0, lower=1.0))
         assert torch.equal(weights_T, case.mask_T.double())
     found = mismatch_metrics(pair)
     assert {name for name, value in found.items() if value == 0} == set(found) - {
@@ -534,12 +533,6 @@ def test_a_token_without_a_rollout_log_prob_is_an_error() -> None:
         RolloutPair(Rows.of([2]), torch.ones(2, dtype=torch.bool), column(-1, -1), column(-1, math.nan))
 
 
-def test_correction_bounds_enclose_one() -> None:
-    for bad in ({"upper": 0.5}, {"lower": 1.5}, {"lower": -0.1}, {"beyond": "drop"}):
-        with pytest.raises(ConfigError, match="rollout correction"):
-            CorrectionSettings(**bad)  # type: ignore[arg-type]
-
-
 def test_the_entropy_bonus_raises_entropy_over_written_tokens_only() -> None:
     """The whole distribution's entropy in float32, over the model's tokens, with the sign of a bonus."""
     rows, mask_T = Rows.of([2, 1]), torch.tensor([True, False, True])
@@ -548,7 +541,7 @@ def test_the_entropy_bonus_raises_entropy_over_written_tokens_only() -> None:
     entropy_T = -(log_p.exp() * log_p).sum(-1)
     tokens = PolicyTokens(rows, mask_T, log_p[:, 0], log_p[:, 0].detach(), torch.zeros(3))
     norm = LossNormalizer("token-mean", BatchTotals.of(rows, mask_T))
-    objective = actor_objective(tokens, ActorSettings(entropy_coef=0.5), norm, ActorColumns(entropy_T=entropy_T))
+    objective = actor_objective(tokens, LossConfig(entropy_coef=0.5), norm, ActorColumns(entropy_T=entropy_T))
     mean = (entropy_T[0] + entropy_T[2]).item() / 2
     assert objective.reports["entropy"].item() == pytest.approx(mean)
     assert objective.loss.item() == pytest.approx(-0.5 * mean)
@@ -566,17 +559,17 @@ def test_inputs_are_not_modified() -> None:
     watched = [*columns.values(), outcomes.scores_B, outcomes.num_tokens_B, mask_T, baselines_B]
     before = [x.clone() for x in watched]
     for name in ADVANTAGES:
-        estimate_advantages(name, inputs, PLAIN)
+        estimate_advantages(inputs, AlgorithmConfig(advantage=name))
     norm = LossNormalizer("token-mean", BatchTotals.of(case.rows, mask_T))
     tokens = PolicyTokens(case.rows, mask_T, columns["log_probs"], columns["old"], columns["advantages"])
     extra = ActorColumns(columns["ref"], columns["entropy"], columns["values"])
     for name in POLICY_LOSSES:
-        actor_objective(tokens, ActorSettings(name, entropy_coef=1, kl_coef=1), norm, extra)
+        actor_objective(tokens, LossConfig(policy=name, entropy_coef=1), norm, extra, KL)
     for name in KL_ESTIMATORS:
         token_kl(name, columns["log_probs"], columns["ref"], mask_T)
     value_loss(ValueTokens(mask_T, columns["values"], columns["old_values"], columns["returns"]))
     pair = RolloutPair(case.rows, mask_T, columns["log_probs"], columns["rollout"])
-    correction_weights(pair, CorrectionSettings())
+    correction_weights(pair, CorrectionConfig())
     mismatch_metrics(pair)
     apply_kl_penalty(columns["rewards"], columns["values"], mask_T, 0.1)
     scores_to_token_rewards(outcomes.scores_B, case.rows, mask_T)
@@ -592,21 +585,21 @@ def test_missing_columns_and_unknown_names_are_typed_errors() -> None:
     rows, mask_T = Rows.of([1]), torch.ones(1, dtype=torch.bool)
     for name, missing in (("gae", "rewards_T"), ("remax", "rewards_T"), ("grpo", "batch")):
         with pytest.raises(BatchError, match=missing):
-            estimate_advantages(name, AdvantageInputs(rows, mask_T), PLAIN)
+            estimate_advantages(AdvantageInputs(rows, mask_T), AlgorithmConfig(advantage=name))
     for name, missing in (("gae", "values_T"), ("remax", "baseline_scores_B")):
         with pytest.raises(BatchError, match=missing):
-            estimate_advantages(name, AdvantageInputs(rows, mask_T, column(1)), PLAIN)
+            estimate_advantages(AdvantageInputs(rows, mask_T, column(1)), AlgorithmConfig(advantage=name))
     without_greedy_score = AdvantageInputs(rows, mask_T, column(1), baseline_scores_B=column(math.nan))
     with pytest.raises(RewardError, match="finite"):
-        estimate_advantages("remax", without_greedy_score, PLAIN)
+        estimate_advantages(without_greedy_score, AlgorithmConfig(advantage="remax"))
     with pytest.raises(NameUnknown, match='did you mean "grpo"'):
-        estimate_advantages("grop", AdvantageInputs(rows, mask_T), PLAIN)
+        estimate_advantages(AdvantageInputs(rows, mask_T), AlgorithmConfig(advantage="grop"))
     tokens = PolicyTokens(rows, mask_T, column(-1), column(-1), column(1))
     norm = LossNormalizer("token-mean", BatchTotals.of(rows, mask_T))
     with pytest.raises(BatchError, match="ref_log_probs_T"):
-        actor_objective(tokens, ActorSettings(kl_coef=0.1), norm)
+        actor_objective(tokens, LossConfig(), norm, kl=KL)
     with pytest.raises(BatchError, match="entropy_T"):
-        actor_objective(tokens, ActorSettings(entropy_coef=0.1), norm)
+        actor_objective(tokens, LossConfig(entropy_coef=0.1), norm)
 
 
 def test_columns_that_do_not_fit_are_typed_errors() -> None:
@@ -623,6 +616,6 @@ def test_columns_that_do_not_fit_are_typed_errors() -> None:
 def test_a_users_own_functions_are_named_by_module_and_attribute() -> None:
     rows, mask_T = Rows.of([1]), torch.ones(1, dtype=torch.bool)
     inputs = AdvantageInputs(rows, mask_T, column(3))
-    own = estimate_advantages("mrl.algos.advantages:reinforce_plus_plus", inputs, PLAIN)
+    own = estimate_advantages(inputs, AlgorithmConfig(advantage="mrl.algos.advantages:reinforce_plus_plus"))
     assert own.returns_T is not None
     assert own.returns_T.tolist() == [3]

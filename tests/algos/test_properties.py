@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,14 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mrl.algos import advantages as adv
-from mrl.algos.advantages import AdvantageInputs, Advantages, AdvantageSettings, estimate_advantages
+from mrl.algos.advantages import AdvantageInputs, Advantages, estimate_advantages
 from mrl.algos.aggregate import BatchTotals, LossNormalizer
 from mrl.algos.groups import PromptGroups
 from mrl.algos.kl import mean_row_kl, token_kl
-from mrl.algos.losses import PolicySettings, PolicyTokens, ValueTokens
-from mrl.algos.objectives import ActorColumns, ActorSettings, Objective, actor_objective, critic_objective
-from mrl.algos.rollout_correction import CorrectionSettings, RolloutPair, correction_metrics, mismatch_metrics
+from mrl.algos.losses import PolicyTokens, ValueTokens
+from mrl.algos.objectives import ActorColumns, Objective, actor_objective, critic_objective
+from mrl.algos.rollout_correction import RolloutPair, correction_metrics, mismatch_metrics
 from mrl.algos.rows import Rows
+from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 from tests.algos.cases import NUM_CASES, Case, make_case, on_ranks, take_rows
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -27,7 +29,6 @@ LOSSES = ["ppo", "gspo", "cispo", "gmpo", "gpg"]
 GROUP_WISE = ["grpo", "dr_grpo", "rloo", "opo", "gpg"]
 TOKEN_WISE = ["gae", "reinforce_plus_plus", "remax"]
 ALL = [*GROUP_WISE, *TOKEN_WISE, "reinforce_plus_plus_baseline"]
-EVERYTHING = ActorSettings("ppo", PolicySettings(), entropy_coef=0.2, kl_coef=0.5, kl_estimator="k2")
 NUM_EXAMPLES = 8 if NUM_CASES >= 1000 else 2
 few = settings(max_examples=NUM_EXAMPLES, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 seeds = st.integers(min_value=0, max_value=10_000)
@@ -50,8 +51,8 @@ def actor_part(case: Case, chosen: list[int], norm: LossNormalizer, name: str, l
     )
     tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, advantages_T)
     extra = ActorColumns(ref_T, entropy_T, weights_T)
-    chosen_settings = ActorSettings(name, EVERYTHING.policy, 0.2, 0.5, "k2")
-    return actor_objective(tokens, chosen_settings, norm, extra)
+    kl = KlConfig(where="loss", coef=0.5, in_loss="k2")
+    return actor_objective(tokens, LossConfig(policy=name, entropy_coef=0.2), norm, extra, kl)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -82,7 +83,7 @@ def test_splits_change_no_loss_no_gradient_and_no_report(name: str, mode: str, s
 def test_totals_and_metrics_do_not_depend_on_ranks(seed: int, parts: int) -> None:
     case = make_case(seed)
     dealt = split(case, random.Random(seed), parts)
-    correction = CorrectionSettings("sequence", "mask", upper=1.5, lower=0.5)
+    correction = CorrectionConfig(level="sequence", beyond="mask", upper=1.5, lower=0.5)
 
     def work(rank: int, sum_over_ranks: Callable[[Tensor], Tensor]) -> tuple[BatchTotals, float, dict[str, float]]:
         columns = (case.mask_T, case.column("log_probs"), case.column("rollout"), case.column("values"))
@@ -110,7 +111,7 @@ def advantages_of(case: Case, name: str, chosen: list[int], rank_sum: Callable[[
     inputs = AdvantageInputs(
         rows, mask_T, rewards_T, values_T, baselines_B, case.outcomes, position_B, sum_over_ranks=rank_sum
     )
-    return estimate_advantages(name, inputs, AdvantageSettings(0.9, 0.8))
+    return estimate_advantages(inputs, AlgorithmConfig(advantage=name, gamma=0.9, lam=0.8))
 
 
 def alone(x: Tensor) -> Tensor:
@@ -157,7 +158,8 @@ def test_permuting_samples_permutes_advantages(name: str, seed: int) -> None:
 
 def row_advantage(case: Case, name: str, scores_B: Tensor, floor: float = 1e-6) -> Tensor:
     outcomes, groups = case.outcomes, PromptGroups.of(case.uids)
-    result: Tensor = getattr(adv, name)(scores_B, groups, outcomes, AdvantageSettings(std_floor=floor))
+    with patch.object(adv, "STD_FLOOR", floor):
+        result: Tensor = getattr(adv, name)(scores_B, groups, outcomes)
     return result
 
 
@@ -185,7 +187,7 @@ def test_zero_advantage_gives_zero_policy_gradient(name: str, seed: int) -> None
     tokens = case.policy_tokens
     zero = PolicyTokens(case.rows, case.mask_T, tokens.log_probs_T, tokens.old_log_probs_T, tokens.advantages_T * 0)
     norm = LossNormalizer("token-mean", BatchTotals.of(case.rows, case.mask_T))
-    (gradient_T,) = torch.autograd.grad(actor_objective(zero, ActorSettings(name), norm).loss, tokens.log_probs_T)
+    (gradient_T,) = torch.autograd.grad(actor_objective(zero, LossConfig(policy=name), norm).loss, tokens.log_probs_T)
     assert not gradient_T.any()
 
 
@@ -198,7 +200,7 @@ def test_at_ratio_one_the_loss_is_minus_the_mean_advantage_and_its_gradient_rein
     row_level_T = case.rows.expand(torch.tensor(case.scores, dtype=torch.float64) + 0.1)
     tokens = PolicyTokens(case.rows, case.mask_T, log_probs_T, log_probs_T, row_level_T)
     norm = LossNormalizer("token-mean", BatchTotals.of(case.rows, case.mask_T))
-    objective = actor_objective(tokens, ActorSettings(name), norm)
+    objective = actor_objective(tokens, LossConfig(policy=name), norm)
     count = max(1, int(case.mask_T.sum()))
     assert objective.loss.item() == pytest.approx(-row_level_T[case.mask_T].sum().item() / count)
     (gradient_T,) = torch.autograd.grad(objective.loss, log_probs_T)
@@ -220,7 +222,7 @@ def test_gradients_agree_with_finite_differences(name: str, seed: int) -> None:
             return critic_objective(tokens, case.rows, norm, clip=0.3).loss
         if name in LOSSES:
             policy = PolicyTokens(case.rows, case.mask_T, x_T, case.column("old"), case.column("advantages"))
-            return actor_objective(policy, ActorSettings(name), norm).loss
+            return actor_objective(policy, LossConfig(policy=name), norm).loss
         return norm.aggregate(token_kl(name, x_T, case.column("ref"), case.mask_T), case.rows, case.mask_T)
 
     start_T = case.column("values" if name == "value" else "log_probs").requires_grad_()
@@ -267,7 +269,7 @@ def test_appended_observation_tokens_change_no_loss(seed: int) -> None:
             losses = []
             for each in (case, longer):
                 norm = LossNormalizer(mode, BatchTotals.of(each.rows, each.mask_T), horizon_tokens=3)
-                losses.append(actor_objective(each.policy_tokens, ActorSettings(loss), norm).loss.item())
+                losses.append(actor_objective(each.policy_tokens, LossConfig(policy=loss), norm).loss.item())
             assert losses[0] == pytest.approx(losses[1], rel=1e-12, abs=1e-12)
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrl.algos.advantages import AdvantageInputs, AdvantageSettings, estimate_advantages, whiten
+from mrl.algos.advantages import AdvantageInputs, estimate_advantages, whiten
 from mrl.algos.aggregate import BatchTotals, LossNormalizer
 from mrl.algos.groups import Outcomes
 from mrl.algos.kl import AdaptiveKLController, token_kl
-from mrl.algos.losses import PolicySettings, PolicyTokens, ValueTokens
-from mrl.algos.objectives import ActorSettings, actor_objective, critic_objective
+from mrl.algos.losses import PolicyTokens, ValueTokens
+from mrl.algos.objectives import actor_objective, critic_objective
 from mrl.algos.rows import Rows
+from mrl.config.algorithm import AlgorithmConfig, LossConfig
 
 F64 = torch.float64
 LOG_PROBS = [-0.5, -1.2, -0.3, -2.0, -0.9, -0.1, -1.5, -0.7]
@@ -36,9 +37,9 @@ def policy_tokens() -> PolicyTokens:
     return PolicyTokens(TWO_ROWS, MASK, tensor(LOG_PROBS).requires_grad_(), tensor(OLD), tensor(ADVANTAGES))
 
 
-def objective(name: str, mode: str, tokens: PolicyTokens, settings: PolicySettings):  # type: ignore[no-untyped-def]
+def objective(name: str, mode: str, tokens: PolicyTokens):  # type: ignore[no-untyped-def]
     norm = LossNormalizer(mode, BatchTotals.of(tokens.rows, tokens.mask_T))
-    return actor_objective(tokens, ActorSettings(name, settings), norm)
+    return actor_objective(tokens, LossConfig(policy=name), norm)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +76,13 @@ def test_adaptive_kl(kl: float, expected: float) -> None:
     ],
 )
 def test_policy_losses(name: str, mode: str, expected: float) -> None:
-    found = objective(name, mode, policy_tokens(), PolicySettings())
+    found = objective(name, mode, policy_tokens())
     assert found.loss.item() == pytest.approx(expected, abs=5e-8)
 
 
 def test_ppo_gradient_and_reports() -> None:
     tokens = policy_tokens()
-    found = objective("ppo", "token-mean", tokens, PolicySettings())
+    found = objective("ppo", "token-mean", tokens)
     (gradient_T,) = torch.autograd.grad(found.loss, tokens.log_probs_T)
     expected = [-0.1578816, -0.1169615, -0.1501816, 0.0, 0.0584808, 0.0750908, 0.0714286, 0.0]
     assert gradient_T.tolist() == pytest.approx(expected, abs=5e-8)
@@ -93,7 +94,7 @@ def test_dual_clip() -> None:
     one = Rows.of([1])
     log_probs_T = tensor([-0.5]).requires_grad_()
     tokens = PolicyTokens(one, torch.ones(1, dtype=torch.bool), log_probs_T, tensor([-3.0]), tensor([-1.0]))
-    found = objective("ppo", "token-mean", tokens, PolicySettings(dual_clip=3.0))
+    found = objective("ppo", "token-mean", tokens)
     assert found.loss.item() == pytest.approx(3.0)
     assert torch.autograd.grad(found.loss, log_probs_T)[0].item() == 0.0
 
@@ -112,7 +113,7 @@ def test_gae() -> None:
     # verl's vector has V = .4 on the masked fourth token and a reward of 1 on the third.
     rewards_T, values_T = tensor([0, 0, 1, 0, 0, 0, 0, 0.5]), tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.4, 0.3, 0.2])
     found = estimate_advantages(
-        "gae", AdvantageInputs(TWO_ROWS, mask_T, rewards_T, values_T), AdvantageSettings(gamma=0.99, lam=0.95)
+        AdvantageInputs(TWO_ROWS, mask_T, rewards_T, values_T), AlgorithmConfig(advantage="gae", gamma=0.99, lam=0.95)
     )
     assert found.returns_T is not None
     returns = [0.9084067, 0.95535, 1.0, 0.4584784, 0.4664311, 0.48015, 0.5]
@@ -126,7 +127,8 @@ def test_gae_over_observations() -> None:
     rewards_T = tensor([0, 0, 0.1, 0.1, 0.1, 0, 0, 0.1, 1.0, 0, 0])
     values_T = tensor([7, 7, 4, 5, 6, -3, 2, 7, 9, 0, 0])
     found = estimate_advantages(
-        "gae", AdvantageInputs(Rows.of([11]), mask_T, rewards_T, values_T), AdvantageSettings(gamma=0.9, lam=0.8)
+        AdvantageInputs(Rows.of([11]), mask_T, rewards_T, values_T),
+        AlgorithmConfig(advantage="gae", gamma=0.9, lam=0.8),
     )
     assert found.returns_T is not None
     assert found.returns_T[mask_T].tolist() == pytest.approx([3.4653491, 3.424096, 3.1168, 2.44, 1.0], abs=5e-8)
@@ -151,7 +153,7 @@ def test_group_advantages(name: str, expected: list[float]) -> None:
     rows = Rows.of(LENGTHS)
     outcomes = Outcomes(tensor(SCORES), UIDS, rows.lengths_B)
     inputs = AdvantageInputs(rows, torch.ones(rows.num_tokens, dtype=torch.bool), batch=outcomes)
-    found_T = estimate_advantages(name, inputs, AdvantageSettings()).advantages_T
+    found_T = estimate_advantages(inputs, AlgorithmConfig(advantage=name)).advantages_T
     assert found_T[rows.starts_B].tolist() == pytest.approx(expected, abs=1e-6)
     assert torch.equal(found_T, rows.expand(found_T[rows.starts_B]))
 
@@ -168,7 +170,7 @@ def test_reinforce_plus_plus_baseline() -> None:
 def test_reinforce_plus_plus_returns() -> None:
     rows = Rows.of([4, 2])
     inputs = AdvantageInputs(rows, torch.ones(6, dtype=torch.bool), tensor([0, 0, 0, 1, 0, 2]))
-    found = estimate_advantages("reinforce_plus_plus", inputs, AdvantageSettings(gamma=0.9))
+    found = estimate_advantages(inputs, AlgorithmConfig(advantage="reinforce_plus_plus", gamma=0.9))
     assert found.returns_T is not None
     assert found.returns_T.tolist() == pytest.approx([0.729, 0.81, 0.9, 1.0, 1.8, 2.0])
 
@@ -176,7 +178,7 @@ def test_reinforce_plus_plus_returns() -> None:
 def test_reinforce_plus_plus_over_observations() -> None:
     mask_T = torch.tensor([1, 0, 0, 1, 1], dtype=torch.bool)
     inputs = AdvantageInputs(Rows.of([5]), mask_T, tensor([1.5, 0, 0, 0.75, 0.5]))
-    found = estimate_advantages("reinforce_plus_plus", inputs, AdvantageSettings(gamma=0.5))
+    found = estimate_advantages(inputs, AlgorithmConfig(advantage="reinforce_plus_plus", gamma=0.5))
     assert found.returns_T is not None
     assert found.returns_T.tolist() == pytest.approx([2.0, 0.0, 0.0, 1.0, 0.5])
 
