@@ -99,4 +99,5 @@ class AlgorithmConfig:
     overlong: OverlongConfig | None = None
     """DAPO's soft punishment of length; null has none."""
     correction: CorrectionConfig | None = None
-    """Importance weights against the mismatch of engine and trainer; null only measures it."""
+    """Importance weights against the mismatch of engine and trainer, reported as `mismatch/rollout_is_*`: mean weight,
+    effective sample size (1: all weights are equal), shares of ratios beyond the bounds. Null only measures."""

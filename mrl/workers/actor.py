@@ -10,7 +10,7 @@ from torch import Tensor
 from mrl.algos.aggregate import BatchTotals, LossNormalizer
 from mrl.algos.losses import PolicyTokens
 from mrl.algos.objectives import ActorColumns, actor_objective
-from mrl.algos.rollout_correction import RolloutPair, correction_weights, mismatch_metrics
+from mrl.algos.rollout_correction import RolloutPair, correction_metrics, correction_weights, mismatch_metrics
 from mrl.algos.rows import Rows
 from mrl.config import step_calls
 from mrl.config.algorithm import AlgorithmConfig
@@ -48,6 +48,8 @@ class ActorRolloutRefWorker(ModelWorker):
             rows = Rows.of(torch.from_numpy(batch.lengths("responses").copy()))
             pair = RolloutPair(rows, response_mask(batch), log_probs_T.cpu(), batch.values("rollout_log_probs"))
             answer.meta_info = mismatch_metrics(pair, self.sum_over_shards, self.max_over_shards)
+            if self._algorithm.correction is not None:
+                answer.meta_info |= correction_metrics(pair, self._algorithm.correction, self.sum_over_shards)
         return answer
 
     @register_call(step_calls.REF_LOG_PROB)

@@ -172,14 +172,19 @@ def policy_loss(loss: dict[str, Any], log_probs: Tensor, row: Row) -> tuple[Tens
     return -advantage * log_probs, reports | {"pg_clipfrac": none}
 
 
-def correction(settings: dict[str, Any], row: Row) -> Tensor:
-    """pi_train / pi_engine per token, per sequence, or its geometric mean: held at the bounds, or 0 beyond them."""
+def importance_ratio(level: str, row: Row) -> Tensor:
+    """pi_train / pi_engine per token, per sequence, or its geometric mean, of each token."""
     log_ratio = row.columns["old_log_probs"] - row.columns["rollout"]
-    if settings["level"] == "sequence":
+    if level == "sequence":
         log_ratio = log_ratio.sum().expand(len(log_ratio))
-    elif settings["level"] == "geometric" and len(log_ratio):
+    elif level == "geometric" and len(log_ratio):
         log_ratio = log_ratio.mean().expand(len(log_ratio))
-    ratio = log_ratio.exp()
+    return log_ratio.exp()
+
+
+def correction(settings: dict[str, Any], row: Row) -> Tensor:
+    """The ratio held at the bounds, or 0 beyond them."""
+    ratio = importance_ratio(settings["level"], row)
     held = ratio.clamp(settings["lower"], settings["upper"])
     return held if settings["beyond"] == "truncate" else torch.where(ratio == held, held, 0.0)
 
@@ -208,6 +213,19 @@ def token_weights(config: dict[str, Any], rows: Sequence[Row]) -> list[float]:
         }[loss["aggregation"]]
         for row in rows
     ]
+
+
+def correction_figures(settings: dict[str, Any], rows: Sequence[Row]) -> dict[str, float]:
+    """Of all tokens: the mean weight, (sum w)^2 / (N sum w^2), and how many ratios are beyond each bound."""
+    weights = torch.cat([correction(settings, row) for row in rows])
+    ratios = torch.cat([importance_ratio(settings["level"], row) for row in rows])
+    squares = float((weights**2).sum())
+    return {
+        "mismatch/rollout_is_mean": float(weights.mean()),
+        "mismatch/rollout_is_eff_sample_size": float(weights.sum() ** 2) / (len(weights) * squares) if squares else 0.0,
+        "mismatch/rollout_is_ratio_fraction_high": float((ratios > settings["upper"]).double().mean()),
+        "mismatch/rollout_is_ratio_fraction_low": float((ratios < settings["lower"]).double().mean()),
+    }
 
 
 def mismatch(rows: Sequence[Row]) -> dict[str, float]:

@@ -119,6 +119,8 @@ class Reference:
         ):
             add_column(rows, "old_log_probs", lambda row: self.log_probs(self.actor, row)[0])
             figures |= formulas.mismatch(rows)
+            if self.algorithm["correction"] is not None:
+                figures |= formulas.correction_figures(self.algorithm["correction"], rows)
         if kl["where"] != "none":
             add_column(rows, "ref_log_probs", lambda row: self.log_probs(self.initial, row)[0])
         if self.critic is not None:

@@ -184,12 +184,17 @@ def policy_tokens(
     return (-advantage.mean() * cautious.mean().exp()).expand(len(old)), figures
 
 
+def importance_ratios(level: str, old: Tensor, rollout: Tensor) -> Tensor:
+    """The ratio of each written token of a row, before any bound."""
+    x = old - rollout
+    x = {"token": x, "sequence": x.sum().expand(len(x)), "geometric": x.mean().expand(len(x))}[level]
+    return x.exp()
+
+
 def correction_of(settings: CorrectionConfig, old: Tensor, rollout: Tensor) -> Tensor:
     """The importance weight of each written token of a row."""
-    x = old - rollout
-    x = {"token": x, "sequence": x.sum().expand(len(x)), "geometric": x.mean().expand(len(x))}[settings.level]
     found = []
-    for ratio in x.exp().tolist():
+    for ratio in importance_ratios(settings.level, old, rollout).tolist():
         if settings.lower <= ratio <= settings.upper:
             found.append(ratio)
         else:
@@ -248,6 +253,22 @@ def critic_loss(
         clipped += float((held > error).sum()) / num_tokens
         mean += float(values.sum()) / num_tokens
     return total, {"loss": float(total), "vf_loss": float(total), "vf_clipfrac": clipped, "vpred_mean": mean}
+
+
+def correction_reports(rows: Sequence[Row], log_probs: Sequence[Tensor], config: CorrectionConfig) -> Reports:
+    """What the correction does to the written tokens of all rows."""
+    weights: list[float] = []
+    ratios: list[float] = []
+    for row, of_row in zip(rows, log_probs, strict=True):
+        pair = of_row[torch.tensor(row.mask)].double(), row.written("rollout_log_probs")
+        ratios += importance_ratios(config.level, *pair).tolist()
+        weights += correction_of(config, *pair).tolist()
+    return {
+        "rollout_is_mean": sum(weights) / len(weights),
+        "rollout_is_eff_sample_size": sum(weights) ** 2 / (len(weights) * sum(weight**2 for weight in weights)),
+        "rollout_is_ratio_fraction_high": sum(ratio > config.upper for ratio in ratios) / len(ratios),
+        "rollout_is_ratio_fraction_low": sum(ratio < config.lower for ratio in ratios) / len(ratios),
+    }
 
 
 def mismatch_of(rows: Sequence[Row], log_probs: Sequence[Tensor]) -> Reports:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from mrl.controller.dispatch import registered_methods
 from mrl.engine.scores import ScoreRequest, Scores
 from mrl.workers.actor import ActorRolloutRefWorker
 from mrl.workers.messages import UpdateReport
-from tests.workers.by_hand import Row, actor_loss, mismatch_of
+from tests.workers.by_hand import Row, actor_loss, correction_reports, mismatch_of
 from tests.workers.stubs import OUTCOME, SETUP, OfShards, Shards, StubEngine, batch_of, cut, make_place, make_rows
 
 TEMPERATURE, HORIZON = 0.7, 50
@@ -237,6 +237,31 @@ def test_the_mismatch_is_that_of_all_shards(num_shards: int, with_holes: bool) -
     expected = mismatch_of(rows, given)
     for found in shards.run(work):
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize(("level", "beyond"), [("token", "truncate"), ("sequence", "mask"), ("geometric", "mask")])
+def test_what_the_correction_does_is_reported_over_all_shards(
+    level: str, beyond: Literal["truncate", "mask"], num_shards: int
+) -> None:
+    rows, shards = make_rows("rollout_log_probs", with_holes=True), Shards(num_shards)
+    given = [x.detach() for x in scores_of(rows)["log_probs"]]
+    config = CorrectionConfig(level=level, beyond=beyond, upper=1.3, lower=0.7)
+    places = cut(rows, num_shards)
+
+    def work(shard: int) -> dict[str, float]:
+        log_probs_T = torch.cat([given[at] for at in places[shard]])
+        worker = worker_of(config_of(correction=config), Scores(log_probs_T=log_probs_T), shards, shard)
+        answer = worker.compute_log_prob(batch_of([rows[at] for at in places[shard]]), [[len(places[shard])]])
+        assert answer is not None, "this rank has the scores"
+        return answer.meta_info
+
+    expected = correction_reports(rows, given, config)
+    assert 0 < expected["rollout_is_eff_sample_size"] < 1
+    assert expected["rollout_is_ratio_fraction_high"] > 0
+    assert expected["rollout_is_ratio_fraction_low"] > 0
+    for found in shards.run(work):
+        assert found == pytest.approx(mismatch_of(rows, given) | expected, rel=1e-9)
 
 
 def test_weights_are_sent_from_the_device_in_the_version_and_to_the_workers_that_were_named() -> None:
