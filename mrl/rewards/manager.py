@@ -14,7 +14,6 @@ from mrl.redaction import redact_text
 from mrl.rewards.outcome import FAILURE_KINDS, Failure, Outcome, read_reply
 from mrl.rewards.pool import RewardPool
 from mrl.rewards.sample import Sample
-from mrl.rewards.settings import pool_settings
 
 _NUM_EXAMPLES = 3
 _EXAMPLE_CHARACTERS = 200
@@ -30,10 +29,10 @@ class _Pending:
 
 
 class RewardManager:
-    """Scores samples in worker processes.
+    """Score samples in worker processes.
 
     All at once with `score`, or one by one while a rollout still runs: `submit` queues a sample and returns its
-    ticket, `collect` returns what is done, `drain` waits for the rest. One thread at a time may use a manager.
+    ticket, `drain` waits for all that were submitted. One thread at a time may use a manager.
     """
 
     def __init__(self, config: RewardConfig, events: EventLog) -> None:
@@ -43,7 +42,7 @@ class RewardManager:
         self._num_submitted = 0  # in all
         self._batch_begin = 0  # what had been submitted when the last batch was drained
         self._failed: list[tuple[Sample, Failure]] = []  # of this batch
-        self._pool = RewardPool(pool_settings(config), config.environment)
+        self._pool = RewardPool(config)
 
     def __enter__(self) -> RewardManager:
         return self
@@ -54,7 +53,7 @@ class RewardManager:
         self.close()
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """The outcome of each sample, in their order."""
+        """Return the outcome of each sample, in their order."""
         if self._pending:
             raise RewardError(f"{len(self._pending)} submitted samples are not done", fix="drain() before score()")
         tickets = [self.submit(sample) for sample in samples]
@@ -62,23 +61,19 @@ class RewardManager:
         return [outcomes[ticket] for ticket in tickets]
 
     def submit(self, sample: Sample) -> int:
-        """Queue a sample; the ticket that is returned names it in `collect` and `drain`."""
+        """Queue a sample; the ticket that is returned names it in `drain`."""
         body = sample.to_json()
         self._num_submitted += 1
         self._pending[self._num_submitted] = _Pending(sample, body)
         self._pool.submit(self._num_submitted, body)
         return self._num_submitted
 
-    def collect(self) -> dict[int, Outcome]:
-        """What has been done since the last look, by ticket, without waiting."""
-        return self._take(wait=False)
-
     def drain(self) -> dict[int, Outcome]:
-        """Wait for all that is left, and see that not too many of the batch, collected ones included, have failed."""
+        """Wait for all that were submitted; the run stops where too many of them have failed."""
         done: dict[int, Outcome] = {}
         self._check_share()
         while self._pending:
-            done |= self._take(wait=True)
+            done |= self._take()
             self._check_share()
         self._batch_begin, self._failed = self._num_submitted, []
         return done
@@ -87,9 +82,9 @@ class RewardManager:
         """End all workers and whatever they have started; nothing is left behind."""
         self._pool.close()
 
-    def _take(self, *, wait: bool) -> dict[int, Outcome]:
+    def _take(self) -> dict[int, Outcome]:
         done: dict[int, Outcome] = {}
-        for ticket, body in self._pool.receive(wait=wait):
+        for ticket, body in self._pool.receive():
             pending = self._pending[ticket]
             outcome = read_reply(body, pending.attempts)
             if isinstance(outcome, Failure) and pending.attempts <= self._config.retries:

@@ -1,4 +1,4 @@
-"""What becomes of a sample: a score, or a failure with its kind. Nothing in between, and never a made-up 0."""
+"""What becomes of a sample: a score, or a failure with its kind, never a made-up 0; and the metrics of a batch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import inspect
 import json
 import math
 import numbers
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from mrl.rewards.sample import Sample
 
 FailureKind = Literal["timeout", "crashed", "raised", "bad_result", "memory"]
 FAILURE_KINDS: tuple[FailureKind, ...] = ("timeout", "crashed", "raised", "bad_result", "memory")
@@ -96,3 +100,43 @@ def read_reply(body: bytes, attempts: int) -> Outcome:
         return Score(_finite(reply["value"], "the score is "), parts, float(reply["seconds"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return Failure("crashed", f"its answer cannot be read: {error!r:.200}", 0.0, attempts)
+
+
+def reward_metrics(samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """`reward/score/mean` and the like, the same as `reward/<data source>/...`, and the failures by kind.
+
+    Failed samples are counted, and in no mean; where nothing was scored there is no mean.
+    """
+    by_source: dict[str, list[Outcome]] = defaultdict(list)
+    for sample, outcome in zip(samples, outcomes, strict=True):
+        by_source[sample.data_source].append(outcome)
+    metrics = _figures("reward", outcomes)
+    for source, of_source in by_source.items():
+        metrics |= _figures(f"reward/{source}", of_source)
+    for kind in FAILURE_KINDS:
+        failed = [outcome for outcome in outcomes if isinstance(outcome, Failure) and outcome.kind == kind]
+        metrics[f"reward/failed/{kind}"] = len(failed)
+    metrics["reward/seconds/max"] = max((outcome.seconds for outcome in outcomes), default=0.0)
+    return metrics
+
+
+def _figures(prefix: str, outcomes: Sequence[Outcome]) -> dict[str, float]:
+    scores = [outcome for outcome in outcomes if isinstance(outcome, Score)]
+    figures: dict[str, float] = {
+        f"{prefix}/num_samples": len(outcomes),
+        f"{prefix}/failed_share": (len(outcomes) - len(scores)) / len(outcomes) if outcomes else 0.0,
+    }
+    for name, values in _columns(scores).items():
+        figures[f"{prefix}/{name}/mean"] = sum(values) / len(values)
+        figures[f"{prefix}/{name}/min"] = min(values)
+        figures[f"{prefix}/{name}/max"] = max(values)
+    return figures
+
+
+def _columns(scores: Sequence[Score]) -> Mapping[str, list[float]]:
+    columns: dict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        columns["score"].append(score.value)
+        for name, value in score.parts.items():
+            columns[name].append(value)
+    return columns

@@ -12,9 +12,9 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 
+from mrl.config.schema import RewardConfig
 from mrl.errors import RewardError, SetupError
-from mrl.rewards.frames import CONTROL, MAX_REPLY_BYTES, FrameReader, control, frame
-from mrl.rewards.settings import PoolSettings
+from mrl.rewards.messages import CONTROL, MAX_REPLY_BYTES, FrameReader, config_to_json, control, frame
 
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 _SILENCE_S = 30.0  # the supervisor says something every second
@@ -24,7 +24,7 @@ _END_S = 10.0
 class RewardPool:
     """A supervisor and its workers. One thread at a time uses it, whichever that is."""
 
-    def __init__(self, settings: PoolSettings, environment: Mapping[str, str]) -> None:
+    def __init__(self, config: RewardConfig) -> None:
         if sys.platform != "linux":
             raise SetupError("reward workers need Linux: elsewhere nothing ends what a reward function leaves behind")
         self._reader = FrameReader(MAX_REPLY_BYTES)
@@ -34,7 +34,7 @@ class RewardPool:
             [sys.executable, "-P", "-m", "mrl.rewards.supervisor"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=worker_environment(environment),
+            env=worker_environment(config.environment),
             start_new_session=True,  # Ctrl-C is the run's to handle
         )
         assert self._supervisor.stdin is not None, "it was asked for as a pipe"
@@ -44,7 +44,7 @@ class RewardPool:
         os.set_blocking(self._from_supervisor, False)
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
-            self._write(frame(CONTROL, settings.to_json()))
+            self._write(frame(CONTROL, config_to_json(config)))
             while not self._is_ready:  # the supervisor knows the limits, and says where no worker can be had
                 self._wait(self._from_supervisor, select.POLLIN)
                 for answer in self._reader.feed(self._read()):
@@ -56,14 +56,14 @@ class RewardPool:
         self._check_open()
         self._write(frame(ticket, body))
 
-    def receive(self, *, wait: bool) -> list[tuple[int, bytes]]:
-        """The answers that have come; with `wait` at least one."""
+    def receive(self) -> list[tuple[int, bytes]]:
+        """Return the answers that have come, at least one: wait for it."""
         self._check_open()
         answers: list[tuple[int, bytes]] = []
         while True:
             while data := self._read():
                 answers += [answer for answer in self._reader.feed(data) if not self._is_control(*answer)]
-            if answers or not wait:
+            if answers:
                 return answers
             self._wait(self._from_supervisor, select.POLLIN)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.errors import RewardError
-from mrl.rewards.frames import MAX_SAMPLE_BYTES, to_json
+from mrl.rewards.messages import MAX_SAMPLE_BYTES, to_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,34 +12,113 @@ import functools
 import json
 import os
 import selectors
+import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from mrl.config.schema import RewardConfig
 from mrl.errors import MrlError
-from mrl.rewards.frames import CONTROL, MAX_SAMPLE_BYTES, FrameError, FrameReader, control, frame, to_json
-from mrl.rewards.loader import is_built_in, load_reward_function
+from mrl.rewards.messages import (
+    CONTROL,
+    MAX_REPLY_BYTES,
+    MAX_SAMPLE_BYTES,
+    FrameError,
+    FrameReader,
+    config_from_json,
+    control,
+    frame,
+    to_json,
+)
 from mrl.rewards.outcome import FailureKind, failure_reply
 from mrl.rewards.processes import adopt_orphans, children, describe_status, end_group, reap
-from mrl.rewards.settings import PoolSettings
-from mrl.rewards.worker_handle import WorkerHandle
+from mrl.rewards.worker import is_built_in, load_reward_function, run_worker
 
 _BEAT_S = 1.0
 _SWEEP_S = 0.01
 _END_S = 5.0
+_TURN_S = 1.0  # for a worker to be ready again after a sample
 _MAX_FAILED_STARTS = 3  # in a row: the next would fail as well
 _STDIN, _STDOUT = 0, 1
+
+
+class WorkerHandle:
+    """A worker that was started; it is thrown away with its process."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.channel, theirs = socket.socketpair()
+        self.descriptor = self.channel.fileno()
+        supervisor = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            run_worker(theirs, config, supervisor)
+        theirs.close()
+        self.channel.setblocking(False)
+        self._config = config
+        self.started = False
+        """Whether it ever was ready."""
+        self.ticket: int | None = None
+        self.since = time.monotonic()
+        """When it got its sample, or, without one, when it was last waited for."""
+        self.is_ready = False
+        self._reader = FrameReader(MAX_REPLY_BYTES)
+        self._outgoing = memoryview(b"")
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the channel was too full for the whole sample."""
+        return bool(self._outgoing)
+
+    @property
+    def limit_s(self) -> float:
+        """How long its clock may run."""
+        if self.ticket is not None:
+            return self._config.limit_s
+        if self.is_ready:
+            return float("inf")
+        return _TURN_S if self.started else self._config.start_limit_s
+
+    @property
+    def seconds(self) -> float:
+        """How long its clock has run."""
+        return time.monotonic() - self.since
+
+    def assign(self, ticket: int, body: bytes) -> None:
+        """Give it a sample, and start the clock."""
+        self.ticket, self.since, self.is_ready = ticket, time.monotonic(), False
+        self._outgoing = memoryview(frame(ticket, body))
+        self.write()
+
+    def write(self) -> None:
+        """Send as much as the channel takes."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # reading tells of the end
+            self._outgoing = self._outgoing[self.channel.send(self._outgoing) :]
+
+    def read(self) -> Iterator[tuple[int, bytes]] | None:
+        """The frames that have come; None where the worker has closed its end."""
+        try:
+            data = self.channel.recv(1 << 16)
+        except BlockingIOError:
+            return iter(())
+        except ConnectionResetError:
+            return None
+        return self._reader.feed(data) if data else None
+
+    def end(self) -> None:
+        """Kill the worker with its group; what left the group comes to the supervisor as an orphan."""
+        self.channel.close()
+        end_group(self.pid)
 
 
 class Supervisor:
     """One loop over the run's pipes and the workers' channels."""
 
-    def __init__(self, settings: PoolSettings, reader: FrameReader) -> None:
-        self._settings = settings
+    def __init__(self, config: RewardConfig, reader: FrameReader) -> None:
+        self._config = config
         self._reader = reader
         self._parent = os.getppid()
         self._queue: deque[tuple[int, bytes]] = deque()
-        self._slots: set[WorkerHandle] = set()
+        self._workers: set[WorkerHandle] = set()
         self._outgoing = bytearray()
         self._selector = selectors.DefaultSelector()
         self._is_closing = False
@@ -54,8 +133,8 @@ class Supervisor:
         """Work until the run closes its end, or is gone."""
         adopt_orphans()
         while not self._is_closing and os.getppid() == self._parent:
-            while len(self._slots) < self._settings.num_workers and self._failed_starts < _MAX_FAILED_STARTS:
-                self._slots.add(WorkerHandle(self._settings))
+            while len(self._workers) < self._config.num_workers and self._failed_starts < _MAX_FAILED_STARTS:
+                self._workers.add(WorkerHandle(self._config))
             self._dispatch()
             self._set_watches()
             for key, _ in self._selector.select(self._wait_s()):
@@ -63,8 +142,8 @@ class Supervisor:
             self._check_clocks()
             self._reap_orphans()
             self._beat()
-        for slot in list(self._slots):
-            self._stop_worker(slot)
+        for worker in list(self._workers):
+            self._stop_worker(worker)
         deadline = time.monotonic() + _END_S
         while self._has_orphans and time.monotonic() < deadline:
             self._reap_orphans()
@@ -73,9 +152,9 @@ class Supervisor:
     def _set_watches(self) -> None:
         """Listen to every worker, and write where there is something to write."""
         self._watch(_STDOUT, selectors.EVENT_WRITE if self._outgoing else 0, self._write_run)
-        for slot in self._slots:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.is_writing else 0)
-            self._watch(slot.descriptor, events, functools.partial(self._read_worker, slot))
+        for worker in self._workers:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.is_writing else 0)
+            self._watch(worker.descriptor, events, functools.partial(self._read_worker, worker))
 
     def _watch(self, descriptor: int, events: int, handle: Callable[[], None]) -> None:
         """Call `handle` on these events of a descriptor; on none, where `events` is 0."""
@@ -112,44 +191,44 @@ class Supervisor:
 
     def _dispatch(self) -> None:
         """A sample for each worker that is ready, as far as the rate allows."""
-        for slot in self._slots:
+        for worker in self._workers:
             if not self._queue or time.monotonic() < self._next_hand_out:
                 return
-            if slot.is_ready:
-                slot.assign(*self._queue.popleft())
-                if self._settings.max_samples_per_s is not None:
+            if worker.is_ready:
+                worker.assign(*self._queue.popleft())
+                if self._config.max_samples_per_s is not None:
                     begin = max(self._next_hand_out, time.monotonic())
-                    self._next_hand_out = begin + 1 / self._settings.max_samples_per_s
+                    self._next_hand_out = begin + 1 / self._config.max_samples_per_s
 
-    def _read_worker(self, slot: WorkerHandle) -> None:
-        if slot.is_writing:
-            slot.write()
+    def _read_worker(self, worker: WorkerHandle) -> None:
+        if worker.is_writing:
+            worker.write()
         try:
-            frames = slot.read()
+            frames = worker.read()
             for ticket, body in frames or ():
-                self._take(slot, ticket, body)
+                self._take(worker, ticket, body)
         except (FrameError, ValueError) as error:
-            self._fail_sample(slot, "crashed", f"its process sent something else than an answer: {error}")
+            self._fail_sample(worker, "crashed", f"its process sent something else than an answer: {error}")
             return
         if frames is None:
-            slot.end()
-            self._fail_sample(slot, "crashed", describe_status(os.waitpid(slot.pid, 0)[1]))
+            worker.end()
+            self._fail_sample(worker, "crashed", describe_status(os.waitpid(worker.pid, 0)[1]))
 
-    def _take(self, slot: WorkerHandle, ticket: int, body: bytes) -> None:
+    def _take(self, worker: WorkerHandle, ticket: int, body: bytes) -> None:
         if ticket != CONTROL:
-            if ticket != slot.ticket:
+            if ticket != worker.ticket:
                 raise FrameError("an answer that nobody asked for")
             self._outgoing += frame(ticket, body)
-            slot.ticket, slot.since = None, time.monotonic()
-        elif slot.ticket is None and not slot.is_ready:
+            worker.ticket, worker.since = None, time.monotonic()
+        elif worker.ticket is None and not worker.is_ready:
             said = json.loads(body)
             if "problems" in said:
                 self._abort(body)
                 return
-            if not slot.started:
+            if not worker.started:
                 self._failed_starts = 0
                 self._outgoing += control(ready=True)
-            slot.started = slot.is_ready = True
+            worker.started = worker.is_ready = True
 
     def _abort(self, problems: bytes) -> None:
         """Tell the run why no worker can be had, and start no other."""
@@ -157,39 +236,39 @@ class Supervisor:
         self._outgoing += frame(CONTROL, problems)
 
     def _check_clocks(self) -> None:
-        for slot in list(self._slots):
-            if slot.seconds >= slot.limit_s:
-                what = "it was not ready" if slot.ticket is None else "no answer"
-                self._fail_sample(slot, "timeout", f"{what} within {slot.limit_s:g} s")
+        for worker in list(self._workers):
+            if worker.seconds >= worker.limit_s:
+                what = "it was not ready" if worker.ticket is None else "no answer"
+                self._fail_sample(worker, "timeout", f"{what} within {worker.limit_s:g} s")
 
-    def _fail_sample(self, slot: WorkerHandle, kind: FailureKind, detail: str) -> None:
+    def _fail_sample(self, worker: WorkerHandle, kind: FailureKind, detail: str) -> None:
         """End a worker; whatever it had in hand failed. Between two samples it costs nobody anything."""
-        self._stop_worker(slot)
-        if slot.ticket is not None:
-            self._outgoing += frame(slot.ticket, to_json(failure_reply(kind, detail, slot.seconds)))
-        elif not slot.started and self._failed_starts < _MAX_FAILED_STARTS:
+        self._stop_worker(worker)
+        if worker.ticket is not None:
+            self._outgoing += frame(worker.ticket, to_json(failure_reply(kind, detail, worker.seconds)))
+        elif not worker.started and self._failed_starts < _MAX_FAILED_STARTS:
             self._failed_starts += 1
             if self._failed_starts == _MAX_FAILED_STARTS:
                 what = f"no reward worker can be started, {_MAX_FAILED_STARTS} in a row failed: {detail}"
                 self._abort(to_json({"problems": [what]}))
 
-    def _stop_worker(self, slot: WorkerHandle) -> None:
-        self._watch(slot.descriptor, 0, self._reap_orphans)
-        self._slots.discard(slot)
-        slot.end()
+    def _stop_worker(self, worker: WorkerHandle) -> None:
+        self._watch(worker.descriptor, 0, self._reap_orphans)
+        self._workers.discard(worker)
+        worker.end()
         self._has_orphans = True
 
     def _reap_orphans(self) -> None:
         """End what the workers that are gone have left; each round reaches one generation deeper."""
         if self._has_orphans:
-            for child in children() - {slot.pid for slot in self._slots}:
+            for child in children() - {worker.pid for worker in self._workers}:
                 end_group(child)
                 reap(child)
-            self._has_orphans = bool(children() - {slot.pid for slot in self._slots})
+            self._has_orphans = bool(children() - {worker.pid for worker in self._workers})
 
     def _wait_s(self) -> float:
         """Until something has to be done although nobody says anything."""
-        waits = [_BEAT_S, *(slot.limit_s - slot.seconds for slot in self._slots)]
+        waits = [_BEAT_S, *(worker.limit_s - worker.seconds for worker in self._workers)]
         if self._has_orphans:
             waits.append(_SWEEP_S)
         if self._queue:
@@ -199,7 +278,7 @@ class Supervisor:
 
 
 def main() -> None:
-    """Read the settings, load what is mrl's own so that workers need not, and keep workers."""
+    """Read the configuration, load what is mrl's own so that workers need not, and keep workers."""
     reader = FrameReader(MAX_SAMPLE_BYTES)
     frames: list[tuple[int, bytes]] = []
     while not frames:
@@ -207,12 +286,12 @@ def main() -> None:
         if not data:
             return
         frames += reader.feed(data)
-    settings = PoolSettings.from_json(frames[0][1])
-    for function in settings.functions:
-        if is_built_in(function):
+    config = config_from_json(frames[0][1])
+    for label, function in config.functions.items():
+        if is_built_in(function.name):
             with contextlib.suppress(MrlError, ImportError):  # the first worker meets the same error, and says so
-                load_reward_function(function)
-    Supervisor(settings, reader).run()
+                load_reward_function(label, function)
+    Supervisor(config, reader).run()
 
 
 if __name__ == "__main__":

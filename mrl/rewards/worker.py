@@ -8,6 +8,7 @@ running is ended. This is containment of accidents, not a sandbox: code that mea
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
 import resource
@@ -15,42 +16,80 @@ import signal
 import socket
 import time
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mrl.errors import MrlError
-from mrl.rewards.frames import MAX_REPLY_BYTES, MAX_SAMPLE_BYTES, FrameReader, control, frame, to_json
-from mrl.rewards.loader import RewardFunction, load_reward_function
+from mrl.config.schema import RewardConfig, RewardFunctionConfig
+from mrl.errors import MrlError, NameUnknown, SetupError
+from mrl.registry import load_attribute
+from mrl.rewards.messages import MAX_REPLY_BYTES, MAX_SAMPLE_BYTES, FrameReader, control, frame, to_json
 from mrl.rewards.outcome import BadResult, FailureKind, failure_reply, numbers_of
 from mrl.rewards.processes import adopt_orphans, children, die_with, end_group, has_children, reap
 from mrl.rewards.sample import Sample
-from mrl.rewards.settings import FunctionSettings, PoolSettings
 
 _SAMPLES_PER_WORKER = 1000  # then a fresh process, so that a function that leaks fails nobody's sample
 _MAX_FILE_BYTES = 256 << 20
 
 
-def run_worker(channel: socket.socket, settings: PoolSettings, supervisor: int) -> NoReturn:
+@dataclass(frozen=True)
+class RewardFunction:
+    """A loaded reward function with what the configuration says about it."""
+
+    label: str
+    config: RewardFunctionConfig
+    function: Callable[..., Any]
+
+    def __call__(self, sample: Sample) -> Any:
+        return self.function(sample, **self.config.options)
+
+
+def is_built_in(name: str) -> bool:
+    """Whether the function is mrl's own; any other name is `package.module:function`."""
+    return ":" not in name
+
+
+def load_reward_function(label: str, config: RewardFunctionConfig) -> RewardFunction:
+    """Load a function and try its options; a built-in one is `score` in the module of its name."""
+    path = f"mrl.rewards.functions.{config.name}:score" if is_built_in(config.name) else config.name
+    try:
+        function = load_attribute(path)
+    except ModuleNotFoundError as error:
+        if not is_built_in(config.name):
+            raise
+        raise SetupError(f"it needs {error.name}, which is not installed", fix='pip install "mrl[math]"') from error
+    if not callable(function):
+        raise NameUnknown(f'"{config.name}" is a {type(function).__name__}, not a function')
+    try:
+        inspect.signature(function).bind(None, **config.options)
+    except TypeError as error:
+        takes = f"{getattr(function, '__name__', 'score')}{inspect.signature(function)}"
+        raise NameUnknown(f"{error}; the function is {takes}", fix=f"see reward.functions.{label}.options") from error
+    return RewardFunction(label, config, function)
+
+
+def run_worker(channel: socket.socket, config: RewardConfig, supervisor: int) -> NoReturn:
     """Score what comes through the channel until it closes; never returns into the supervisor's code."""
     status = 1
     try:
-        functions = _start(channel, settings, supervisor)
+        functions = _start(channel, config, supervisor)
         if functions:
             channel.sendall(control(ready=True))
-            _serve(channel, functions, settings.memory_bytes)
+            _serve(channel, functions, config.memory_bytes)
             status = 0
     finally:
         os._exit(status)
 
 
-def _start(channel: socket.socket, settings: PoolSettings, supervisor: int) -> list[RewardFunction]:
+def _start(channel: socket.socket, config: RewardConfig, supervisor: int) -> list[RewardFunction]:
     """The functions, loaded within the limits; where that cannot be, none, after every reason was told."""
     try:
-        _sandbox_process(channel, settings, supervisor)
+        _sandbox_process(channel, config, supervisor)
     except OSError as error:
         channel.sendall(control(problems=[f"a reward worker cannot take on its limits: {error}"]))
         return []
-    loaded = [_load(function) for function in settings.functions]
+    loaded = [_load(label, function) for label, function in config.functions.items()]
     problems = [problem for problem in loaded if isinstance(problem, str)]
     if problems:
         channel.sendall(control(problems=problems))
@@ -58,7 +97,7 @@ def _start(channel: socket.socket, settings: PoolSettings, supervisor: int) -> l
     return [function for function in loaded if isinstance(function, RewardFunction)]
 
 
-def _sandbox_process(channel: socket.socket, settings: PoolSettings, supervisor: int) -> None:
+def _sandbox_process(channel: socket.socket, config: RewardConfig, supervisor: int) -> None:
     """Leave nothing of the supervisor but the channel, and take on the limits."""
     die_with(supervisor)
     os.setsid()
@@ -74,7 +113,7 @@ def _sandbox_process(channel: socket.socket, settings: PoolSettings, supervisor:
     os.register_at_fork(after_in_child=channel.close)
     with contextlib.suppress(OSError):  # /proc may be read-only
         Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the run itself goes last
-    _lower(resource.RLIMIT_AS, settings.memory_bytes)
+    _lower(resource.RLIMIT_AS, config.memory_bytes)
     _lower(resource.RLIMIT_FSIZE, _MAX_FILE_BYTES)
     _lower(resource.RLIMIT_CORE, 0)
 
@@ -85,11 +124,11 @@ def _lower(limit: int, value: int) -> None:
     resource.setrlimit(limit, (lower, lower))
 
 
-def _load(settings: FunctionSettings) -> RewardFunction | str:
+def _load(label: str, config: RewardFunctionConfig) -> RewardFunction | str:
     try:
-        return load_reward_function(settings)
+        return load_reward_function(label, config)
     except BaseException as error:  # importing a user's module may raise anything, SystemExit included
-        return f"reward.functions.{settings.label}: {settings.name} cannot be loaded: {_describe(error)}"
+        return f"reward.functions.{label}: {config.name} cannot be loaded: {_describe(error)}"
 
 
 def _serve(channel: socket.socket, functions: list[RewardFunction], memory_bytes: int) -> None:
@@ -125,10 +164,10 @@ def score_sample(functions: list[RewardFunction], body: bytes, memory_bytes: int
     kind: FailureKind
     try:
         for function in functions:
-            label = function.settings.label
+            label = function.label
             # Each gets its own copy: what one does to its sample the next one does not see.
             scored = numbers_of(function(Sample.from_json(body)))
-            value += function.settings.weight * scored["score"]
+            value += function.config.weight * scored["score"]
             parts |= {label if name == "score" else f"{label}/{name}": number for name, number in scored.items()}
         if not math.isfinite(value):
             raise BadResult("the weighted sum is not a finite number")

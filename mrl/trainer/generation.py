@@ -13,8 +13,7 @@ from mrl.data.chat import ChatTokenizer
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.rewards.manager import RewardManager
-from mrl.rewards.metrics import reward_metrics
-from mrl.rewards.outcome import Outcome, Score
+from mrl.rewards.outcome import Outcome, Score, reward_metrics
 from mrl.rewards.sample import Sample
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling, request_seed

@@ -24,10 +24,7 @@ def test_failures_of_a_batch_that_was_done_do_not_count_again(bench: Bench) -> N
     manager = bench.manager(max_failed_share=0.5)
     for _ in range(2):
         tickets = [manager.submit(make_sample(do)) for do in ("nan", "ok")]
-        done: dict[int, object] = {}
-        while len(done) < 2:
-            done |= manager.collect()
-        assert sorted(done) == tickets
+        assert sorted(manager.drain()) == tickets
         assert manager.drain() == {}
     assert len(manager.score([make_sample("nan"), make_sample()])) == 2
 
@@ -53,16 +50,11 @@ def test_a_sample_is_tried_again_as_often_as_allowed(bench: Bench, retries: int)
     assert skipped == [SampleSkipped(4, "reward bad_result", "f0: the result is nan, not a finite number")]
 
 
-def test_a_run_that_drops_nothing_stops_while_samples_are_collected(bench: Bench) -> None:
+def test_a_run_that_drops_nothing_stops_at_the_first_failure(bench: Bench) -> None:
     manager = bench.manager(on_failure="stop")
     manager.submit(make_sample("nan"))
-
-    def collect() -> None:
-        while not manager.collect():
-            pass
-
     with pytest.raises(RewardError, match="no reward for row 0"):
-        collect()
+        manager.drain()
 
 
 def test_three_examples_are_shown_with_the_beginning_of_their_responses(bench: Bench) -> None:

@@ -8,14 +8,21 @@ import signal
 
 import pytest
 
-from mrl.rewards.frames import CONTROL, FrameError, FrameReader, control, frame, to_json
-from mrl.rewards.loader import RewardFunction, is_built_in
-from mrl.rewards.metrics import reward_metrics
-from mrl.rewards.outcome import FAILURE_KINDS, BadResult, Failure, Score, failure_reply, numbers_of, read_reply
+from mrl.config.schema import RewardFunctionConfig
+from mrl.rewards.messages import CONTROL, FrameError, FrameReader, control, frame, to_json
+from mrl.rewards.outcome import (
+    FAILURE_KINDS,
+    BadResult,
+    Failure,
+    Score,
+    failure_reply,
+    numbers_of,
+    read_reply,
+    reward_metrics,
+)
 from mrl.rewards.processes import describe_status
 from mrl.rewards.sample import Sample
-from mrl.rewards.settings import FunctionSettings
-from mrl.rewards.worker import score_sample
+from mrl.rewards.worker import RewardFunction, is_built_in, score_sample
 from tests.rewards.conftest import make_sample
 
 
@@ -23,7 +30,7 @@ from tests.rewards.conftest import make_sample
 def test_frames_are_cut_wherever_the_bytes_come_in_pieces(step: int) -> None:
     frames = [(3, b"abc"), (CONTROL, b""), (1 << 40, b"x" * 20)]
     stream = b"".join(frame(*each) for each in frames)
-    reader = FrameReader(most_bytes=20)
+    reader = FrameReader(max_bytes=20)
     found = []
     for begin in range(0, len(stream), step):
         found += list(reader.feed(stream[begin : begin + step]))
@@ -94,7 +101,7 @@ def function(label: str, weight: float, result: object) -> RewardFunction:
             raise result
         return result if plus == 0.0 else float(str(result)) + plus
 
-    return RewardFunction(FunctionSettings(label, "own:function", weight, {"plus": 0.0}), give)
+    return RewardFunction(label, RewardFunctionConfig(name="own:function", weight=weight, options={"plus": 0.0}), give)
 
 
 def test_the_sum_is_weighted_and_parts_bear_their_functions_names() -> None:
@@ -120,10 +127,11 @@ def test_a_failure_names_the_function_and_ends_the_sample() -> None:
 
 def test_options_are_handed_over() -> None:
     made = function("a", 1.0, 2)
-    with_option = RewardFunction(FunctionSettings("a", "own:function", 1.0, {"plus": 0.5}), made.function)
+    config = RewardFunctionConfig(name="own:function", options={"plus": 0.5})
+    with_option = RewardFunction("a", config, made.function)
     assert score_sample([with_option], make_sample().to_json(), 1 << 28)["value"] == 2.5
-    assert is_built_in(FunctionSettings("a", "gsm8k", 1.0, {}))
-    assert not is_built_in(made.settings)
+    assert is_built_in("gsm8k")
+    assert not is_built_in(made.config.name)
 
 
 def test_the_end_of_a_process_in_words() -> None:

@@ -14,11 +14,10 @@ import pytest
 from mrl.config.schema import RewardConfig, RewardFunctionConfig
 from mrl.errors import RewardError
 from mrl.rewards import pool
-from mrl.rewards.frames import to_json
 from mrl.rewards.manager import RewardManager
+from mrl.rewards.messages import config_from_json, config_to_json, to_json
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.pool import worker_environment
-from mrl.rewards.settings import FunctionSettings, PoolSettings, pool_settings
 from tests.rewards.conftest import Bench, make_sample
 
 WITNESS = "tests.rewards.witness:score"
@@ -217,28 +216,10 @@ def test_every_setting_reaches_the_supervisor() -> None:
         "first": RewardFunctionConfig(name="gsm8k", weight=0.25, options={"last_number": True}),
         "second": RewardFunctionConfig(name="tests.rewards.witness:as_told", weight=-2.0, options={"factor": 3}),
     }
-    settings = pool_settings(
-        RewardConfig(
-            functions=functions,
-            num_workers=7,
-            limit_s=1.5,
-            start_limit_s=2.5,
-            memory_bytes=1 << 29,
-            max_samples_per_s=8.0,
-        )
+    config = RewardConfig(
+        functions=functions, num_workers=7, limit_s=1.5, start_limit_s=2.5, memory_bytes=1 << 29, max_samples_per_s=8.0
     )
-    assert settings == PoolSettings(
-        functions=(
-            FunctionSettings("first", "gsm8k", 0.25, {"last_number": True}),
-            FunctionSettings("second", "tests.rewards.witness:as_told", -2.0, {"factor": 3}),
-        ),
-        num_workers=7,
-        limit_s=1.5,
-        start_limit_s=2.5,
-        memory_bytes=1 << 29,
-        max_samples_per_s=8.0,
-    )
-    assert PoolSettings.from_json(settings.to_json()) == settings
+    assert config_from_json(config_to_json(config)) == config
     unsendable = RewardFunctionConfig(name="gsm8k", options={"pattern": {1, 2}})
     with pytest.raises(RewardError, match=r"^reward.functions: an option is not plain data: Object of type set"):
-        pool_settings(RewardConfig(functions={"f": unsendable})).to_json()
+        config_to_json(RewardConfig(functions={"f": unsendable}))
