@@ -28,8 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, interleave, parser, speedup
 from benchmarks.karmarkar_karp import partition
-from mrl.data.balance import RowCost
-from mrl.data.packing import PackingRules, plan_step
+from mrl.data.packing import PackingRules, RowCost, plan_step
 
 Integers = npt.NDArray[np.int64]
 Plan = list[list[Integers]]

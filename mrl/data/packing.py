@@ -1,6 +1,6 @@
-"""Rows into micro-batches: never above the budget, as few as possible, equally many on every data-parallel rank.
+"""Rows over data-parallel ranks by their work, and into micro-batches: within the budget, and as few as possible.
 
-Plans follow from lengths alone, so the driver and every rank make the same one.
+Every rank gets equally many. Plans follow from lengths alone, so the driver and every rank make the same one.
 """
 
 from __future__ import annotations
@@ -9,15 +9,41 @@ import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mrl.data.balance import Floats, Integers, RowCost, RowLoad, checked_lengths, longest_first, place
 from mrl.errors import BatchError
 from mrl.rounding import round_up
 
+Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 Bins = list[list[int]]
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """The work of a row of n tokens is `linear` x n + `quadratic` x n^2, in any unit: FLOPs of the model's sizes."""
+
+    linear: float
+    quadratic: float
+
+    def of(self, lengths: Integers) -> Floats:
+        """The work of each row."""
+        tokens = lengths.astype(np.float64)
+        return tokens * (self.linear + self.quadratic * tokens)
+
+
+class RowLoad(NamedTuple):
+    """What placing a row takes into account."""
+
+    position: int
+    tokens: int
+    cost: float
+    """What is kept equal between ranks."""
+    weight: float
+    """What is kept equal between the bins of a rank."""
 
 
 @dataclass(frozen=True)
@@ -64,36 +90,66 @@ class StepPlan:
 
 
 def plan_step(lengths: npt.ArrayLike, num_ranks: int, max_tokens: int, rules: PackingRules) -> StepPlan:
-    """Rows spread over ranks by their work, and each rank's rows in micro-batches, none of them empty."""
-    return StepPlan(_plan(checked_lengths(lengths), max_tokens, rules, num_ranks))
-
-
-def pack_micro_batches(
-    lengths: npt.ArrayLike, max_tokens: int, rules: PackingRules, num_micro_batches: int | None = None
-) -> list[Integers]:
-    """One rank's rows in as few micro-batches as hold them, or in the number that the ranks agreed on."""
-    return _plan(checked_lengths(lengths), max_tokens, rules, 1, num_micro_batches)[0]
-
-
-def _plan(
-    lengths: Integers, max_tokens: int, rules: PackingRules, num_ranks: int, num_micro_batches: int | None = None
-) -> list[list[Integers]]:
-    stored, costs = rules.stored(lengths, max_tokens), rules.cost.of(lengths)
+    """Spread rows over ranks by their work, and pack each rank's rows into micro-batches, none of them empty."""
+    checked = checked_lengths(lengths)
+    stored, costs = rules.stored(checked, max_tokens), rules.cost.of(checked)
     tight = _best_fit(stored, rules.capacity(max_tokens))
     count = round_up(-(-len(tight) // num_ranks), rules.count_multiple)
-    if num_micro_batches is not None:
-        if num_micro_batches < count:
-            raise BatchError(f"{len(lengths)} rows need {count} micro-batches, not {num_micro_batches}")
-        count = num_micro_batches
-    if num_ranks * count > len(lengths):
+    if num_ranks * count > len(checked):
         raise BatchError(
-            f"{len(lengths)} rows cannot fill {count} micro-batches on each of {num_ranks} data-parallel ranks",
+            f"{len(checked)} rows cannot fill {count} micro-batches on each of {num_ranks} data-parallel ranks",
             fix="more rows in an update, a larger max_tokens_per_device, or fewer data-parallel ranks",
         )
     ranks = _placed(stored, costs, (num_ranks, count), rules.capacity(max_tokens)) or _dealt(
         tight, costs.tolist(), (num_ranks, count)
     )
-    return [[np.sort(np.asarray(rows)) for rows in _small_ends(bins, costs)] for bins in ranks]
+    return StepPlan([[np.sort(np.asarray(rows)) for rows in _small_ends(bins, costs)] for bins in ranks])
+
+
+def checked_lengths(lengths: npt.ArrayLike) -> Integers:
+    """Lengths as an array; every row has a token."""
+    checked = np.asarray(lengths, dtype=np.int64)
+    for row in np.flatnonzero(checked < 1)[:1].tolist():
+        raise BatchError(f"row {row} has {checked[row]} tokens", fix="leave out rows without tokens")
+    return checked
+
+
+def longest_first(tokens: Integers, costs: npt.NDArray[Any], weights: npt.NDArray[Any]) -> list[RowLoad]:
+    """Rows by falling length, the first of equals first."""
+    order = np.argsort(-tokens, kind="stable")
+    columns = (order, tokens[order], costs[order], weights[order])
+    return list(map(RowLoad._make, zip(*(column.tolist() for column in columns), strict=True)))
+
+
+def place(rows: Sequence[RowLoad], shape: tuple[int, int], capacity: float) -> list[list[list[int]]] | None:
+    """Rows in (ranks, bins of each) so that no bin is empty or over its capacity; None where that did not succeed.
+
+    In the order given, a row goes to the rank of the least cost that has room for it, and there into the lightest bin.
+    With the longest first this ends close to equal, because the shortest come last and level what is uneven.
+    """
+    num_ranks, num_bins = shape
+    ranks = [(0.0, rank) for rank in range(num_ranks)]
+    bins = [[(0.0, number, 0) for number in range(num_bins)] for _ in range(num_ranks)]
+    placed: list[list[list[int]]] = [[[] for _ in range(num_bins)] for _ in range(num_ranks)]
+    num_empty = num_ranks * num_bins
+    for num_left, (position, tokens, cost, weight) in zip(range(len(rows), 0, -1), rows, strict=True):
+        if num_left == num_empty:  # from here on, each row is needed for a bin of its own
+            ranks = [entry for entry in ranks if not bins[entry[1]][0][2]]
+            heapq.heapify(ranks)
+        passed_over = []
+        while ranks and bins[ranks[0][1]][0][2] + tokens > capacity:
+            passed_over.append(heapq.heappop(ranks))
+        if not ranks:
+            return None
+        rank_cost, rank = ranks[0]
+        bin_weight, number, held = bins[rank][0]
+        heapq.heapreplace(ranks, (rank_cost + cost, rank))
+        heapq.heapreplace(bins[rank], (bin_weight + weight, number, held + tokens))
+        placed[rank][number].append(position)
+        num_empty -= not held
+        for entry in passed_over:
+            heapq.heappush(ranks, entry)
+    return placed
 
 
 def _placed(stored: Integers, costs: Floats, shape: tuple[int, int], capacity: int) -> list[Bins] | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 import torch
 
 from mrl.config.schema import DataConfig, RolloutConfig, SourceConfig
 from mrl.data.chat import ChatTokenizer, PromptEncoder
-from mrl.data.overlong import Overlong, shorten
 from mrl.data.rows import PromptRow, RowParser
 from mrl.data.sampler import Draw
 from mrl.data.sources import RawRows, open_source
@@ -19,6 +19,8 @@ from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 
 CHECKED_AT_ONCE = 1024
+
+Overlong = Literal["error", "drop", "left", "right", "middle"]
 
 
 @dataclass(frozen=True)
@@ -151,3 +153,22 @@ def to_batch(prompts: Sequence[Prompt]) -> DataProto:
         },
         row_ids=[prompt.draw.number for prompt in prompts],
     )
+
+
+def shorten(ids: list[int], limit: int, overlong: Overlong, where: str) -> list[int] | None:
+    """At most `limit` token ids; None where the prompt is to be dropped."""
+    if len(ids) <= limit:
+        return ids
+    match overlong:
+        case "error":
+            fix = "data.overlong=drop, or a cut (left, right, middle), or a larger rollout.max_prompt_tokens"
+            raise DataError(f"the prompt has {len(ids)} tokens; at most {limit}", where=where, fix=fix)
+        case "drop":
+            return None
+        case "left":
+            return ids[-limit:]
+        case "right":
+            return ids[:limit]
+        case "middle":
+            head = limit // 2
+            return ids[:head] + ids[len(ids) - (limit - head) :]

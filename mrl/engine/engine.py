@@ -14,8 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mrl.config.schema import MegatronModelConfig, TrainedModelConfig
-from mrl.data.balance import RowCost
-from mrl.data.packing import PackingRules
+from mrl.data.packing import PackingRules, RowCost
 from mrl.engine import weights
 from mrl.engine.model import ModelRequest, build_chunks, transformer_config
 from mrl.engine.offload import DeviceMemory

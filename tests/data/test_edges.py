@@ -9,9 +9,8 @@ import pytest
 
 from mrl.config.schema import SourceConfig
 from mrl.data import prompt_loader
-from mrl.data.balance import RowCost
-from mrl.data.overlong import Overlong, shorten
-from mrl.data.packing import PackingRules
+from mrl.data.packing import PackingRules, RowCost
+from mrl.data.rlhf_dataset import Overlong, shorten
 from mrl.data.sampler import PromptSampler
 from mrl.errors import DataError
 from tests.data.conftest import OpenLoader, good_row, jsonl

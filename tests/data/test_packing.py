@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.karmarkar_karp import partition
 from benchmarks.packing import pipeline_makespan, stage_order
 from mrl.data import packing
-from mrl.data.balance import RowCost, spread_rows
-from mrl.data.packing import PackingRules, StepPlan, pack_micro_batches, plan_step
+from mrl.data.packing import PackingRules, RowCost, StepPlan, plan_step
 from mrl.errors import BatchError
 
 COST = RowCost(linear=24576, quadratic=1)
@@ -74,7 +73,7 @@ def test_a_plan_keeps_its_rules_and_is_refused_only_where_there_is_none(
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=9))
 def test_hardly_more_micro_batches_than_there_must_be(lengths: list[int]) -> None:
     """Within the proven bound of best-fit decreasing, 11/9 of the optimum + 2/3; the optimum by trying everything."""
-    found = len(pack_micro_batches(lengths, 10, PackingRules(COST)))
+    found = plan_step(lengths, 1, 10, PackingRules(COST)).num_micro_batches
     assert fewest(tuple(sorted(lengths)), 10) <= found <= 11 / 9 * fewest(tuple(sorted(lengths)), 10) + 2 / 3
 
 
@@ -93,9 +92,10 @@ def fewest(lengths: tuple[int, ...], capacity: int) -> int:
 
 @settings(max_examples=100, deadline=None)
 @given(LENGTHS, st.integers(1, 8), st.sampled_from([COST, QUADRATIC]))
-def test_spread_rows_leaves_no_rank_far_behind(lengths: list[int], num_ranks: int, cost: RowCost) -> None:
+def test_no_rank_is_far_behind(lengths: list[int], num_ranks: int, cost: RowCost) -> None:
     assume(len(lengths) >= num_ranks)
-    ranks = spread_rows(lengths, num_ranks, cost)
+    plan = plan_step(lengths, num_ranks, sum(lengths), PackingRules(cost))
+    ranks = [np.concatenate(parts) for parts in plan.micro_batches]
     assert sorted(np.concatenate(ranks).tolist()) == list(range(len(lengths)))
     assert all(len(rows) and rows.tolist() == sorted(rows) for rows in ranks)
     costs = cost.of(np.array(lengths))
@@ -106,8 +106,8 @@ def test_spread_rows_leaves_no_rank_far_behind(lengths: list[int], num_ranks: in
 
 
 def test_work_is_spread_not_tokens() -> None:
-    first, second = spread_rows([100, 50, 50, 50, 50], 2, QUADRATIC)
-    assert (first.tolist(), second.tolist()) == ([0], [1, 2, 3, 4])
+    plan = plan_step([100, 50, 50, 50, 50], 2, 1000, PackingRules(QUADRATIC))
+    assert [[rows.tolist() for rows in parts] for parts in plan.micro_batches] == [[[0]], [[1, 2, 3, 4]]]
 
 
 def test_every_rank_has_a_row_for_every_micro_batch() -> None:
@@ -128,9 +128,9 @@ def test_equal_rows_give_equal_ranks() -> None:
 def test_the_fewest_micro_batches_even_where_no_balanced_placement_fits(lengths: list[int], capacity: int) -> None:
     rows = np.array(lengths)
     assert packing._placed(rows, COST.of(rows), (1, 2), capacity) is None
-    parts = pack_micro_batches(lengths, capacity, PackingRules(COST))
-    check(StepPlan([parts]), lengths, 1, capacity, PackingRules(COST))
-    assert len(parts) == 2
+    plan = plan_step(lengths, 1, capacity, PackingRules(COST))
+    check(plan, lengths, 1, capacity, PackingRules(COST))
+    assert plan.num_micro_batches == 2
 
 
 def test_dealt_bins_are_halved_until_every_rank_has_enough() -> None:
@@ -155,10 +155,8 @@ def test_a_row_above_the_budget_is_named_with_the_budget_that_would_do() -> None
     ("make", "message"),
     [
         (lambda: plan_step([5] * 7, 2, 10, PackingRules(COST, count_multiple=4)), "7 rows cannot fill 4 micro-batches"),
-        (lambda: spread_rows([5, 5], 3, COST), "2 rows cannot be spread over 3"),
-        (lambda: spread_rows([5, 0, 5], 2, COST), "row 1 has 0 tokens"),
-        (lambda: pack_micro_batches([5, 5], 5, PackingRules(COST), 1), "2 rows need 2 micro-batches, not 1"),
-        (lambda: pack_micro_batches([5, 5], 50, PackingRules(COST), 3), "2 rows cannot fill 3"),
+        (lambda: plan_step([5, 5], 3, 10, PackingRules(COST)), "2 rows cannot fill 1 micro-batches on each of 3"),
+        (lambda: plan_step([5, 0, 5], 2, 10, PackingRules(COST)), "row 1 has 0 tokens"),
     ],
 )
 def test_what_cannot_be_is_said(make: object, message: str) -> None:
@@ -166,14 +164,9 @@ def test_what_cannot_be_is_said(make: object, message: str) -> None:
         make()  # type: ignore[operator]
 
 
-def test_one_rank_packs_into_the_number_that_all_agreed_on() -> None:
-    parts = pack_micro_batches([4, 4, 4, 4], 100, PackingRules(COST), 3)
-    assert sorted(len(part) for part in parts) == [1, 1, 2]
-
-
 def test_the_cheapest_micro_batches_stand_at_both_ends() -> None:
     lengths = [10, 20, 30, 40, 50]
-    parts = pack_micro_batches(lengths, 50, PackingRules(COST), 5)
+    (parts,) = plan_step(lengths, 1, 50, PackingRules(COST, count_multiple=5)).micro_batches
     assert [lengths[part[0]] for part in parts] == [10, 30, 50, 40, 20]
 
 

@@ -13,8 +13,7 @@ import pytest
 
 from mrl.config.schema import ColumnsConfig, RolloutConfig, SourceConfig
 from mrl.data.chat import ChatTokenizer, load_tokenizer
-from mrl.data.overlong import Overlong
-from mrl.data.rlhf_dataset import open_dataset
+from mrl.data.rlhf_dataset import Overlong, open_dataset
 from mrl.errors import DataError
 from mrl.protocol import DataProto
 from mrl.protocol.wire import decode, encode

@@ -11,8 +11,7 @@ import torch
 from mrl.config.mesh import Mesh
 from mrl.config.schema import TrainedModelConfig
 from mrl.config.step_calls import STEP
-from mrl.data.balance import RowCost
-from mrl.data.packing import PackingRules
+from mrl.data.packing import PackingRules, RowCost
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, mean_of

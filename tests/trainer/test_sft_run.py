@@ -27,8 +27,7 @@ from mrl.config.schema import (
 )
 from mrl.config.secrets import Secrets
 from mrl.config.sft import SftBatchConfig, SftConfig, SftTrainingConfig
-from mrl.data.balance import RowCost
-from mrl.data.packing import PackingRules
+from mrl.data.packing import PackingRules, RowCost
 from mrl.data.toy_tokenizer import save_toy_tokenizer
 from mrl.events import Warned, read_events
 from mrl.observe.metrics import read_metrics
