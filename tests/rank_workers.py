@@ -44,10 +44,6 @@ class RankWorker(Worker):
     def who(self) -> int:
         return self.rank
 
-    @register(Dispatch.ALL_TO_ALL)
-    def double(self, number: int) -> tuple[int, int]:
-        return self.rank, 2 * number
-
     @register(Dispatch.ONE_TO_ALL)
     def nothing(self) -> None:
         return None

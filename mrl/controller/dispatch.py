@@ -21,8 +21,6 @@ class Dispatch(Enum):
     """Every rank gets the same arguments; a list with every rank's answer comes back."""
     RANK_ZERO = "rank_zero"
     """Only rank 0 is called; its answer comes back."""
-    ALL_TO_ALL = "all_to_all"
-    """Every argument is a list with one entry per rank; a list with every rank's answer comes back."""
     DATA_PARALLEL = "data_parallel"
     """The first argument is a batch, split over the data-parallel axis: ranks that differ only in tp, cp or pp get
     the same shard, and one of them answers for it. Columns come back as one batch, other answers as a list."""

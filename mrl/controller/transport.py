@@ -16,8 +16,7 @@ from torch import Tensor
 
 from mrl.errors import BatchError, WireError
 from mrl.protocol import DataProto, RemoteColumn
-from mrl.protocol.columns import Column, Index, Jagged, gather
-from mrl.protocol.table import AnyColumn
+from mrl.protocol.columns import AnyColumn, Column, Index, Jagged, gather
 from mrl.protocol.wire import Wire, decode, encode
 
 _INLINE_BYTES = 64 * 1024
@@ -102,7 +101,7 @@ def pack_result(
     lengths: dict[str, bytes | None] = {}
     numbers: dict[str, list[Any]] = {}
     for name in writes:
-        column = result.packed(name)
+        column = result[name]
         wire = encode(column, name)
         if _is_number_per_row(column):
             numbers[name] = [wire.head, bytes(wire.body)]

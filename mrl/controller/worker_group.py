@@ -133,15 +133,6 @@ class RayWorkerGroup:
             )
         if spec.dispatch is Dispatch.DATA_PARALLEL:
             return self._submit_shards(spec, args, kwargs)
-        if spec.dispatch is Dispatch.ALL_TO_ALL:
-            self._check_one_per_rank(spec.name, [*args, *kwargs.values()])
-            calls = {
-                rank: actor.call.remote(
-                    spec.name, *(arg[rank] for arg in args), **{key: arg[rank] for key, arg in kwargs.items()}
-                )
-                for rank, actor in enumerate(self._actors)
-            }
-            return self._future(spec, calls, list)
         if spec.dispatch is Dispatch.RANK_ZERO:
             return self._future(
                 spec, {0: self._actors[0].call.remote(spec.name, *args, **kwargs)}, lambda answers: answers[0]
@@ -199,14 +190,6 @@ class RayWorkerGroup:
                 fix=f"columns now: {', '.join(present) or 'none'}",
             )
         return batch.select(*spec.reads, *(name for name in spec.optional if name in present))
-
-    def _check_one_per_rank(self, method: str, arguments: list[Any]) -> None:
-        for argument in arguments:
-            if not isinstance(argument, list) or len(argument) != self.world_size:
-                size = f"{len(argument)} entries" if isinstance(argument, list) else type(argument).__name__
-                raise BatchError(
-                    f"{method} is ALL_TO_ALL: each argument is a list with {self.world_size} entries, not {size}"
-                )
 
     def _future(
         self, spec: MethodSpec, references: dict[int, ObjectRef], collect: Callable[[list[Any]], Any]

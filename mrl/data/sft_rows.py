@@ -48,8 +48,8 @@ def with_responses(prompts: DataProto, tokenizer: ChatTokenizer, max_tokens: int
     """The batch with each row's answer as its response, ended as the model ends what it says."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end-of-sequence token, so no answer could be ended", where="model.path")
-    answers = list(prompts.non_tensor_batch["ground_truth"])
-    uids = prompts.non_tensor_batch["uid"]
+    answers = list(prompts["ground_truth"])
+    uids = prompts["uid"]
     rows = []
     for uid, ids in zip(uids, tokenizer(answers, add_special_tokens=False)["input_ids"], strict=True):
         if len(ids) + 1 > max_tokens:
@@ -58,4 +58,4 @@ def with_responses(prompts: DataProto, tokenizer: ChatTokenizer, max_tokens: int
                 fix=f"batch.max_response_tokens={len(ids) + 1}, or shorten the answer",
             )
         rows.append(torch.tensor([*ids, tokenizer.eos_token_id], dtype=torch.int32))
-    return prompts.union(DataProto.from_dict({"responses": from_rows(rows)}, row_ids=prompts.row_ids))
+    return prompts.with_column("responses", from_rows(rows))

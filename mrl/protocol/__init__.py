@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mrl.protocol.columns import Jagged
+from mrl.protocol.columns import Jagged, RemoteColumn
 from mrl.protocol.data_proto import DataProto
-from mrl.protocol.remote import RemoteColumn
 
 __all__ = ["DataProto", "Jagged", "RemoteColumn"]

@@ -1,8 +1,9 @@
 """Row operations on one column, whatever its kind.
 
 A column is jagged (one sequence per row, nothing padded), a dense tensor `[rows, ...]`, or a numpy array of Python
-objects (strings, ground truths). A jagged column is its values and its row lengths: torch's nested tensors, which
-users know, cost a hundred times more to make and are made of it only where somebody asks for one.
+objects (strings, ground truths); or it is remote: the driver knows which stored part each row is in, and holds none.
+A jagged column is its values and its row lengths: torch's nested tensors, which users know, cost a hundred times more
+to make and are made of it only where somebody asks for one.
 """
 
 from __future__ import annotations
@@ -46,7 +47,92 @@ class Jagged:
         return torch.split(self.values, self.lengths.tolist())
 
 
+@dataclass(frozen=True)
+class RemoteColumn:
+    """Rows of one column, spread over stored parts.
+
+    The parts stay with whoever stores them (Ray's object store); a part is an opaque handle here. Reordering,
+    selecting, repeating or re-balancing rows changes two small integer arrays and moves no row.
+    """
+
+    parts: tuple[Any, ...]
+    part_sizes: tuple[int, ...]
+    """Rows of each part as it is stored, whether they belong to this column or not."""
+    part_of_row: npt.NDArray[np.int32]
+    row_in_part: npt.NDArray[np.int32]
+    lengths: Lengths | None
+    """Values per row where the column is jagged; None where it is not."""
+
+    @classmethod
+    def of_part(cls, part: Any, rows: int, lengths: Lengths | None) -> RemoteColumn:
+        """The column that one stored part is."""
+        return cls((part,), (rows,), np.zeros(rows, dtype=np.int32), np.arange(rows, dtype=np.int32), lengths)
+
+    def __len__(self) -> int:
+        return len(self.part_of_row)
+
+    def take(self, rows: Index | slice) -> RemoteColumn:
+        """These rows, in this order, with only the parts that they need."""
+        part_of_row = self.part_of_row[rows]
+        used = part_of_row[:1] if len(part_of_row) else np.zeros(1, dtype=np.int32)
+        if bool((part_of_row == used[0]).all()):
+            part_of_row = np.zeros_like(part_of_row)  # the usual case: a shard as it was made
+        else:
+            used, positions = np.unique(part_of_row, return_inverse=True)
+            part_of_row = positions.astype(np.int32)
+        return RemoteColumn(
+            tuple(self.parts[part] for part in used),
+            tuple(self.part_sizes[part] for part in used),
+            part_of_row,
+            self.row_in_part[rows],
+            None if self.lengths is None else self.lengths[rows],
+        )
+
+    @classmethod
+    def concat(cls, columns: Sequence[RemoteColumn]) -> RemoteColumn:
+        """The rows of all these columns, one after another; a part that several of them use is listed once."""
+        if len(columns) == 1:
+            return columns[0]
+        parts: dict[Any, int] = {}
+        sizes: dict[Any, int] = {}
+        part_of_row = []
+        for column in columns:
+            sizes.update(zip(column.parts, column.part_sizes, strict=True))
+            number = np.array([parts.setdefault(part, len(parts)) for part in column.parts], dtype=np.int32)
+            part_of_row.append(number[column.part_of_row] if len(column) else column.part_of_row)
+        lengths = [column.lengths for column in columns if column.lengths is not None]
+        return cls(
+            tuple(parts),
+            tuple(sizes[part] for part in parts),
+            np.concatenate(part_of_row),
+            np.concatenate([column.row_in_part for column in columns]),
+            np.concatenate(lengths) if lengths else None,
+        )
+
+    def is_whole_part(self) -> bool:
+        """Whether these rows are one stored part, all of it and in its order: nothing has to be gathered."""
+        return self.part_sizes == (len(self),) and bool(np.array_equal(self.row_in_part, np.arange(len(self))))
+
+    def rows_among_parts(self) -> Index:
+        """Where each row is when the rows of all parts are counted through."""
+        starts = np.cumsum([0, *self.part_sizes[:-1]], dtype=np.int64)
+        return np.asarray(starts[self.part_of_row] + self.row_in_part)
+
+    def describe(self) -> str:
+        """Kind and size of the column, for messages."""
+        kind = "" if self.lengths is None else f", {int(self.lengths.sum())} values"
+        return f"stored, {len(self)} rows{kind} in {len(self.parts)} parts"
+
+
 Column: TypeAlias = Tensor | Jagged | Objects
+AnyColumn: TypeAlias = Column | RemoteColumn
+
+
+def as_column(values: Tensor | Jagged | Sequence[Any], name: str) -> Column:
+    """Return a user's values as a column: tensors and jagged columns, or anything else as Python objects."""
+    if isinstance(values, (Tensor, Jagged)):
+        return compact(from_torch(values, name) if isinstance(values, Tensor) else values, name)
+    return values if isinstance(values, np.ndarray) and values.ndim == 1 else object_array(list(values))
 
 
 def jagged(values: Tensor, lengths: npt.ArrayLike | Tensor) -> Jagged:
@@ -92,8 +178,10 @@ def compact(column: Tensor | Jagged, name: str) -> Tensor | Jagged:
     return Jagged(values.to(torch.int32), column.lengths)
 
 
-def take(column: Column, rows: Index | slice) -> Column:
-    """The given rows, in that order. A slice, with both its ends given, is a view, and anything else a copy."""
+def take(column: AnyColumn, rows: Index | slice) -> AnyColumn:
+    """Return the given rows, in that order. A slice, with both its ends given, is a view, and anything else a copy."""
+    if isinstance(column, RemoteColumn):
+        return column.take(rows)
     if not isinstance(rows, slice):
         return gather([column], rows, "")
     if not isinstance(column, Jagged):
@@ -105,7 +193,7 @@ def take(column: Column, rows: Index | slice) -> Column:
 def gather(parts: Sequence[Column], rows: npt.NDArray[np.integer], name: str) -> Column:
     """These rows out of the parts' rows, which are counted through from the first part to the last."""
     if not isinstance(parts[0], Jagged):
-        whole = concat(parts, name)
+        whole = _concat_here(parts, name)
         return whole[torch.from_numpy(rows)] if isinstance(whole, Tensor) else whole[rows]  # type: ignore[index]
     jagged_parts = _alike(parts, name)
     pieces = [row for part in jagged_parts for row in part.rows()]  # so that each value is copied once
@@ -121,8 +209,19 @@ def object_array(items: Sequence[Any]) -> Objects:
     return array
 
 
-def concat(columns: Sequence[Column], name: str) -> Column:
-    """The rows of all these columns, one after another."""
+def concat(columns: Sequence[AnyColumn], name: str) -> AnyColumn:
+    """Return the rows of all these columns, one after another."""
+    remote = [column for column in columns if isinstance(column, RemoteColumn)]
+    if len(remote) == len(columns):
+        return RemoteColumn.concat(remote)
+    if remote:
+        raise BatchError(
+            f"column `{name}` is stored in one batch and here in another", fix="store or fetch it in all of them"
+        )
+    return _concat_here([column for column in columns if not isinstance(column, RemoteColumn)], name)
+
+
+def _concat_here(columns: Sequence[Column], name: str) -> Column:
     if len(columns) == 1:
         return columns[0]
     alike = _alike(columns, name)
@@ -153,8 +252,10 @@ def signature(column: Column) -> str:
     return f"{kind} {str(values.dtype).removeprefix('torch.')}{list(values.shape[1:]) or ''}"
 
 
-def describe(column: Column) -> str:
-    """Kind, type and size of a column, for messages."""
+def describe(column: AnyColumn) -> str:
+    """Return kind, type and size of a column, for messages."""
+    if isinstance(column, RemoteColumn):
+        return column.describe()
     size = f"{len(column)} rows"
     if isinstance(column, Jagged):
         size += f", {column.values.shape[0]} values"

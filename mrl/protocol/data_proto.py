@@ -18,10 +18,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from mrl.errors import BatchError, did_you_mean
-from mrl.protocol import columns as column_ops
-from mrl.protocol.columns import Index, Jagged
-from mrl.protocol.remote import RemoteColumn
-from mrl.protocol.table import AnyColumn, Table, describe_any
+from mrl.protocol.columns import Index, Jagged, as_column, concat, describe, take
+from mrl.protocol.table import Table
 
 
 class DataProto(Table):
@@ -36,30 +34,26 @@ class DataProto(Table):
         row_ids: npt.ArrayLike | None = None,
     ) -> DataProto:
         """A batch of these columns. Rows are numbered from 0 unless `row_ids` says otherwise."""
-        columns: dict[str, AnyColumn] = {}
-        for name, tensor in (tensors or {}).items():
-            column = column_ops.from_torch(tensor, name) if isinstance(tensor, Tensor) else tensor
-            columns[name] = column_ops.compact(column, name)
-        for name, items in (non_tensors or {}).items():
-            columns[name] = (
-                items if isinstance(items, np.ndarray) and items.ndim == 1 else column_ops.object_array(list(items))
-            )
+        columns = {name: as_column(values, name) for name, values in {**(tensors or {}), **(non_tensors or {})}.items()}
         if row_ids is None:
             row_ids = np.arange(len(next(iter(columns.values()))) if columns else 0)
         return cls(columns, np.asarray(row_ids, dtype=np.int64), dict(meta_info or {}))
+
+    def with_column(self, name: str, values: Tensor | Jagged | Sequence[Any]) -> DataProto:
+        """Return these rows with this column, one entry per row in their order; it replaces one of that name."""
+        return DataProto({**self.columns(), name: as_column(values, name)}, self.row_ids, dict(self.meta_info))
 
     def union(self, other: DataProto) -> DataProto:
         """These rows with the other's columns as well. Rows are matched by id; both must have the same ones."""
         mine, theirs = self.columns(), other.columns()
         if both := sorted(set(mine) & set(theirs)):
             raise BatchError(
-                f"both batches have a column `{both[0]}`: "
-                f"{describe_any(mine[both[0]])} and {describe_any(theirs[both[0]])}",
+                f"both batches have a column `{both[0]}`: {describe(mine[both[0]])} and {describe(theirs[both[0]])}",
                 fix=f'pop("{both[0]}") from one of them first',
             )
         meta_info = _merge_meta_info([self.meta_info, other.meta_info])
         index = _positions(other.row_ids, self.row_ids)
-        other_columns = theirs if index is None else {name: _take(column, index) for name, column in theirs.items()}
+        other_columns = theirs if index is None else {name: take(column, index) for name, column in theirs.items()}
         return DataProto({**mine, **other_columns}, self.row_ids, meta_info)
 
     def select(self, *names: str) -> DataProto:
@@ -84,21 +78,12 @@ class DataProto(Table):
             raise BatchError(f"row {int(index.max())} was asked for, but there are {len(self)} rows")
         return self._rows(index % len(self) if len(index) else index)
 
-    def reorder(self, order: npt.ArrayLike) -> DataProto:
-        """The same rows in another order; anything but a permutation is an error."""
-        index = np.asarray(order, dtype=np.int64)
-        if not np.array_equal(np.sort(index), np.arange(len(self))):
-            raise BatchError(
-                f"not an order of {len(self)} rows: {index[:8].tolist()}...", fix="use take() to leave rows out"
-            )
-        return self.take(index)
-
     def repeat(self, times: int) -> DataProto:
         """Every row `times` times, its copies side by side; copy k of row id r becomes id r x times + k."""
         if times < 1:
             raise BatchError(f"rows cannot be repeated {times} times")
         index = np.repeat(np.arange(len(self)), times)
-        columns = {name: _take(column, index) for name, column in self.columns().items()}
+        columns = {name: take(column, index) for name, column in self.columns().items()}
         row_ids = self.row_ids[index] * times + np.tile(np.arange(times), len(self))
         return DataProto(columns, row_ids, dict(self.meta_info))
 
@@ -112,7 +97,7 @@ class DataProto(Table):
         return [self._rows(slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
     def _rows(self, rows: Index | slice) -> DataProto:
-        columns = {name: _take(column, rows) for name, column in self.columns().items()}
+        columns = {name: take(column, rows) for name, column in self.columns().items()}
         return DataProto(columns, self.row_ids[rows], dict(self.meta_info))
 
     def chunk(self, num_chunks: int) -> list[DataProto]:
@@ -126,8 +111,8 @@ class DataProto(Table):
         return self.split([small + (piece < extra) for piece in range(num_chunks)])
 
     @classmethod
-    def concat(cls, batches: Sequence[DataProto], renumber: bool = False) -> DataProto:
-        """The rows of all batches, one after another; `renumber` gives them new ids from 0."""
+    def concat(cls, batches: Sequence[DataProto]) -> DataProto:
+        """Return the rows of all batches, one after another."""
         if not batches:
             raise BatchError("nothing to concatenate")
         names = list(batches[0].columns())
@@ -136,14 +121,10 @@ class DataProto(Table):
                 odd = ", ".join(f"`{name}`" for name in sorted(set(names) ^ set(batch.columns())))
                 raise BatchError(f"batches 0 and {number} do not have the same columns: only one of them has {odd}")
         row_ids = np.concatenate([batch.row_ids for batch in batches])
-        if renumber:
-            row_ids = np.arange(len(row_ids))
-        elif len(np.unique(row_ids)) != len(row_ids):
-            raise BatchError(
-                "some rows are in more than one batch", fix="pass renumber=True if they are different rows"
-            )
+        if len(np.unique(row_ids)) != len(row_ids):
+            raise BatchError("some rows are in more than one batch", fix="make different rows with different row_ids")
         parts = [batch.columns() for batch in batches]
-        merged = {name: _concat([columns[name] for columns in parts], name) for name in names}
+        merged = {name: concat([columns[name] for columns in parts], name) for name in names}
         return cls(merged, row_ids, _merge_meta_info([batch.meta_info for batch in batches]))
 
 
@@ -173,18 +154,3 @@ def _positions(row_ids: Index, wanted: Index) -> Index | None:
         )
     order = np.argsort(row_ids)
     return order[np.searchsorted(row_ids, wanted, sorter=order)]
-
-
-def _take(column: AnyColumn, rows: Index | slice) -> AnyColumn:
-    return column.take(rows) if isinstance(column, RemoteColumn) else column_ops.take(column, rows)
-
-
-def _concat(columns: Sequence[AnyColumn], name: str) -> AnyColumn:
-    stored = [column for column in columns if isinstance(column, RemoteColumn)]
-    if len(stored) == len(columns):
-        return RemoteColumn.concat(stored)
-    if stored:
-        raise BatchError(
-            f"column `{name}` is stored in one batch and here in another", fix="store or fetch it in all of them"
-        )
-    return column_ops.concat([column for column in columns if not isinstance(column, RemoteColumn)], name)

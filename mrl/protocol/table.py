@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mrl.errors import BatchError, did_you_mean
-from mrl.protocol.columns import Column, Index, Jagged, Lengths, Objects, describe, from_torch
-from mrl.protocol.remote import RemoteColumn
+from mrl.protocol.columns import AnyColumn, Index, Jagged, Lengths, RemoteColumn, describe, from_torch
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
-
-AnyColumn: TypeAlias = Column | RemoteColumn
 
 
 class Table:
@@ -33,13 +30,10 @@ class Table:
             if len(column) != len(row_ids):
                 others = ", ".join(f"`{other}`" for other in columns if other != name) or "the row ids"
                 raise BatchError(
-                    f"column `{name}` has {len(column)} rows ({describe_any(column)}), but {others} "
-                    f"have {len(row_ids)}",
+                    f"column `{name}` has {len(column)} rows ({describe(column)}), but {others} have {len(row_ids)}",
                     fix="every column of a batch has one entry per row",
                 )
         self._tensors = {name: column for name, column in columns.items() if isinstance(column, (Tensor, Jagged))}
-        self._nested: dict[str, Tensor] = {}
-        self._offsets: dict[bytes, Tensor] = {}
         self.non_tensor_batch = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
         self.stored = {name: column for name, column in columns.items() if isinstance(column, RemoteColumn)}
         self.row_ids = row_ids
@@ -50,13 +44,20 @@ class Table:
         """The tensors that are here, jagged ones nested. Made when first used; from then on it is what counts."""
         from tensordict import TensorDict  # seconds to import: processes that never ask for one do without
 
-        return TensorDict({name: self[name] for name in self._tensors}, batch_size=[len(self)])
+        tensors: dict[str, Tensor] = {}
+        offsets: dict[bytes, Tensor] = {}  # torch adds nested tensors only if they have the same offsets object
+        for name, column in self._tensors.items():
+            if isinstance(column, Jagged):
+                shared = offsets.setdefault(column.lengths.tobytes(), column.offsets())
+                column = torch.nested.nested_tensor_from_jagged(column.values, shared)
+            tensors[name] = column
+        return TensorDict(tensors, batch_size=[len(self)])
 
     def __len__(self) -> int:
         return len(self.row_ids)
 
     def __repr__(self) -> str:
-        lines = [f"  {name}: {describe_any(column)}" for name, column in self.columns().items()]
+        lines = [f"  {name}: {describe(column)}" for name, column in self.columns().items()]
         return "\n".join([f"{type(self).__name__} of {len(self)} rows, meta_info {self.meta_info}", *lines])
 
     def columns(self) -> dict[str, AnyColumn]:
@@ -66,31 +67,8 @@ class Table:
             tensors = {name: from_torch(tensor, name) for name, tensor in self.batch.items()}
         return {**tensors, **self.non_tensor_batch, **self.stored}
 
-    def __getitem__(self, name: str) -> Tensor | Objects:
-        """A column that is here, nested if it is jagged. A stored or unknown one is an error that says what to do."""
-        if self._is_batch_made() and name in self.batch:
-            tensor: Tensor = self.batch.get(name)
-            return tensor
-        column = self.packed(name)
-        if not isinstance(column, Jagged):
-            return column
-        if name not in self._nested:
-            # Torch adds and multiplies nested tensors only if they have the same offsets object.
-            offsets = self._offsets.setdefault(column.lengths.tobytes(), column.offsets())
-            self._nested[name] = torch.nested.nested_tensor_from_jagged(column.values, offsets)
-        return self._nested[name]
-
-    def values(self, name: str) -> Tensor:
-        """All rows' values of a jagged column, one after another: for packed sequences, and without a nested tensor."""
-        return self._jagged(name).values
-
-    def lengths(self, name: str) -> Lengths:
-        """Values per row of a jagged column, wherever the column is."""
-        column = self.stored.get(name)
-        return self._jagged(name).lengths if column is None or column.lengths is None else column.lengths
-
-    def packed(self, name: str) -> Column:
-        """A column that is here, as it is kept: a jagged one is values and lengths."""
+    def __getitem__(self, name: str) -> Any:
+        """A column that is here: a tensor, a `Jagged`, or an array of objects. A stored or unknown one is an error."""
         columns = self.columns()
         if name not in columns:
             raise BatchError(f"no column `{name}`", fix=did_you_mean(name, columns))
@@ -101,22 +79,26 @@ class Table:
             )
         return column
 
+    def values(self, name: str) -> Tensor:
+        """All rows' values of a jagged column, one after another: for packed sequences, and without a nested tensor."""
+        return self._jagged(name).values
+
+    def lengths(self, name: str) -> Lengths:
+        """Values per row of a jagged column, wherever the column is."""
+        column = self.stored.get(name)
+        return self._jagged(name).lengths if column is None or column.lengths is None else column.lengths
+
     def _is_batch_made(self) -> bool:
         return "batch" in self.__dict__
 
     def _jagged(self, name: str) -> Jagged:
-        column = self.packed(name)
+        column = self[name]
         if not isinstance(column, Jagged):
             raise BatchError(f"only a jagged column has row lengths and values; `{name}` is {describe(column)}")
         return column
 
     def _drop(self, name: str) -> None:
-        for columns in (self._tensors, self._nested, self.non_tensor_batch, self.stored):
+        for columns in (self._tensors, self.non_tensor_batch, self.stored):
             columns.pop(name, None)
         if self._is_batch_made():
             self.batch.pop(name, None)
-
-
-def describe_any(column: AnyColumn) -> str:
-    """Kind, type and size of a column, for messages."""
-    return column.describe() if isinstance(column, RemoteColumn) else describe(column)

@@ -43,6 +43,5 @@ def full_batch(config: Config, prompts: PromptLoader, generate: Callable[[DataPr
 
 
 def _outcomes(batch: DataProto) -> Outcomes:
-    scores = batch.packed("scores")
-    uids = list(batch.non_tensor_batch["uid"])
-    return Outcomes(scores, uids, scores.new_tensor(batch.lengths("responses").tolist()))  # type: ignore[arg-type,union-attr]
+    scores = batch["scores"]
+    return Outcomes(scores, list(batch["uid"]), scores.new_tensor(batch.lengths("responses").tolist()))

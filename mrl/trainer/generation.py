@@ -73,7 +73,7 @@ class Generator:
         return ScoredBatch(batch.union(columns).take(kept), metrics)
 
     def _requests(self, batch: DataProto, step: int) -> list[GenerationRequest]:
-        uids = batch.non_tensor_batch["uid"]
+        uids = batch["uid"]
         seen: dict[str, int] = {}
         requests = []
         rows = np.split(batch.values("prompts").numpy(), np.cumsum(batch.lengths("prompts"))[:-1])
@@ -86,15 +86,14 @@ class Generator:
 
     def _sample(self, batch: DataProto, row: int, generated: Generated) -> Sample:
         ids = generated.token_ids[:-1] if generated.finish == "stop" else generated.token_ids
-        columns = batch.non_tensor_batch
         return Sample(
-            prompt=columns["prompt_text"][row],
+            prompt=batch["prompt_text"][row],
             response=self._tokenizer.decode(ids.tolist()),
             num_response_tokens=len(generated.token_ids),
-            ground_truth=columns["ground_truth"][row],
-            data_source=columns["data_source"][row],
-            extra_info=columns["extra_info"][row],
-            uid=columns["uid"][row],
+            ground_truth=batch["ground_truth"][row],
+            data_source=batch["data_source"][row],
+            extra_info=batch["extra_info"][row],
+            uid=batch["uid"][row],
             row_id=int(batch.row_ids[row]),
         )
 

@@ -30,16 +30,15 @@ def check_reward_model(config: Config, tokenizer: ChatTokenizer) -> Iterator[str
 def add_model_scores(config: Config, samples: ScoredBatch, written: DataProto) -> ScoredBatch:
     """Add the reward model's scores to the samples'; a score that is no number stops the run."""
     assert config.reward_model is not None, "only a reward model that is there scores"
-    batch = samples.batch.union(written)
-    model_scores = batch.pop("rm_scores").batch["rm_scores"].double()
+    batch = samples.batch
+    model_scores = batch.union(written)["rm_scores"].double()
     for row in np.flatnonzero(~np.isfinite(model_scores.numpy()))[:1].tolist():
-        sample = f"sample {batch.row_ids[row]} of prompt {batch.non_tensor_batch['uid'][row]}"
-        response = batch.non_tensor_batch["response_text"][row]
+        sample = f"sample {batch.row_ids[row]} of prompt {batch['uid'][row]}"
+        response = batch["response_text"][row]
         raise RewardError(
             f"the reward model gives {sample} a score of {float(model_scores[row])}; response {response!r:.200}",
             where="reward_model",
             fix="are its weights whole, and is reward_model.dtype the one that it was made for?",
         )
-    scores = batch.pop("scores").batch["scores"] + config.reward_model.weight * model_scores
-    batch = batch.union(DataProto.from_dict({"scores": scores}, row_ids=batch.row_ids))
+    batch = batch.with_column("scores", batch["scores"] + config.reward_model.weight * model_scores)
     return ScoredBatch(batch, samples.metrics | summary_metrics("reward/model", model_scores.numpy()))

@@ -112,7 +112,7 @@ class RayPPOTrainer:
             with self.clock("values"):
                 batch = batch.union(self.critic.compute_values(batch))
         with self.clock("advantage"):
-            advantages, kl = self.estimate_advantages(batch, list(samples.batch.non_tensor_batch["uid"]))
+            advantages, kl = self.estimate_advantages(batch, list(samples.batch["uid"]))
             batch, metrics = batch.union(advantages), metrics | kl
         updates: dict[str, list[Metrics]] = {}
         if self.critic is not None:
@@ -170,9 +170,7 @@ class RayPPOTrainer:
         lengths_B = torch.from_numpy(scored.batch.lengths("responses").astype(np.int64))
         longest = self.config.rollout.max_response_tokens
         penalty_B = overlong_penalty(lengths_B, longest, overlong.buffer_tokens, overlong.factor)
-        batch = scored.batch
-        scores_B = batch.pop("scores").batch["scores"] + penalty_B
-        batch = batch.union(DataProto.from_dict({"scores": scores_B}, row_ids=batch.row_ids))
+        batch = scored.batch.with_column("scores", scored.batch["scores"] + penalty_B)
         return ScoredBatch(batch, scored.metrics | {"reward/overlong_penalty": float(penalty_B.mean())})
 
     def generate(self, prompts: DataProto, step: int) -> ScoredBatch:
@@ -182,18 +180,18 @@ class RayPPOTrainer:
         if self.config.algorithm.advantage != "remax":
             return scored
         greedy = generator.run(prompts, generator.greedy, step).batch
-        baseline = dict(zip(greedy.non_tensor_batch["uid"], greedy.batch["scores"].tolist(), strict=True))
-        uids = scored.batch.non_tensor_batch["uid"]
+        baseline = dict(zip(greedy["uid"], greedy["scores"].tolist(), strict=True))
+        uids = scored.batch["uid"]
         kept = scored.batch.take([row for row, uid in enumerate(uids) if uid in baseline])
-        scores = torch.tensor([baseline[uid] for uid in kept.non_tensor_batch["uid"]], dtype=torch.float64)
-        column = DataProto.from_dict({"baseline_scores": scores}, row_ids=kept.row_ids)
-        return ScoredBatch(kept.union(column), scored.metrics | {"reward/greedy/mean": float(scores.mean())})
+        scores = torch.tensor([baseline[uid] for uid in kept["uid"]], dtype=torch.float64)
+        kept = kept.with_column("baseline_scores", scores)
+        return ScoredBatch(kept, scored.metrics | {"reward/greedy/mean": float(scores.mean())})
 
     def estimate_advantages(self, batch: DataProto, uids: list[str]) -> tuple[DataProto, Metrics]:
         """Compute advantages, on the critic's ranks where there is one: its values are there."""
-        position = DataProto.from_dict({"position": torch.arange(len(batch))}, row_ids=batch.row_ids)
+        batch = batch.with_column("position", torch.arange(len(batch)))
         role = self.critic or self.actor
-        return role.compute_advantages(batch.union(position), WholeBatch(uids, self.components.kl.coef))
+        return role.compute_advantages(batch, WholeBatch(uids, self.components.kl.coef))
 
     def train(self, update: Callable[[DataProto], Metrics], batch: DataProto) -> list[Metrics]:
         """Make all optimizer steps of a role; what each reports."""

@@ -10,20 +10,18 @@ from mrl.protocol import DataProto
 
 def preview(batch: DataProto) -> SamplePreview:
     """Return the first sample as the terminal shows it."""
-    columns = batch.non_tensor_batch
-    return SamplePreview(columns["prompt_text"][0], columns["response_text"][0], float(batch.batch["scores"][0]))
+    return SamplePreview(batch["prompt_text"][0], batch["response_text"][0], float(batch["scores"][0]))
 
 
 def sample_columns(batch: DataProto) -> dict[str, Any]:
     """Return what a file of samples says of each."""
-    columns = batch.non_tensor_batch
     return {
-        "uid": columns["uid"],
-        "data_source": columns["data_source"],
-        "prompt": columns["prompt_text"],
-        "response": columns["response_text"],
-        "ground_truth": columns["ground_truth"],
-        "score": batch.batch["scores"].tolist(),
+        "uid": batch["uid"],
+        "data_source": batch["data_source"],
+        "prompt": batch["prompt_text"],
+        "response": batch["response_text"],
+        "ground_truth": batch["ground_truth"],
+        "score": batch["scores"].tolist(),
         "num_tokens": batch.lengths("responses").tolist(),
-        "truncated": batch.batch["truncated"].tolist(),
+        "truncated": batch["truncated"].tolist(),
     }

@@ -15,11 +15,11 @@ from mrl.trainer.role_client import RoleClient
 
 def batch_metrics(batch: DataProto, max_response_tokens: int) -> dict[str, float]:
     """Return the scores, lengths, and how many groups teach nothing."""
-    scores = np.asarray(batch.packed("scores"), dtype=np.float64)
+    scores = np.asarray(batch["scores"], dtype=np.float64)
     figures = summary_metrics("critic/score", scores) | summary_metrics("response_length", batch.lengths("responses"))
     figures |= summary_metrics("prompt_length", batch.lengths("prompts"))
     figures["response_length/clip_ratio"] = float((batch.lengths("responses") >= max_response_tokens).mean())
-    uids, group = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)
+    uids, group = np.unique(batch["uid"].astype(str), return_inverse=True)
     lowest, highest = np.full(len(uids), np.inf), np.full(len(uids), -np.inf)
     np.minimum.at(lowest, group, scores)
     np.maximum.at(highest, group, scores)

@@ -31,11 +31,11 @@ class Validator:
         num_samples = self._config.validation.samples_per_prompt
         for prompts in one_pass(self._dataset, self._config.batch.prompts_per_step * 4, self._skips):
             scored = self._generator.run(prompts.repeat(num_samples), self._generator.validation, step=0)
-            columns = scored.batch.non_tensor_batch
-            scores = np.asarray(scored.batch.packed("scores"))
+            batch = scored.batch
+            scores = np.asarray(batch["scores"])
             for row, score in enumerate(scores.tolist()):
-                of_prompt = answers[columns["data_source"][row]][columns["uid"][row]]
-                of_prompt.append((columns["response_text"][row], score))
+                of_prompt = answers[batch["data_source"][row]][batch["uid"][row]]
+                of_prompt.append((batch["response_text"][row], score))
         metrics: dict[str, float] = {}
         together: dict[str, Answers] = {}
         for source, by_prompt in answers.items():

@@ -21,7 +21,8 @@ def shard_advantages(
     """The shard's advantages, and the mean KL to the reference over all shards (0 where it is not charged)."""
     rows, mask_T = Rows.of(torch.from_numpy(batch.lengths("responses").copy())), response_mask(batch)
     columns = optional_values(batch, "values", "old_log_probs", "ref_log_probs")
-    scores_B, position_B = _numbers(batch, "scores"), _numbers(batch, "position")
+    scores_B, position_B = batch["scores"], batch["position"]
+    assert isinstance(scores_B, torch.Tensor), "`scores` has one number per row"
     rewards_T, kl = scores_to_token_rewards(scores_B, rows, mask_T), 0.0
     if config.kl.where in ("reward", "both"):
         kl_T = token_kl(config.kl.in_reward, columns["old_log_probs"], columns["ref_log_probs"], mask_T)
@@ -36,15 +37,9 @@ def shard_advantages(
         mask_T,
         rewards_T,
         columns.get("values"),
-        _numbers(batch, "baseline_scores") if "baseline_scores" in batch.columns() else None,
+        batch["baseline_scores"] if "baseline_scores" in batch.columns() else None,
         Outcomes(everyone[0], whole.uids, everyone[1]),
         position_B,
         sum_over_shards,
     )
     return estimate_advantages(inputs, config), kl
-
-
-def _numbers(batch: DataProto, name: str) -> torch.Tensor:
-    column = batch.packed(name)
-    assert isinstance(column, torch.Tensor), f"`{name}` has one number per row"
-    return column

@@ -241,7 +241,7 @@ def test_only_methods_that_take_batches_declare_columns() -> None:
     (spec,) = registered_methods(Worker).values()
     assert (spec.name, spec.dispatch) == ("run", Dispatch.DATA_PARALLEL)
     assert (spec.reads, spec.writes, spec.optional) == (("a",), ("b",), ("c",))
-    for dispatch in (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO, Dispatch.ALL_TO_ALL):
+    for dispatch in (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
         for columns in ({"reads": ("a",)}, {"writes": ("a",)}, {"optional": ("a",)}):
             with pytest.raises(
                 ValueError, match=f"only DATA_PARALLEL methods read and write columns, not {dispatch.name}"

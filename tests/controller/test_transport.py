@@ -110,7 +110,7 @@ def test_large_columns_are_stored_once_and_small_ones_ride_along(monkeypatch: py
     monkeypatch.setattr(transport.ray, "put", put)
     batch = _without_meta(answer_of(0))
     names = ["responses", "uid", "hidden", "scores"]
-    sizes = {name: encode(batch.packed(name), name).nbytes for name in names}
+    sizes = {name: encode(batch[name], name).nbytes for name in names}
     edge = sorted(sizes.values())[1]
     monkeypatch.setattr(transport, "_INLINE_BYTES", edge)
     plan, references = plan_shard(batch, names)
@@ -128,7 +128,7 @@ def test_an_answer_is_what_was_promised_for_the_rows_that_were_given() -> None:
     with pytest.raises(BatchError, match=r"; undeclared \['uid'\]"):
         pack_result(made, made.row_ids, WRITES[:-1], "generate")
     with pytest.raises(BatchError, match="generate returned other rows than it was given"):
-        pack_result(made.reorder([1, 0, 2, 3]), made.row_ids, WRITES, "generate")
+        pack_result(made.take([1, 0, 2, 3]), made.row_ids, WRITES, "generate")
 
 
 def test_a_plan_of_another_shape_is_refused() -> None:

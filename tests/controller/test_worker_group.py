@@ -27,10 +27,6 @@ def test_rank_zero_alone_answers(rank_workers: RayWorkerGroup) -> None:
     assert rank_workers.who() == 0
 
 
-def test_all_to_all_gives_each_rank_its_own(rank_workers: RayWorkerGroup) -> None:
-    assert rank_workers.double([1, 2, 3, 4]) == [(0, 2), (1, 4), (2, 6), (3, 8)]
-
-
 def test_ranks_meet_in_torch_distributed(rank_workers: RayWorkerGroup) -> None:
     assert rank_workers.join() == [6.0] * 4
 
@@ -42,7 +38,7 @@ def test_data_parallel_splits_once_and_collects_from_who_holds_the_answer(rank_w
     assert made.row_ids.tolist() == list(range(6))
     assert sorted(made.stored) == ["responses", "rollout_log_probs"], "sequences stay where they were made"
     assert made["scores"].tolist() == [3, 4, 5, 6, 7, 8], "numbers per row come along"
-    rows = fetch(made, timeout_s=5)["responses"].unbind()
+    rows = fetch(made, timeout_s=5)["responses"].rows()
     assert [(len(row), set(row.tolist())) for row in rows] == [
         (3, {0}),
         (4, {0}),
@@ -55,7 +51,7 @@ def test_data_parallel_splits_once_and_collects_from_who_holds_the_answer(rank_w
 
 def test_rows_rebalanced_between_shards_arrive_whole(rank_workers: RayWorkerGroup) -> None:
     batch = prompts().union(rank_workers.generate(prompts(), extra=2))
-    seen = rank_workers.count(batch.reorder([5, 0, 4, 1, 3, 2]))
+    seen = rank_workers.count(batch.take([5, 0, 4, 1, 3, 2]))
     assert [shard["row_ids"] for shard in seen] == [[5, 0, 4], [1, 3, 2]]
     assert [shard["uid"] for shard in seen] == [["u5", "u0", "u4"], ["u1", "u3", "u2"]]
     assert [shard["tokens"] for shard in seen] == [8 + 3 + 7, 4 + 6 + 5]
@@ -112,10 +108,6 @@ def test_a_call_costs_little(rank_workers: RayWorkerGroup) -> None:
         (
             lambda group: group.generate("rows", extra=1),
             "generate takes a DataProto first, or a list with one per data-parallel rank, not str",
-        ),
-        (
-            lambda group: group.double([1, 2]),
-            "double is ALL_TO_ALL: each argument is a list with 4 entries, not 2 entries",
         ),
     ],
 )

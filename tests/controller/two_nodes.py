@@ -39,7 +39,7 @@ def main(directory: Path) -> None:
         group = RayWorkerGroup("actor", worker, Mesh(4, tp=2), RunContext(directory, events, deadlines, resources))
         where = group.where()
         order = list(dict.fromkeys(node for node, _ in where))
-        batch = prompts().union(group.generate(prompts(), extra=2)).reorder([5, 0, 4, 1, 3, 2])
+        batch = prompts().union(group.generate(prompts(), extra=2)).take([5, 0, 4, 1, 3, 2])
         report = {
             "nodes_of_ranks": [order.index(node) for node, _ in where],
             "local_ranks": [local_rank for _, local_rank in where],

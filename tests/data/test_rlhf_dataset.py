@@ -21,7 +21,7 @@ from tests.data.conftest import OpenDataset, data_config, good_row, jsonl
 
 
 def columns_of(batch: DataProto) -> dict[str, list[Any]]:
-    prompts = [row.tolist() for row in batch.batch["prompts"].unbind()]
+    prompts = [row.tolist() for row in batch["prompts"].rows()]
     return {"prompts": prompts} | {name: column.tolist() for name, column in batch.non_tensor_batch.items()}
 
 
@@ -39,7 +39,7 @@ def test_columns_of_a_batch(here: Path, dataset_of: OpenDataset, tokenizer: Chat
         "ground_truth": ["3", "1"],
         "extra_info": [{"index": 3}, {"index": 1}],
     }
-    assert str(batch.batch["prompts"].dtype) == "torch.int32"
+    assert str(batch["prompts"].values.dtype) == "torch.int32"
     assert batch.row_ids.tolist() == [3, 1]
     for name, column in batch.columns().items():
         assert len(decode(encode(column, name))) == 2
@@ -141,7 +141,7 @@ def test_check_finds_everything_at_once(here: Path, dataset_of: OpenDataset) -> 
 def test_cuts(overlong: Overlong, expected: str, here: Path, tokenizer: ChatTokenizer, dataset_of: OpenDataset) -> None:
     Path("rows.jsonl").write_bytes(jsonl(good_row(prompt="0123456789")))
     batch = dataset_of(train="rows.jsonl", overlong=overlong, max_prompt_tokens=4).batch([0])
-    assert tokenizer.decode(batch.batch["prompts"][0].tolist()) == expected
+    assert tokenizer.decode(batch["prompts"].rows()[0].tolist()) == expected
 
 
 @pytest.mark.parametrize("overlong", ["error", "drop", "left", "right", "middle"])

@@ -59,7 +59,7 @@ def prompts_of(answers: list[str]) -> DataProto:
 def test_every_answer_is_ended_as_the_model_ends_what_it_says(tokenizer: ChatTokenizer) -> None:
     answers = ["four", "", "4 and more"]
     batch = with_responses(prompts_of(answers), tokenizer, max_tokens=11)
-    ended = [row.tolist() for row in batch["responses"].unbind()]
+    ended = [row.tolist() for row in batch["responses"].rows()]
     assert [tokenizer.decode(ids) for ids in ended] == [f"{answer}<|end|>" for answer in answers]
     assert all(ids.count(tokenizer.eos_token_id or -1) == 1 for ids in ended)
     assert batch.row_ids.tolist() == [3, 10, 17]

@@ -127,7 +127,7 @@ def test_rows_are_counted_from_the_end_too_but_not_beyond() -> None:
 
 def test_what_is_said_about_a_batch_stays_with_its_pieces() -> None:
     batch = DataProto.from_dict({"x": torch.arange(4)}, meta_info={"step": 3}, row_ids=[9, 7, 5, 3])
-    pieces = [batch.take([1]), batch.reorder([3, 2, 1, 0]), batch.select("x"), *batch.split([1, 3]), batch.repeat(2)]
+    pieces = [batch.take([1]), batch.take([3, 2, 1, 0]), batch.select("x"), *batch.split([1, 3]), batch.repeat(2)]
     assert all(piece.meta_info == {"step": 3} for piece in pieces)
     pieces[0].meta_info["step"] = 4
     assert batch.meta_info == {"step": 3}, "a piece has words of its own"

@@ -32,7 +32,7 @@ def rows_of(batch: DataProto) -> list[tuple[int, list[int], float, str]]:
     return [
         (int(row_id), tokens.tolist(), float(score), name)
         for row_id, tokens, score, name in zip(
-            batch.row_ids, batch["responses"].unbind(), batch["scores"], batch["uid"], strict=True
+            batch.row_ids, batch["responses"].rows(), batch["scores"], batch["uid"], strict=True
         )
     ]
 
@@ -47,8 +47,8 @@ def stored(batch: DataProto, name: str, handle: str) -> DataProto:
 def test_jagged_columns_hold_no_padding_and_ids_are_32_bit() -> None:
     batch = make_batch()
     column = batch["responses"]
-    assert column.values().tolist() == [0, 10, 10, 20, 20, 20, 30, 30, 30, 30]
-    assert column.dtype == torch.int32
+    assert column.values.tolist() == [0, 10, 10, 20, 20, 20, 30, 30, 30, 30]
+    assert column.values.dtype == torch.int32
     assert batch.lengths("responses").tolist() == [1, 2, 3, 4]
 
 
@@ -58,29 +58,29 @@ def test_ids_that_do_not_fit_are_refused() -> None:
 
 
 def test_columns_with_equal_lengths_can_be_combined() -> None:
-    batch = make_batch().reorder([2, 0, 3, 1])
+    batch = make_batch().take([2, 0, 3, 1])
     log_probs = DataProto({"log_probs": jagged(torch.ones(10), batch.lengths("responses"))}, batch.row_ids, {})
     joined = batch.union(log_probs)
-    product = joined["responses"] * joined["log_probs"]
-    assert product.values().tolist() == joined["responses"].values().tolist()
+    product = joined.batch["responses"] * joined.batch["log_probs"]
+    assert product.values().tolist() == joined["responses"].values.tolist()
 
 
-def test_packed_access_makes_no_nested_tensor_and_shares_the_values() -> None:
+def test_a_column_shares_the_values_it_was_made_of() -> None:
     values = torch.arange(5, dtype=torch.int32)
     batch = DataProto.from_dict({"responses": jagged(values, [2, 0, 3])}).chunk(1)[0]
     assert batch.values("responses").data_ptr() == values.data_ptr()
     assert batch.lengths("responses").tolist() == [2, 0, 3]
     assert batch.lengths("responses").dtype == np.int32
-    assert batch.values("responses").data_ptr() == batch["responses"].values().data_ptr()
-    assert batch["responses"] is batch["responses"], "a nested tensor is made once"
+    assert batch["responses"].values.data_ptr() == values.data_ptr()
+    assert batch.batch["responses"].values().data_ptr() == values.data_ptr()
 
 
 def test_tensordict_is_loaded_only_for_those_who_ask() -> None:
     code = (
         "import sys; from mrl.protocol import DataProto; from mrl.protocol.columns import from_rows\n"
-        "batch = DataProto.from_dict({'ids': from_rows([[1], [2, 3]])}).reorder([1, 0]).repeat(2)\n"
+        "batch = DataProto.from_dict({'ids': from_rows([[1], [2, 3]])}).take([1, 0]).repeat(2)\n"
         "assert batch.values('ids').tolist() == [2, 3, 2, 3, 1, 1]\n"
-        "assert batch['ids'].is_nested and 'tensordict' not in sys.modules\n"
+        "assert len(batch['ids']) == 4 and 'tensordict' not in sys.modules\n"
         "assert batch.batch['ids'].is_nested and 'tensordict' in sys.modules"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -106,7 +106,7 @@ def test_what_is_written_into_the_tensordict_counts() -> None:
     batch.batch["scores"] = torch.zeros(4)
     batch.batch["advantages"] = batch.batch["responses"] * 0.5
     assert batch["scores"].tolist() == [0, 0, 0, 0]
-    halved = batch.reorder([3, 1, 2, 0])
+    halved = batch.take([3, 1, 2, 0])
     assert halved.values("advantages").tolist() == [15, 15, 15, 15, 5, 5, 10, 10, 10, 0]
     batch.pop("responses", "uid")
     assert list(batch.columns()) == ["scores", "advantages"]
@@ -115,14 +115,26 @@ def test_what_is_written_into_the_tensordict_counts() -> None:
 
 @given(order=st.permutations(range(5)))
 @settings(max_examples=25, deadline=None)
-def test_reorder_moves_whole_rows(order: list[int]) -> None:
+def test_take_moves_whole_rows(order: list[int]) -> None:
     batch = make_batch(5)
-    assert rows_of(batch.reorder(order)) == [rows_of(batch)[row] for row in order]
+    assert rows_of(batch.take(order)) == [rows_of(batch)[row] for row in order]
+
+
+def test_a_column_is_added_or_replaced_and_the_batch_stays_as_it_was() -> None:
+    batch = make_batch()
+    changed = batch.with_column("scores", batch["scores"] + 1).with_column("note", ["a", [1], None, {}])
+    assert changed["scores"].tolist() == (batch["scores"] + 1).tolist()
+    assert changed["note"].tolist() == ["a", [1], None, {}]
+    assert set(changed.columns()) == {"responses", "scores", "uid", "note"}
+    assert (changed.row_ids.tolist(), changed.meta_info) == (batch.row_ids.tolist(), batch.meta_info)
+    assert rows_of(batch) == rows_of(make_batch())
+    with pytest.raises(BatchError, match="column `scores` has 3 rows"):
+        batch.with_column("scores", torch.zeros(3))
 
 
 def test_union_matches_rows_by_id_not_by_position() -> None:
     batch = make_batch()
-    scores = batch.pop("scores").reorder([3, 1, 0, 2])
+    scores = batch.pop("scores").take([3, 1, 0, 2])
     assert "scores" not in batch.columns()
     assert rows_of(batch.union(scores)) == rows_of(make_batch())
 
@@ -149,7 +161,7 @@ def test_repeat_keeps_copies_together_and_numbers_them() -> None:
 def test_operations_leave_their_input_alone() -> None:
     batch = make_batch()
     before = rows_of(batch)
-    batch.repeat(2), batch.reorder([3, 2, 1, 0]), batch.select("scores"), batch.take([1]), batch.chunk(2)
+    batch.repeat(2), batch.take([3, 2, 1, 0]), batch.select("scores"), batch.take([1]), batch.chunk(2)
     assert rows_of(batch) == before
     assert list(batch.columns()) == ["responses", "scores", "uid"]
 
@@ -157,7 +169,7 @@ def test_operations_leave_their_input_alone() -> None:
 def test_row_operations_on_a_stored_column_move_no_values() -> None:
     batch = stored(make_batch(4), "responses", "part a")
     other = stored(make_batch(2, first_id=4), "responses", "part b")
-    mixed = DataProto.concat([batch, other]).reorder([5, 0, 4, 1, 2, 3])
+    mixed = DataProto.concat([batch, other]).take([5, 0, 4, 1, 2, 3])
     column = mixed.stored["responses"]
     assert column.parts == ("part a", "part b")
     assert column.part_of_row.tolist() == [1, 0, 1, 0, 0, 0]
@@ -176,9 +188,9 @@ def test_row_operations_on_a_stored_column_move_no_values() -> None:
 def test_a_part_whose_rows_stand_in_another_order_is_not_that_part() -> None:
     whole = stored(make_batch(3), "responses", "the part")
     assert whole.stored["responses"].is_whole_part()
-    assert whole.reorder([0, 1, 2]).stored["responses"].is_whole_part()
+    assert whole.take([0, 1, 2]).stored["responses"].is_whole_part()
     for order in ([1, 0, 2], [2, 1, 0]):
-        column = whole.reorder(order).stored["responses"]
+        column = whole.take(order).stored["responses"]
         assert not column.is_whole_part()
         assert column.rows_among_parts().tolist() == order
         assert column.lengths is not None
@@ -194,7 +206,7 @@ def test_equal_handles_are_one_part() -> None:
 
 def test_empty_rows_and_empty_batches_are_rows_too() -> None:
     batch = DataProto.from_dict({"responses": from_rows([[], [1, 2], []])})
-    assert batch.reorder([1, 0, 2]).lengths("responses").tolist() == [2, 0, 0]
+    assert batch.take([1, 0, 2]).lengths("responses").tolist() == [2, 0, 0]
     assert len(batch.take([])) == 0
     assert batch.take([2, 0]).lengths("responses").tolist() == [0, 0]
 
@@ -221,7 +233,6 @@ def test_float_rows_stay_floats_beside_empty_ones() -> None:
             lambda: make_batch().select("scores").union(make_batch(4, first_id=2).select("uid")),
             "different rows: 2 ids are missing [0, 1], 2 are not asked for [4, 5]",
         ),
-        (lambda: make_batch().reorder([0, 1, 2]), "not an order of 4 rows"),
         (lambda: make_batch().take([4]), "row 4 was asked for, but there are 4 rows"),
         (lambda: make_batch().split([1, 2]), "sizes [1, 2] add up to 3, but there are 4 rows"),
         (lambda: make_batch().chunk(5), "4 rows cannot be split over 5 shards: each needs at least one"),
@@ -273,10 +284,6 @@ def test_mistakes_name_column_shapes_and_fix(make: object, message: str) -> None
     with pytest.raises(BatchError) as caught:
         make()  # type: ignore[operator]
     assert message in str(caught.value)
-
-
-def test_renumbering_tells_different_rows_apart() -> None:
-    assert DataProto.concat([make_batch(2), make_batch(2)], renumber=True).row_ids.tolist() == [0, 1, 2, 3]
 
 
 def test_a_batch_shows_its_columns() -> None:

@@ -105,7 +105,7 @@ def test_every_sample_is_asked_for_with_a_seed_of_its_own(tmp_path: Path) -> Non
 
 def test_samples_are_numbered_wherever_their_prompts_rows_stand(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
-    batch = prompts_of([0, 1]).repeat(2).reorder([2, 0, 3, 1])
+    batch = prompts_of([0, 1]).repeat(2).take([2, 0, 3, 1])
     scored = stage.run(batch, step=8)
     (requests,) = stage.hybrid.requests
     assert [request.key for request in requests] == ["2", "0", "3", "1"]

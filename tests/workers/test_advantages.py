@@ -69,7 +69,7 @@ def advantages_by_worker(
     for name in answers[0].columns():
         found: list[list[float]] = [[]] * len(rows)
         for positions, answer in zip(cut(rows, num_shards), answers, strict=True):
-            for position, values in zip(positions, answer.packed(name).rows(), strict=True):  # type: ignore[union-attr]
+            for position, values in zip(positions, answer[name].rows(), strict=True):
                 found[position] = values.tolist()
         columns[name] = found
     for batch, answer in zip(batches, answers, strict=True):

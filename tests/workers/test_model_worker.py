@@ -64,7 +64,7 @@ def test_an_answer_is_a_float32_column_of_the_rows_that_were_asked_about() -> No
     batch = DataProto.from_dict({"responses": from_rows([[1, 2, 3], [4]])}, row_ids=[7, 3])
     answer = response_column(batch, "values", torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64))
     assert answer is not None
-    assert [row.tolist() for row in answer.packed("values").rows()] == [  # type: ignore[union-attr]
+    assert [row.tolist() for row in answer["values"].rows()] == [
         pytest.approx([0.1, 0.2, 0.3]),
         pytest.approx([0.4]),
     ]

@@ -76,7 +76,7 @@ def test_scores_are_those_of_transformers(tmp_path: Path) -> None:
     path = make_random(values, "score", tmp_path / "model")
     oracle = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
     batch = make_batch()
-    rows = zip(batch.row_ids.tolist(), batch["prompts"].unbind(), batch["responses"].unbind(), strict=True)
+    rows = zip(batch.row_ids.tolist(), batch["prompts"].rows(), batch["responses"].rows(), strict=True)
     with torch.no_grad():
         expected = {
             row_id: float(oracle(torch.cat([prompt, response])[None].long()).logits)
