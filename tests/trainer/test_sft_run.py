@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from mrl.config.layers import ConfigLayer
+from mrl.config.secrets import Secrets
+
 from mrl.config.load import Resolved
 from mrl.config.mesh import Mesh
 from mrl.config.schema import (
@@ -25,7 +26,6 @@ from mrl.config.schema import (
     SourceConfig,
     TrainedModelConfig,
 )
-from mrl.config.secrets import Secrets
 from mrl.config.sft import SftBatchConfig, SftConfig, SftTrainingConfig
 from mrl.data.packing import PackingRules, RowCost
 from mrl.data.toy_tokenizer import save_toy_tokenizer
