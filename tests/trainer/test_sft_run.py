@@ -11,8 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mrl.config.layers import ConfigLayer
-from mrl.config.secrets import Secrets
 
 from mrl.config.load import Resolved
 from mrl.config.mesh import Mesh
@@ -27,6 +25,7 @@ from mrl.config.schema import (
     TrainedModelConfig,
 )
 from mrl.config.sft import SftBatchConfig, SftConfig, SftTrainingConfig
+from mrl.config.values import ConfigLayer, Secrets
 from mrl.data.packing import PackingRules, RowCost
 from mrl.data.toy_tokenizer import save_toy_tokenizer
 from mrl.events import Warned, read_events
