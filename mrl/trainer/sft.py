@@ -13,6 +13,7 @@ from typing import Any
 
 from mrl.config.arithmetic import role_mesh
 from mrl.config.model_names import in_directories
+from mrl.config.run_directory import CHECKPOINTS, checkpoint_of
 from mrl.config.schema import BatchConfig
 from mrl.config.sft import SftConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
@@ -22,6 +23,7 @@ from mrl.data.rlhf_dataset import RLHFDataset
 from mrl.data.rows import RowParser
 from mrl.data.sft_rows import ANSWER, PROMPT, MessageRows, with_responses
 from mrl.data.sources import open_source
+from mrl.dtypes import torch_dtype
 from mrl.protocol import DataProto
 from mrl.trainer.node_models import fetch_models
 from mrl.trainer.role_client import Metrics, RoleClient, SftClient
@@ -50,9 +52,17 @@ def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) ->
             if stop:
                 run.console.print(f"stopped after {num_done} updates; the same command goes on")
                 return None
-        model = run.directory / MODEL
-        shutil.rmtree(model, ignore_errors=True)  # of this run when it was shorter; it follows from the checkpoint
-        components.client.group.export(str(model))
+    return _export(run, checkpoint_of(run.directory / CHECKPOINTS, num_done))
+
+
+def _export(run: Run[SftConfig], checkpoint: Path) -> Path:
+    """Make a model directory of the last checkpoint, as `mrl export` does."""
+    from mrl.engine.checkpoint_export import export_checkpoint
+
+    model = run.directory / MODEL
+    shutil.rmtree(model, ignore_errors=True)  # of this run when it was shorter; it follows from the checkpoint
+    config = in_directories(run.config)
+    export_checkpoint(checkpoint / ROLE, Path(config.model.path), "lm", torch_dtype(config.actor.dtype), model)
     return model
 
 

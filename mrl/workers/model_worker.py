@@ -14,7 +14,6 @@ from torch import Tensor
 from mrl.controller import Dispatch, RankInfo, Worker, register
 from mrl.engine import checkpoint
 from mrl.engine.engine import EngineRequest, MegatronEngine
-from mrl.engine.export import export
 from mrl.engine.offload import PartName, WeightCopy
 from mrl.engine.packed_rows import TokenRows
 from mrl.engine.parallel import model_parallel, take_device
@@ -61,11 +60,6 @@ class ModelWorker(Worker):
     def load_checkpoint(self, directory: str) -> None:
         """Go on from there, whatever layout wrote it."""
         checkpoint.load(self.engine, directory)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def export(self, directory: str) -> None:
-        """Write the weights in Hugging Face format, with the tokenizer of the model that training began with."""
-        export(self.engine, directory, self.setup.path)
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self, *parts: PartName) -> None:

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from mrl.config.step_calls import STEP
 from mrl.controller.transport import fetch
+from mrl.engine.checkpoint_export import export_checkpoint
+from mrl.hub import local_files
 from mrl.protocol import DataProto, RemoteColumn
 from mrl.protocol.columns import Jagged
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
@@ -96,7 +100,12 @@ class Recorder:
             "weights": {name: str(self._weights / f"{step}-{name}") for name in team.roles},
         }
         for name, role in team.roles.items():
-            role.group.export(self._now["weights"][name])
+            saved = self._weights / f"{step}-{name}-saved"
+            role.group.save_checkpoint(str(saved))
+            source, head = local_files(self._trainer.config.model_of(name)[1]), "score" if name == "critic" else "lm"
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                assert source is not None, "a recorded run has its models here"
+                export_checkpoint(saved, source, head, torch.float32, Path(self._now["weights"][name]))
         self._steps.append(self._now)
         self._now = before
         return report

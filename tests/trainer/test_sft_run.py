@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mrl.config.load import Resolved
 from mrl.config.mesh import Mesh
@@ -66,10 +67,6 @@ class Group:
     def load_checkpoint(self, directory: str) -> None:
         self.journal.append(("load", directory))
 
-    def export(self, directory: str) -> None:
-        Path(directory).mkdir()
-        self.journal.append(("export", directory))
-
     def shutdown(self) -> None:
         self.journal.append("shutdown")
 
@@ -100,6 +97,11 @@ class Lab:
         patch.setattr("mrl.trainer.sft.ray_cluster", lambda cluster: nullcontext())
         patch.setattr("mrl.trainer.sft.ResourcePoolManager", lambda *arguments: resources)
         patch.setattr("mrl.trainer.sft.RayWorkerGroup", self._group)
+        patch.setattr("mrl.engine.checkpoint_export.export_checkpoint", self._export)
+
+    def _export(self, saved: Path, source: Path, head: str, dtype: torch.dtype, target: Path) -> None:
+        target.mkdir()
+        self.group.journal.append(("export", saved.relative_to(self.directory), source.name, head, dtype, target))
 
     def _group(self, role: str, worker: Any, mesh: Mesh, context: Any) -> Group:
         self.workers.append((role, worker.worker_class, worker.args, mesh))
@@ -144,7 +146,9 @@ def test_a_run_trains_saves_and_exports(lab: Lab) -> None:
     lines = read_metrics(lab.directory / "metrics.jsonl")
     assert [(line["step"], line["loss"], line["lr"]) for line in lines] == [(*step, LR) for step in lab.steps]
     update, save = "update", "save"
-    calls = [update, update, save, update, update, save, update, save, ("export", str(model)), "shutdown"]
+    saved = Path("checkpoints", "step-000005", "actor")
+    exported = ("export", saved, "model-of-before", "lm", torch.bfloat16, model)
+    calls = [update, update, save, update, update, save, update, save, "shutdown", exported]
     assert group.journal == calls
     assert [len(rows) for rows in group.rows] == [4] * 5
     assert len({row for rows in group.rows for row in rows}) == 20, "row ids count the draws"

@@ -1,4 +1,4 @@
-"""From a batch to rows and back, and one real rank: what init, checkpoints, export and offload do to a model."""
+"""From a batch to rows and back, and one real rank: what init, checkpoints and offload do to a model."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import TrainedModelConfig
 from mrl.controller import Dispatch
 from mrl.controller.dispatch import registered_methods
+from mrl.engine.checkpoint_export import export_checkpoint
 from mrl.engine.scores import LossOutput, ScoreRequest, Scores
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
@@ -124,7 +125,7 @@ def test_what_a_phase_took_is_given_back_where_another_role_works_next(shares: b
 
 def test_every_rank_takes_part_in_what_concerns_the_whole_model() -> None:
     specs = registered_methods(ModelWorker)
-    for name in ("init_model", "save_checkpoint", "load_checkpoint", "export", "offload", "onload", "device_memory"):
+    for name in ("init_model", "save_checkpoint", "load_checkpoint", "offload", "onload", "device_memory"):
         assert specs[name].dispatch is Dispatch.ONE_TO_ALL, name
 
 
@@ -187,7 +188,6 @@ def life_of_a_model(path: str, directory: str) -> dict[str, Any]:
                 given = {"advantages": advantages, "ref_log_probs": from_rows([[-1.0] * 4, [-2.0] * 3])}
                 report = worker.update_actor(DataProto.from_dict(columns | given), sizes)
                 worker.save_checkpoint(directory)
-                worker.export(f"{directory}-hf")
                 found |= {"report": report, "facts": facts, "threads": torch.get_num_threads()}
             else:
                 worker.load_checkpoint(directory)
@@ -202,6 +202,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[st
     values = small_config(model_values("Qwen3-8B"), TrainedModelConfig(max_tokens_per_device=64).parallel)
     path = make_random(values, "lm", directory / "model")
     (found,) = run_distributed(1, life_of_a_model, str(path), str(directory / "checkpoint"), timeout_s=120)
+    export_checkpoint(directory / "checkpoint", path, "lm", torch.float32, directory / "checkpoint-hf")
     return path, directory / "checkpoint-hf", found
 
 
