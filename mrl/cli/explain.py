@@ -142,7 +142,7 @@ def _model_role(config: Config, role: str, *, all_ranks: bool) -> Iterator[str]:
             (
                 f"micro-batches per {per}, at most",
                 f"{share.samples_per_rank} / floor({room} / longest sample {share.longest_sample_tokens}), rounded up",
-                f"{share.most_micro_batches}",
+                f"{share.max_micro_batches}",
             ),
         ]
     )

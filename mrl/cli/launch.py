@@ -44,19 +44,19 @@ def run(arguments: argparse.Namespace) -> int:
     _, overrides = split_arguments(arguments.config)
     resolved = load_one(arguments.config)
     warn_unchecked(resolved)
-    parcel = pack(resolved, overrides)
-    return (_slurm if arguments.where == "slurm" else _ray)(arguments, resolved, parcel)
+    bundle = pack(resolved, overrides)
+    return (_slurm if arguments.where == "slurm" else _ray)(arguments, resolved, bundle)
 
 
-def _slurm(arguments: argparse.Namespace, resolved: Resolved[Config], parcel: JobBundle) -> int:
+def _slurm(arguments: argparse.Namespace, resolved: Resolved[Config], bundle: JobBundle) -> int:
     config, site = resolved.config, load_site(arguments.cluster)
-    job = SlurmJob(config, site, job_files(config), Path.cwd(), arguments.verb, parcel.variables)
+    job = SlurmJob(config, site, job_files(config), Path.cwd(), arguments.verb, bundle.variables)
     script = render_script(job)
     if arguments.dry_run:
-        _show(resolved, [f"# {job.files / SCRIPT}", script, f"# {job.files / CONFIG}", parcel.text])
+        _show(resolved, [f"# {job.files / SCRIPT}", script, f"# {job.files / CONFIG}", bundle.text])
         return 0
     job.files.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name, text in ((SCRIPT, script), (CONFIG, parcel.text)):
+    for name, text in ((SCRIPT, script), (CONFIG, bundle.text)):
         _write_private(job.files / name, text)
     command = ["sbatch", "--parsable", str(job.files / SCRIPT)]
     if not arguments.submit:
@@ -80,13 +80,13 @@ def _sbatch(command: list[str]) -> str:
     return answer.stdout.strip().partition(";")[0]
 
 
-def _ray(arguments: argparse.Namespace, resolved: Resolved[Config], parcel: JobBundle) -> int:
-    job = make_job(resolved.config, parcel, arguments.ship)
+def _ray(arguments: argparse.Namespace, resolved: Resolved[Config], bundle: JobBundle) -> int:
+    job = make_job(resolved.config, bundle, arguments.ship)
     lines = list(_travels(job))
     with tempfile.TemporaryDirectory() as directory:
         command = submit_command(arguments.address, Path(directory), arguments.verb, wait=not arguments.no_wait)
         if arguments.dry_run:
-            _show(resolved, [*lines, f"# {CONFIG}", parcel.text, submit_script(job, command)])
+            _show(resolved, [*lines, f"# {CONFIG}", bundle.text, submit_script(job, command)])
             return 0
         print("\n".join(lines), flush=True)
         write_job_directory(job, Path(directory))

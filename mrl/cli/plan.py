@@ -71,14 +71,14 @@ def _machine(path: str, config: Config, model: str | None) -> int:
     rows = [("process", "number", "each", "in its phase, at most")]
     rows += [(each.name, str(each.count), gib(each.held), gib(each.most)) for each in plan.processes]
     print("\n".join(aligned(rows)))
-    print(f"Together {gib(plan.least_bytes)} to {gib(plan.most_bytes)}, most in the phase of the {plan.fullest}.\n")
-    if plan.most_bytes <= usable:
+    print(f"Together {gib(plan.min_bytes)} to {gib(plan.max_bytes)}, most in the phase of the {plan.fullest}.\n")
+    if plan.max_bytes <= usable:
         print("It fits.")
         return 0
     changes = advise_machine(subject, usable)
-    print("It does not fit." if plan.least_bytes > usable else "It may not fit.")
+    print("It does not fit." if plan.min_bytes > usable else "It may not fit.")
     print(f"It fits with:\n  {subject.overrides(changes)}" if changes else "No change that was tried makes it fit.")
-    return _DOES_NOT_FIT if plan.least_bytes > usable else 0
+    return _DOES_NOT_FIT if plan.min_bytes > usable else 0
 
 
 def _memory(subject: PlanInput, plan: MemoryPlan, *, verbose: bool) -> Iterator[str]:
@@ -118,18 +118,18 @@ def _time(subject: PlanInput, lengths: Lengths, *, verbose: bool) -> Iterator[st
 
 def _verdict(subject: PlanInput, plan: MemoryPlan) -> Iterator[str]:
     if not plan.shortages:
-        fullest = max(plan.phases, key=lambda phase: phase.num_bytes)
-        yield f"It fits: at the fullest, in `{fullest.name}`, {gib(fullest.num_bytes)} of a device are taken."
+        taken = gib(plan.fullest.num_bytes)
+        yield f"It fits: at the fullest, in `{plan.fullest.name}`, {taken} of a device are taken."
         return
     for shortage in plan.shortages:
         where = f"`{shortage.phase.name}` on pool `{shortage.phase.pool}`"
         yield f"{where} {shortage.what}: {gib(shortage.num_bytes)} too much."
     found = advise(subject)
     yield "It fits with:" if found else "No change that was tried makes it fit: take larger devices (--hardware)."
-    for advice in found:
-        most = max(phase.num_bytes for phase in advice.plan.phases)
-        yield f"  {subject.overrides(advice.changes)}"
-        yield f"    then {gib(most)} at the fullest, and {advice.plan.engine.full_samples} full samples in a cache"
+    for changes, then in found:
+        yield f"  {subject.overrides(changes)}"
+        taken = gib(then.fullest.num_bytes)
+        yield f"    then {taken} at the fullest, and {then.engine.full_samples} full samples in a cache"
 
 
 def _search(subject: PlanInput, lengths: Lengths, nodes: int | None, devices_per_node: int | None) -> Iterator[str]:

@@ -20,7 +20,7 @@ class RoleBatch:
     longest_sample_tokens: int
 
     @property
-    def most_micro_batches(self) -> int:
+    def max_micro_batches(self) -> int:
         """Return their number when every sample has its full length; shorter samples need fewer."""
         return math.ceil(self.samples_per_rank / (self.tokens_per_micro_batch // self.longest_sample_tokens))
 

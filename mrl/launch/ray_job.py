@@ -24,7 +24,7 @@ CONFIG, RUNTIME_ENVIRONMENT = "config.yaml", "runtime_environment.json"
 
 @dataclass(frozen=True)
 class RayJob:
-    parcel: JobBundle
+    bundle: JobBundle
     code: tuple[Path, ...]
     """Files and packages of the user's, below the current directory."""
     environment: dict[str, str]
@@ -32,7 +32,7 @@ class RayJob:
     """Secret variables that must be there already where Ray runs."""
 
 
-def make_job(config: Config, parcel: JobBundle, further: Sequence[str]) -> RayJob:
+def make_job(config: Config, bundle: JobBundle, further: Sequence[str]) -> RayJob:
     """Return the job of a configuration. What would be looked for in the wrong place on the cluster is an error."""
     if problems := list(_relative_paths(config)):
         raise ConfigError(problems)
@@ -43,16 +43,16 @@ def make_job(config: Config, parcel: JobBundle, further: Sequence[str]) -> RayJo
             "cluster.allow_insecure_ray=true",
         )
     code = [*filter(None, map(_own_code, dict.fromkeys(user_modules(config)))), *map(_below_here, further)]
-    secret = tuple(name for name in parcel.variables if is_secret_key(name))
-    environment = {name: os.environ[name] for name in parcel.variables if name not in secret}
-    return RayJob(parcel, tuple(dict.fromkeys(code)), environment, secret)
+    secret = tuple(name for name in bundle.variables if is_secret_key(name))
+    environment = {name: os.environ[name] for name in bundle.variables if name not in secret}
+    return RayJob(bundle, tuple(dict.fromkeys(code)), environment, secret)
 
 
 def write_job_directory(job: RayJob, directory: Path) -> None:
     """Lay out what travels: the job's working directory, and beside it what the runtime environment is."""
     working = directory / "job"
     working.mkdir()
-    (working / CONFIG).write_text(job.parcel.text, encoding="utf-8")
+    (working / CONFIG).write_text(job.bundle.text, encoding="utf-8")
     for path in job.code:
         (working / path.parent).mkdir(parents=True, exist_ok=True)
         if path.is_dir():

@@ -111,7 +111,7 @@ _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
 
 
 class Console:
-    """Prints to a stream, else to standard output. `quiet` prints nothing but what is said with `say`."""
+    """Prints to a stream, else to standard output. `quiet` prints nothing but what `print` is given."""
 
     def __init__(self, num_steps: int, stream: TextIO | None = None, quiet: bool = False) -> None:
         self._num_steps = num_steps

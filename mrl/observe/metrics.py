@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mrl import files
 from mrl.errors import MrlError, SetupError
@@ -47,13 +47,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-class Tracker(Protocol):
-    """Takes the figures of every step."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the figures of a step; those that are not finite are left out, for neither service can draw them."""
-
-    def close(self) -> None: ...
+# --- trackers ---------------------------------------------------------------------------------------------------------
 
 
 class TensorBoard:
@@ -96,7 +90,8 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-TRACKERS: dict[str, tuple[type[TensorBoard] | type[WeightsAndBiases], ...]] = {
+Tracker = TensorBoard | WeightsAndBiases
+TRACKERS: dict[str, tuple[type[Tracker], ...]] = {
     "none": (),
     "tensorboard": (TensorBoard,),
     "wandb": (WeightsAndBiases,),
@@ -110,6 +105,7 @@ def open_trackers(which: str, run: str, directory: Path, config: Mapping[str, An
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures without those that are not finite, which neither service can draw."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 

@@ -51,8 +51,8 @@ class MachinePlan:
     processes: tuple[Processes, ...]
     fullest: str
     """The role whose phase takes the most."""
-    least_bytes: int
-    most_bytes: int
+    min_bytes: int
+    max_bytes: int
 
     def lines(self) -> Iterator[str]:
         for each in self.processes:
@@ -90,9 +90,9 @@ def advise_machine(subject: PlanInput, left_bytes: int) -> Changes | None:
 
     def fitting(varied: PlanInput) -> MachinePlan | None:
         plan = plan_machine(varied)
-        return plan if plan.most_bytes <= left_bytes else None
+        return plan if plan.max_bytes <= left_bytes else None
 
-    return next((changes for changes, _ in smallest_changes(subject, _ladders(subject), fitting, most=1)), None)
+    return next((changes for changes, _ in smallest_changes(subject, _ladders(subject), fitting, max_found=1)), None)
 
 
 def _ladders(subject: PlanInput) -> Iterator[list[Changes]]:

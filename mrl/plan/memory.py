@@ -89,6 +89,10 @@ class MemoryPlan:
     host_bytes_per_node: int
 
     @property
+    def fullest(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.num_bytes)
+
+    @property
     def shortages(self) -> list[MemoryShortfall]:
         """Return what does not fit, the worst first; empty where all does."""
         found = [
@@ -168,9 +172,7 @@ def _role(config: Config, spec: ModelSpec, name: str, stage: int) -> Role:
     item = partial(Item, name)
     held = stage_weights(spec, model, role_mesh(config, name), head, stage)
     train = [
-        item(
-            "activations", stage_activations(spec, model, stage, batch.most_micro_batches), f"{tokens}, stage {stage}"
-        ),
+        item("activations", stage_activations(spec, model, stage, batch.max_micro_batches), f"{tokens}, stage {stage}"),
         item("a weight's gradient", held.largest_parameter, "of the largest parameter, before it is added up"),
     ]
     score = [item("activations", forward_activations(spec, model), f"{tokens}, one layer at a time")]
@@ -246,7 +248,7 @@ class EngineMemory:
     """Keys and values of one token on one device."""
     sample_bytes: int
     """Of a sample of full length."""
-    most_sequences: int
+    max_sequences: int
     """That vLLM runs at a time."""
     bucket_bytes: int
     """On both sides while weights come in."""
@@ -258,7 +260,7 @@ class EngineMemory:
     @property
     def full_samples(self) -> int:
         """Return the samples of full length that an engine works on at a time."""
-        return min(max(0, self.cache_bytes) // self.sample_bytes, self.most_sequences)
+        return min(max(0, self.cache_bytes) // self.sample_bytes, self.max_sequences)
 
 
 def rollout_pool(config: Config) -> str:
@@ -294,7 +296,7 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
         cache_bytes=cache,
         token_bytes=token_bytes,
         sample_bytes=token_bytes * longest_sample_tokens(rollout),
-        most_sequences=sequences,
+        max_sequences=sequences,
         bucket_bytes=2 * max(config.sync.bucket_bytes, int(largest * item / _SLOT_SHARE)),
     )
 

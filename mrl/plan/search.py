@@ -33,26 +33,18 @@ Plan = TypeVar("Plan")
 FULL_RECOMPUTATION = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-@dataclass(frozen=True)
-class Advice:
-    """Other values, and the plan with them."""
-
-    changes: Changes
-    plan: MemoryPlan
-
-
-def advise(subject: PlanInput, most: int = 4) -> list[Advice]:
-    """Return up to so many ways to make it fit, each of as few kinds of change as any; empty where none was found."""
+def advise(subject: PlanInput, max_found: int = 4) -> list[tuple[Changes, MemoryPlan]]:
+    """Return ways to make it fit, each of as few kinds of change as any, with the plan then."""
 
     def fitting(varied: PlanInput) -> MemoryPlan | None:
         plan = plan_memory(varied)
         return None if plan.shortages else plan
 
-    return [Advice(*found) for found in smallest_changes(subject, _ladders(subject), fitting, most)]
+    return smallest_changes(subject, _ladders(subject), fitting, max_found)
 
 
 def smallest_changes(
-    subject: PlanInput, ladders: Iterable[list[Changes]], fitting: Callable[[PlanInput], Plan | None], most: int
+    subject: PlanInput, ladders: Iterable[list[Changes]], fitting: Callable[[PlanInput], Plan | None], max_found: int
 ) -> list[tuple[Changes, Plan]]:
     """Return rungs of as few ladders as any that make it fit, with what `fitting` gives for them."""
     ladders = [ladder for ladder in ladders if any(ladder)]
@@ -67,7 +59,7 @@ def smallest_changes(
                 if varied is not None and (plan := fitting(varied)) is not None:
                     found.append((changes, plan))
                     break  # the first rung that does is the smallest
-            if len(found) == most or num_tried > _MAX_CHANGES_TRIED:
+            if len(found) == max_found or num_tried > _MAX_CHANGES_TRIED:
                 return found
         if found:
             return found
@@ -182,11 +174,11 @@ class Placement:
     parts: dict[str, list[Option]]
 
 
-def search(subject: PlanInput, lengths: Lengths, most: int = 2) -> Result:
+def search(subject: PlanInput, lengths: Lengths, max_found: int = 2) -> Result:
     """Return the fastest few of each kind of placement that fit."""
     choices = list(placements(subject, lengths))
     results = [
-        _search([choice for choice in choices if choice.name == name], lengths, most)
+        _search([choice for choice in choices if choice.name == name], lengths, max_found)
         for name in dict.fromkeys(choice.name for choice in choices)
     ]
     found = sorted((one for result in results for one in result.found), key=lambda one: one.time.seconds)
@@ -194,16 +186,16 @@ def search(subject: PlanInput, lengths: Lengths, most: int = 2) -> Result:
     return Result(tuple(found), sum(result.num_tried for result in results), is_complete)
 
 
-def _search(choices: list[Placement], lengths: Lengths, most: int) -> Result:
+def _search(choices: list[Placement], lengths: Lengths, max_found: int) -> Result:
     found: list[Found] = []
     num_tried = 0
     for bound, placement, chosen in _in_order(choices):
-        is_complete = len(found) == most and bound >= found[-1].time.seconds
+        is_complete = len(found) == max_found and bound >= found[-1].time.seconds
         if is_complete or num_tried == _MAX_TRIED:
             return Result(tuple(found), num_tried, is_complete)
         num_tried += 1
         if (one := try_out(placement, chosen, lengths)) is not None:
-            found = sorted([*found, one], key=lambda each: each.time.seconds)[:most]
+            found = sorted([*found, one], key=lambda each: each.time.seconds)[:max_found]
     return Result(tuple(found), num_tried, is_complete=True)
 
 
@@ -343,7 +335,7 @@ def fits_on(resolved: Resolved[Config], num_nodes: int) -> list[str]:
     lengths, device = assumed_lengths(resolved.config), subject.hardware.name
     # Batches and layers are mostly divided by powers of two: five machines may do no better than four.
     for nodes in [num_nodes, *(2**power for power in reversed(range(num_nodes.bit_length())) if 2**power < num_nodes)]:
-        result = search(subject.with_changes_unchecked({"cluster.nodes": nodes}), lengths, most=1)
+        result = search(subject.with_changes_unchecked({"cluster.nodes": nodes}), lengths, max_found=1)
         if result.found:
             head = f"On {nodes} node{'s' if nodes > 1 else ''} of {device} this fits (predicted):"
             return [head, *(f"  {line}" for line in found_lines(subject, {"cluster.nodes": nodes}, result))]
@@ -353,7 +345,6 @@ def fits_on(resolved: Resolved[Config], num_nodes: int) -> list[str]:
 def found_lines(subject: PlanInput, wanted: Changes, result: Result) -> Iterator[str]:
     """Yield what a search found: how long a step is, and what to write for it."""
     for one in result.found:
-        most = max(phase.num_bytes for phase in one.memory.phases)
-        rate = f"{one.time.tokens_per_device_and_s:,.0f} tokens/s a device"
-        yield f"{one.placement}: {one.time.seconds:.1f} s a step, {rate}, {gib(most)} at the fullest"
+        rate, taken = f"{one.time.tokens_per_device_and_s:,.0f} tokens/s", gib(one.memory.fullest.num_bytes)
+        yield f"{one.placement}: {one.time.seconds:.1f} s a step, {rate} a device, {taken} at the fullest"
         yield f"  {subject.overrides(wanted | one.changes)}"

@@ -178,7 +178,7 @@ def rollout_phase(subject: PlanInput, lengths: Lengths) -> TimedPhase:
     # Where not all fit at once, those that run are of all ages, and half grown on average.
     by_cache = engine.cache_tokens / (lengths.prompt + lengths.response / 2)
     fits_whole = samples * lengths.whole <= engine.cache_tokens
-    batch = max(1.0, min(samples, math.inf if fits_whole else by_cache, engine.most_sequences))
+    batch = max(1.0, min(samples, math.inf if fits_whole else by_cache, engine.max_sequences))
     step_s = _decode_step_s(subject, engine, batch, lengths)
     # Those that are left at the end run on few at a time, until the longest has ended.
     tail_tokens = max(0.0, config.rollout.max_response_tokens - lengths.response)

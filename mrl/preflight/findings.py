@@ -72,7 +72,7 @@ def check_batch(config: Config) -> Iterator[CheckResult]:
         share, mesh = role_batch(config, role), role_mesh(config, role)
         what = (
             f"{share.samples_per_rank} samples per update on each of {mesh.dp} data-parallel ranks, in at most "
-            f"{share.most_micro_batches} micro-batches of {share.tokens_per_micro_batch} tokens"
+            f"{share.max_micro_batches} micro-batches of {share.tokens_per_micro_batch} tokens"
         )
         yield CheckResult("ok", f"batch of the {role}", what)
         if mesh.pp > 1 and share.samples_per_rank < mesh.pp:
@@ -131,12 +131,11 @@ def check_memory(resolved: Resolved[Config], hardware_name: str) -> Iterator[Che
     plan = plan_memory(subject)
     device = f"{subject.hardware.name} ({gib(subject.hardware.memory_bytes)}; --hardware for others)"
     if not plan.shortages:
-        fullest = max(plan.phases, key=lambda phase: phase.num_bytes)
-        what = f"{fullest.name} takes the most: {gib(fullest.num_bytes)} of each {device}"
+        what = f"{plan.fullest.name} takes the most: {gib(plan.fullest.num_bytes)} of each {device}"
         yield CheckResult("ok", about, what)
         return
-    advice = next(iter(advise(subject)), None)
-    fix = subject.overrides(advice.changes) if advice is not None else "mrl plan --search, or larger devices"
+    advice = advise(subject, max_found=1)
+    fix = subject.overrides(advice[0][0]) if advice else "mrl plan --search, or larger devices"
     for shortage in plan.shortages:
         what = f"{shortage.phase.name} {shortage.what} of {device}: {gib(shortage.num_bytes)} too much"
         yield CheckResult("fail", about, what, fix)
@@ -151,11 +150,11 @@ def check_machine(config: Config, usable_bytes: int, taken_bytes: int) -> CheckR
     except (ModelError, PlacementError) as error:
         return CheckResult("skip", about, error.what, error.fix)
     left = max(0, usable_bytes - taken_bytes)
-    range_of = f"{gib(plan.least_bytes)} to {gib(plan.most_bytes)}"
+    range_of = f"{gib(plan.min_bytes)} to {gib(plan.max_bytes)}"
     what = f"a run takes {range_of} of a machine's {gib(usable_bytes)}, most in the phase of the {plan.fullest}"
-    if plan.most_bytes <= left:
+    if plan.max_bytes <= left:
         return CheckResult("ok", about, what)
     changes = advise_machine(subject, left)
     fix = subject.overrides(changes) if changes else "a smaller model, a larger machine, or fewer other programs"
     what += f"; others hold {gib(taken_bytes)}. {'; '.join(plan.lines())}"
-    return CheckResult("fail" if plan.least_bytes > usable_bytes else "warn", about, what, fix)
+    return CheckResult("fail" if plan.min_bytes > usable_bytes else "warn", about, what, fix)

@@ -142,8 +142,8 @@ def _shared_memory(config: Config, free: int) -> CheckResult:
 def _limits(node: Mapping[str, Any]) -> Iterator[CheckResult]:
     low = False
     for name, key, fewest, fix in (
-        ("open files", "most_files", _MIN_FILES, f"ulimit -Hn {_MIN_FILES} for the user, or in the container"),
-        ("processes", "most_processes", _MIN_PROCESSES, f"ulimit -u {_MIN_PROCESSES}"),
+        ("open files", "max_files", _MIN_FILES, f"ulimit -Hn {_MIN_FILES} for the user, or in the container"),
+        ("processes", "max_processes", _MIN_PROCESSES, f"ulimit -u {_MIN_PROCESSES}"),
         ("ports", "num_ports", _MIN_PORTS, "widen net.ipv4.ip_local_port_range"),
     ):
         if 0 <= node[key] < fewest:  # -1 is no limit

@@ -49,8 +49,8 @@ def node_facts(canary: str, with_gpus: bool) -> dict[str, Any]:
         "shm_free_bytes": shutil.disk_usage(shared_memory).free if shared_memory.is_dir() else 0,
         "usable_memory_bytes": usable_memory_bytes(),
         "taken_memory_bytes": _taken_memory_bytes(),
-        "most_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # Ray raises the soft limit by itself
-        "most_processes": resource.getrlimit(resource.RLIMIT_NPROC)[0],
+        "max_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # Ray raises the soft limit by itself
+        "max_processes": resource.getrlimit(resource.RLIMIT_NPROC)[0],
         "num_ports": int(high) - int(low) + 1,
         "missing_interfaces": _missing_interfaces(),
         "gpus": [[gpu["name"], gpu["driver"]] for gpu in gpus()] if with_gpus else None,

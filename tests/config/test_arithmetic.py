@@ -83,8 +83,8 @@ def test_a_trained_role_shares_an_update_and_a_frozen_one_a_step() -> None:
     config = config_of(**changes)
     actor, judge = role_batch(config, "actor"), role_batch(config, "reward_model")
     assert (actor.samples_per_rank, actor.tokens_per_micro_batch, actor.longest_sample_tokens) == (8, 10000, 3000)
-    assert actor.most_micro_batches == math.ceil(8 / 3)
-    assert (judge.samples_per_rank, judge.tokens_per_micro_batch, judge.most_micro_batches) == (12, 3000, 12)
+    assert actor.max_micro_batches == math.ceil(8 / 3)
+    assert (judge.samples_per_rank, judge.tokens_per_micro_batch, judge.max_micro_batches) == (12, 3000, 12)
     assert role_mesh(config, "actor").dp == 4
     assert role_devices(config, "reward_model") == 8
 

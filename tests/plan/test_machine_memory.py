@@ -103,7 +103,7 @@ def test_roles_hold_what_they_have_together_and_work_in_turns(config_of: Make) -
     alone, together = plan(config_of()), plan(config_of(*both))
     other = processes(config_of(*both), "critic")
     assert together.fullest == alone.fullest == "actor"
-    assert together.least_bytes - alone.least_bytes == 3 * other.held
+    assert together.min_bytes - alone.min_bytes == 3 * other.held
     assert other.held < processes(config_of(), "actor").held, "a critic has no reference"
 
 
@@ -111,17 +111,17 @@ def test_several_machines_share(config_of: Make) -> None:
     two_ranks = ("placement.pools={laptop: 2}", "actor.parallel.tp=1")
     one = plan(config_of(*two_ranks))
     two = plan(config_of(*two_ranks, "cluster.nodes=2", "cluster.devices_per_node=1", "cluster.ray_address=auto"))
-    assert two.least_bytes == one.least_bytes // 2
+    assert two.min_bytes == one.min_bytes // 2
 
 
 def test_too_much_is_refused_perhaps_too_much_is_warned_of_and_the_change_that_is_named_does(config_of: Make) -> None:
     found = plan(config_of())
     for usable, taken, verdict in (
-        (found.least_bytes - 1, 0, "fail"),
-        (found.least_bytes, 0, "warn"),
-        (found.most_bytes - 1, 0, "warn"),
-        (found.most_bytes, 0, "ok"),
-        (found.most_bytes, 1, "warn"),
+        (found.min_bytes - 1, 0, "fail"),
+        (found.min_bytes, 0, "warn"),
+        (found.max_bytes - 1, 0, "warn"),
+        (found.max_bytes, 0, "ok"),
+        (found.max_bytes, 1, "warn"),
     ):
         said = check_machine(config_of(), usable, taken)
         assert said.verdict == verdict

@@ -241,8 +241,8 @@ def test_what_overflows_is_named_and_the_advice_fits(changes: dict[str, object],
     assert plan_memory(subject).shortages[0].phase.name == overflows
     found = advise(subject)
     assert found
-    for advice in found:
-        varied = subject.with_changes(advice.changes)
+    for advised, _ in found:
+        varied = subject.with_changes(advised)
         assert varied is not None, "the advice keeps to the rules"
         assert not plan_memory(varied).shortages
-        assert subject.overrides(advice.changes)
+        assert subject.overrides(advised)

@@ -68,9 +68,9 @@ def test_settings_that_are_not_counted_are_named_by_role() -> None:
 def test_advice_is_the_first_step_of_its_kind_that_fits_and_no_more_kinds_than_needed() -> None:
     subject = subject_of(PRESET, rollout__vllm__gpu_memory_utilization=0.99)
     found = advise(subject)
-    (lower,) = (one for one in found if "rollout.vllm.gpu_memory_utilization" in one.changes)
-    share = lower.changes["rollout.vllm.gpu_memory_utilization"]
+    ((lower, plan),) = (one for one in found if "rollout.vllm.gpu_memory_utilization" in one[0])
+    share = lower["rollout.vllm.gpu_memory_utilization"]
     above = subject.with_changes_unchecked({"rollout.vllm.gpu_memory_utilization": round(share + 0.05, 2)})
     assert plan_memory(above).shortages, "a smaller step would not do"
-    assert lower.plan == plan_memory(subject.with_changes_unchecked(lower.changes))
-    assert len(advise(subject, most=1)) == 1
+    assert plan == plan_memory(subject.with_changes_unchecked(lower))
+    assert len(advise(subject, max_found=1)) == 1

@@ -54,7 +54,7 @@ def test_the_fastest_of_all_is_found(case: str, monkeypatch: pytest.MonkeyPatch)
     lengths = assumed_lengths(subject.config)
     every = exhaustive(subject, lengths)
     for most in (1, 2, 5):
-        result = search(subject, lengths, most=most)
+        result = search(subject, lengths, max_found=most)
         assert result.is_complete
         found: dict[str, list[float]] = {}
         for one in result.found:

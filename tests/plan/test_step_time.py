@@ -107,7 +107,7 @@ def test_generation_reads_weights_and_cache_for_each_token_and_ends_with_the_lon
     engine = engine_memory(of.config, spec, device)
     samples = SAMPLES / (32 // tp)
     fits = samples * 2560 <= engine.cache_tokens
-    batch = max(1.0, min(samples, math.inf if fits else engine.cache_tokens / 1536, engine.most_sequences))
+    batch = max(1.0, min(samples, math.inf if fits else engine.cache_tokens / 1536, engine.max_sequences))
     weights = engine_elements(spec, tp)[0] * 2
 
     def step_s(size: float) -> float:
@@ -178,4 +178,4 @@ def test_an_engine_has_weights_work_space_and_the_rest_as_its_cache(tp: int) -> 
     assert engine.full_samples == min(max(0, cache) // engine.sample_bytes, sequences)
     few = subject(rollout__tp=tp, rollout__vllm__max_num_seqs=3, rollout__vllm__kv_cache_memory_bytes=10**11)
     fixed = engine_memory(few.config, few.specs["actor"], few.hardware)
-    assert (fixed.most_sequences, fixed.full_samples, fixed.cache_bytes) == (3, 3, 10**11)
+    assert (fixed.max_sequences, fixed.full_samples, fixed.cache_bytes) == (3, 3, 10**11)
