@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from mrl.cli.arguments import add_config, aligned, load_one
 from mrl.config.arithmetic import (
     has_own_rollout_pool,
+    has_reference,
     longest_sample_tokens,
     num_engines,
     role_batch,
@@ -53,31 +54,17 @@ def _batch(config: Config) -> Iterator[str]:
     batch, rollout = config.batch, config.rollout
     samples = samples_per_step(batch)
     per_epoch = samples // batch.samples_per_update
-    yield "Batch:"
-    yield from aligned(
-        [
-            (
-                "samples per step",
-                f"prompts_per_step {batch.prompts_per_step} x samples_per_prompt {batch.samples_per_prompt}",
-                f"{samples}",
-            ),
-            (
-                "updates per epoch",
-                f"samples per step {samples} / samples_per_update {batch.samples_per_update}",
-                f"{per_epoch}",
-            ),
-            (
-                "optimizer steps per step",
-                f"updates per epoch {per_epoch} x epochs_per_step {batch.epochs_per_step}",
-                f"{updates_per_step(batch)}",
-            ),
-            (
-                "longest sample",
-                f"max_prompt_tokens {rollout.max_prompt_tokens} + max_response_tokens {rollout.max_response_tokens}",
-                f"{longest_sample_tokens(rollout)} tokens",
-            ),
-        ]
-    )
+    prompts = f"prompts_per_step {batch.prompts_per_step} x samples_per_prompt {batch.samples_per_prompt}"
+    updates = f"samples per step {samples} / samples_per_update {batch.samples_per_update}"
+    longest = f"max_prompt_tokens {rollout.max_prompt_tokens} + max_response_tokens {rollout.max_response_tokens}"
+    epochs = f"updates per epoch {per_epoch} x epochs_per_step {batch.epochs_per_step}"
+    rows = [
+        ("samples per step", prompts, f"{samples}"),
+        ("updates per epoch", updates, f"{per_epoch}"),
+        ("optimizer steps per step", epochs, f"{updates_per_step(batch)}"),
+        ("longest sample", longest, f"{longest_sample_tokens(rollout)} tokens"),
+    ]
+    yield from ("Batch:", *aligned(rows))
 
 
 def _placement(config: Config) -> Iterator[str]:
@@ -103,12 +90,8 @@ def _who(config: Config, roles: list[str]) -> str:
         names.append(role)
         if role == "actor":
             names += [] if "rollout" in config.placement.roles else ["rollout"]
-            names += [f"reference (kl.where: {config.algorithm.kl.where})"] if _has_reference(config) else []
+            names += [f"reference (kl.where: {config.algorithm.kl.where})"] if has_reference(config) else []
     return ", ".join(names) + (" take turns" if len(names) > 1 else "")
-
-
-def _has_reference(config: Config) -> bool:
-    return config.algorithm.kl.where != "none"
 
 
 def _model_role(config: Config, role: str, *, all_ranks: bool) -> Iterator[str]:
@@ -118,34 +101,22 @@ def _model_role(config: Config, role: str, *, all_ranks: bool) -> Iterator[str]:
         per, samples = "step", f"samples per step {samples_per_step(config.batch)}"
     chunks = f" ({model.parallel.vpp} model chunks each)" if model.parallel.vpp > 1 else ""
     sequence = ", sequence parallel" if model.parallel.sequence_parallel else ""
-    yield (
-        f"{role}: {mesh.world_size} ranks = tp {mesh.tp} x cp {mesh.cp} x dp {mesh.dp} x pp {mesh.pp}{chunks}{sequence}"
-        + (
-            f"; expert layers etp {mesh.etp} x ep {mesh.ep} x edp {mesh.edp} x pp {mesh.pp}"
-            if _has_expert_axes(mesh)
-            else ""
-        )
-    )
-    if role == "actor" and _has_reference(config):
+    ranks = f"{mesh.world_size} ranks = tp {mesh.tp} x cp {mesh.cp} x dp {mesh.dp} x pp {mesh.pp}"
+    experts = f"; expert layers etp {mesh.etp} x ep {mesh.ep} x edp {mesh.edp} x pp {mesh.pp}"
+    yield f"{role}: {ranks}{chunks}{sequence}{experts if _has_expert_axes(mesh) else ''}"
+    if role == "actor" and has_reference(config):
         yield "  The reference model is this role's frozen copy: same processes, same layout."
     if role not in config.trained_roles():
         yield "  It is frozen: it scores whole steps."
-    room = share.tokens_per_micro_batch
-    yield from aligned(
-        [
-            (f"samples per {per} and data-parallel rank", f"{samples} / dp {mesh.dp}", f"{share.samples_per_rank}"),
-            (
-                "room of a micro-batch",
-                f"max_tokens_per_device {model.max_tokens_per_device} x cp {mesh.cp}",
-                f"{room} tokens",
-            ),
-            (
-                f"micro-batches per {per}, at most",
-                f"{share.samples_per_rank} / floor({room} / longest sample {share.longest_sample_tokens}), rounded up",
-                f"{share.max_micro_batches}",
-            ),
-        ]
-    )
+    room, of_rank = share.tokens_per_micro_batch, share.samples_per_rank
+    capacity = f"max_tokens_per_device {model.max_tokens_per_device} x cp {mesh.cp}"
+    needed = f"{of_rank} / floor({room} / longest sample {share.longest_sample_tokens}), rounded up"
+    rows = [
+        (f"samples per {per} and data-parallel rank", f"{samples} / dp {mesh.dp}", f"{of_rank}"),
+        ("room of a micro-batch", capacity, f"{room} tokens"),
+        (f"micro-batches per {per}, at most", needed, f"{share.max_micro_batches}"),
+    ]
+    yield from aligned(rows)
     yield from _rank_table(mesh, config.cluster.devices_per_node, all_ranks=all_ranks)
 
 

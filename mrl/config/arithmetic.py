@@ -41,6 +41,11 @@ def needs_old_log_probs(config: Config) -> bool:
     return updates_per_step(config.batch) > 1 or charged or algorithm.correction is not None
 
 
+def has_reference(config: Config) -> bool:
+    """Return whether a frozen copy of the actor is kept, on the host."""
+    return config.algorithm.kl.where != "none"
+
+
 def longest_sample_tokens(rollout: RolloutConfig) -> int:
     """Return the tokens of a sample whose prompt and response are both at their limit."""
     return rollout.max_prompt_tokens + rollout.max_response_tokens

@@ -11,13 +11,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mrl.config.arithmetic import has_own_rollout_pool, num_engines, role_batch, role_devices
+from mrl.config.arithmetic import has_own_rollout_pool, has_reference, num_engines, role_batch, role_devices
 from mrl.config.hardware import Hardware
 from mrl.config.schema import Config
 from mrl.dtypes import ITEM_BYTES
 from mrl.plan.assumptions import ASSUMPTIONS, GIB
 from mrl.plan.known_models import model_spec
-from mrl.plan.memory import Item, engine_memory, gib, has_reference, role_stages
+from mrl.plan.memory import Item, engine_memory, gib, role_stages
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.search import Changes, activation_ladders, smallest_changes
 from mrl.plan.weights import engine_elements

@@ -12,6 +12,7 @@ from functools import partial
 
 from mrl.config.arithmetic import (
     has_own_rollout_pool,
+    has_reference,
     longest_sample_tokens,
     needs_old_log_probs,
     num_engines,
@@ -213,11 +214,6 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
             yield Phase(_SCORING[role.name], pool, (*everything, *beside, *role.score))
         if role.train:
             yield Phase(f"train {role.name}", pool, (*everything, *beside, *role.train))
-
-
-def has_reference(config: Config) -> bool:
-    """Return whether a frozen copy of the actor is kept, on the host."""
-    return config.algorithm.kl.where != "none"
 
 
 def _host_bytes(config: Config, stages: Stages) -> int:

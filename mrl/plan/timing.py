@@ -13,6 +13,7 @@ from functools import cache, partial
 
 from mrl.config.arithmetic import (
     has_own_rollout_pool,
+    has_reference,
     needs_old_log_probs,
     num_engines,
     role_mesh,
@@ -26,7 +27,7 @@ from mrl.models.layout import Layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS
-from mrl.plan.memory import HEADS, EngineMemory, engine_memory, has_reference
+from mrl.plan.memory import HEADS, EngineMemory, engine_memory
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.weights import buffers, engine_elements, stage_weights
 from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner
