@@ -10,7 +10,15 @@ from mrl.cli.arguments import add_config, load_one
 from mrl.config.hardware import DEFAULT, HARDWARE
 from mrl.config.load import Resolved
 from mrl.config.schema import Config
-from mrl.preflight.findings import CheckResult, check_batch, check_columns, check_configuration, check_memory, guarded
+from mrl.preflight.findings import (
+    CheckResult,
+    check_batch,
+    check_columns,
+    check_configuration,
+    check_memory,
+    guarded,
+    skip,
+)
 
 EXAMPLE = "mrl check configs/laptop-ppo.yaml --offline"
 EXIT_FAILED = 2
@@ -44,7 +52,7 @@ def findings(resolved: Resolved[Config], arguments: argparse.Namespace) -> Itera
     yield from check_columns(config)
     yield from guarded("memory", check_memory(resolved, arguments.hardware))
     if arguments.offline:
-        yield CheckResult("skip", "data, machines", "--offline looks at the configuration alone")
+        yield skip("data, machines", "--offline looks at the configuration alone")
         return
     # These load torch, Ray and what else a run needs.
     from mrl.preflight.data import check_data, check_models

@@ -20,7 +20,7 @@ from mrl.hub import is_offline, model_directory
 from mrl.models.families import read_spec
 from mrl.plan.known_models import model_spec
 from mrl.plan.memory import gib
-from mrl.preflight.findings import CheckResult, Verdict, guarded
+from mrl.preflight.findings import CheckResult, Verdict, fail, guarded, ok, skip, warn
 from mrl.rewards.manager import RewardManager
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
@@ -54,29 +54,27 @@ def node_models(lacks: Mapping[str, str]) -> Iterator[CheckResult]:
     """Yield what nodes lack of the models that are here, by node."""
     for node, what in lacks.items():
         if what:
-            yield CheckResult("warn", "models", f"node {node}: {what}", "a run has such a node fetch them, if it can")
+            yield warn("models", f"node {node}: {what}", "a run has such a node fetch them, if it can")
     if not any(lacks.values()):
-        yield CheckResult("ok", "models", "every node has those that are here")
+        yield ok("models", "every node has those that are here")
 
 
 def _check(about: str, role: str, config: Config, directory: Path) -> Iterator[CheckResult]:
     check_model(model_setup(role, config))
     files = list(directory.glob("*.safetensors"))
     num_bytes = sum(file.stat().st_size for file in files)
-    yield CheckResult(
-        "ok", about, f"{directory}: {read_spec(directory).family}, {len(files)} files of {gib(num_bytes)}"
-    )
+    yield ok(about, f"{directory}: {read_spec(directory).family}, {len(files)} files of {gib(num_bytes)}")
 
 
 def _absent(about: str, name: str, error: ModelError) -> CheckResult:
     what = f"{error.where}: {error.what}" if error.where else error.what
     if is_offline():
-        return CheckResult("fail", about, what, error.fix)
+        return fail(about, what, error.fix)
     try:
         size = f"about {gib(model_spec(name).num_parameters * _BYTES_PER_PARAMETER)}"
     except ModelError:
         size = "of a size that is not known here"
-    return CheckResult("warn", about, f"{what}; `mrl train` downloads it, {size}", error.fix)
+    return warn(about, f"{what}; `mrl train` downloads it, {size}", error.fix)
 
 
 _MAX_ROWS = 256
@@ -93,19 +91,15 @@ def check_data(config: Config, *, all_rows: bool) -> Iterator[CheckResult]:
     try:
         config = in_directories(config)
     except ModelError as error:
-        yield CheckResult(
-            "skip", "data", f"prompts and rewards need the models' tokenizers: {error.where or error.what}"
-        )
+        yield skip("data", f"prompts and rewards need the models' tokenizers: {error.where or error.what}")
         return
     try:
         tokenizer = load_tokenizer(config.model.path)
     except DataError as error:
-        yield CheckResult("fail", "tokenizer", f"{error.where}: {error.what}", error.fix)
-        yield CheckResult("skip", "data", "prompts and rewards need the tokenizer")
+        yield fail("tokenizer", f"{error.where}: {error.what}", error.fix)
+        yield skip("data", "prompts and rewards need the tokenizer")
         return
-    yield CheckResult(
-        "ok", "tokenizer", f"{len(tokenizer)} tokens, ends with id {tokenizer.eos_token_id}, chat template"
-    )
+    yield ok("tokenizer", f"{len(tokenizer)} tokens, ends with id {tokenizer.eos_token_id}, chat template")
     yield from guarded("reward_model", _check_reward_model(config, tokenizer))
     scored: dict[str, list[Prompt]] = {}
     for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
@@ -121,9 +115,9 @@ def check_data(config: Config, *, all_rows: bool) -> Iterator[CheckResult]:
 def _check_reward_model(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
     if config.reward_model is not None:
         warnings = list(check_reward_model(config, tokenizer))
-        yield from (CheckResult("warn", "reward_model", warning) for warning in warnings)
+        yield from (warn("reward_model", warning) for warning in warnings)
         if not warnings:
-            yield CheckResult("ok", "reward_model", f"{config.reward_model.path} reads the policy's tokens")
+            yield ok("reward_model", f"{config.reward_model.path} reads the policy's tokens")
 
 
 def _check_number(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
@@ -131,9 +125,9 @@ def _check_number(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckRes
     wanted, about = config.batch.prompts_per_step, "data.train"
     if num < wanted:
         fix = f"add prompts, or batch.prompts_per_step={num}"
-        yield CheckResult("fail", about, f"{num} prompts, {wanted} per step", fix)
+        yield fail(about, f"{num} prompts, {wanted} per step", fix)
     else:
-        yield CheckResult("ok", about, f"{num} prompts, {num / wanted:.1f} steps until one comes again")
+        yield ok(about, f"{num} prompts, {num / wanted:.1f} steps until one comes again")
 
 
 def _check_source(
@@ -151,14 +145,14 @@ def _check_source(
         lengths = sorted(len(prompt.ids) for prompt in prompts)
         tail = lengths[int(0.95 * (len(lengths) - 1))]
         what = f"{seen}: prompts of {lengths[0]} to {lengths[-1]} tokens, 95 % within {tail}"
-        yield CheckResult("ok", key, f"{what}; the limit is {config.rollout.max_prompt_tokens}")
+        yield ok(key, f"{what}; the limit is {config.rollout.max_prompt_tokens}")
     else:
-        yield CheckResult("fail", key, f"{seen}: none is a usable prompt", "see the lines below")
+        yield fail(key, f"{seen}: none is a usable prompt", "see the lines below")
     if dropped := [row.num_tokens for row in unusable if row.error is None]:
         what = (
             f"{len(dropped)} of {len(found)} prompts are too long and will be dropped; the longest has {max(dropped)}"
         )
-        yield CheckResult("warn", key, f"{what} tokens", "raise rollout.max_prompt_tokens, if they matter")
+        yield warn(key, f"{what} tokens", "raise rollout.max_prompt_tokens, if they matter")
     errors = [row.error for row in unusable if row.error is not None]
     bad = [error for error in errors if isinstance(error, BadRow)]
     verdict: Verdict = "fail" if len(errors) > len(bad) or len(bad) > config.data.max_bad_rows else "warn"
@@ -186,7 +180,7 @@ def _check_rewards(
 ) -> Iterator[CheckResult]:
     """Score the right answers in the workers that will score the responses: a sane reward gives them something."""
     if not config.reward.functions:
-        yield CheckResult("skip", "rewards", "there is no reward function: the reward model alone scores")
+        yield skip("rewards", "there is no reward function: the reward model alone scores")
         return
     reward = dataclasses.replace(config.reward, on_failure="drop", max_failed_share=1.0)  # to see them all
     with tempfile.TemporaryDirectory() as directory:
@@ -221,7 +215,7 @@ def _scores(key: str, outcomes: Sequence[Outcome], samples: Sequence[Sample]) ->
     about = f"rewards of {key}"
     if failures := [outcome for outcome in outcomes if isinstance(outcome, Failure)]:
         what = f"{len(failures)} of {len(outcomes)} samples have no score: {failures[0].kind}: {failures[0].detail}"
-        return CheckResult("fail", about, what, "mend the reward function")
+        return fail(about, what, "mend the reward function")
     scores = [outcome for outcome in outcomes if isinstance(outcome, Score)]
     num_rows = len(scores) // len(_FORMS)
     by_form = [scores[begin : begin + num_rows] for begin in range(0, len(scores), num_rows)]
@@ -230,6 +224,6 @@ def _scores(key: str, outcomes: Sequence[Outcome], samples: Sequence[Sample]) ->
     what = f"the right answers, written as {samples[best * num_rows].response!r:.60}, score {shown}"
     if not any(score.value > 0 for score in by_form[best]):
         fix = "does the function want another form, or columns.ground_truth another column?"
-        return CheckResult("warn", about, f"{what}: none of them is rewarded", fix)
+        return warn(about, f"{what}: none of them is rewarded", fix)
     slowest = max(score.seconds for score in scores)
-    return CheckResult("ok", about, f"{what}; the slowest took {1000 * slowest:.0f} ms")
+    return ok(about, f"{what}; the slowest took {1000 * slowest:.0f} ms")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, get_args
 
 from mrl.config.arithmetic import role_batch, role_mesh, samples_per_step, updates_per_step
 from mrl.config.load import Resolved
@@ -34,12 +35,15 @@ class CheckResult:
     fix: str = ""
 
 
+ok, warn, fail, skip = (partial(CheckResult, verdict) for verdict in get_args(Verdict))
+
+
 def guarded(about: str, findings: Iterable[CheckResult]) -> Iterator[CheckResult]:
     """Yield the findings of a check; an error that it meets is one of them."""
     try:
         yield from findings
     except MrlError as error:
-        yield CheckResult("fail", about, f"{error.where}: {error.what}" if error.where else error.what, error.fix)
+        yield fail(about, f"{error.where}: {error.what}" if error.where else error.what, error.fix)
 
 
 def refuse(path: str, findings: Iterable[CheckResult]) -> list[CheckResult]:
@@ -53,11 +57,9 @@ def refuse(path: str, findings: Iterable[CheckResult]) -> list[CheckResult]:
 def check_configuration(resolved: Resolved[Config]) -> Iterator[CheckResult]:
     """Yield what loading has shown: it would have stopped at anything wrong."""
     num_keys = _num_values(dataclasses.asdict(resolved.config))
-    yield CheckResult("ok", "configuration", f"{num_keys} values in range, and every rule between them holds")
+    yield ok("configuration", f"{num_keys} values in range, and every rule between them holds")
     for warning in resolved.warnings:
-        yield CheckResult(
-            "skip", "configuration", warning, "run this where it is" if "on this machine" in warning else ""
-        )
+        yield skip("configuration", warning, "run this where it is" if "on this machine" in warning else "")
 
 
 def check_batch(config: Config) -> Iterator[CheckResult]:
@@ -67,17 +69,16 @@ def check_batch(config: Config) -> Iterator[CheckResult]:
         f"{batch.prompts_per_step} prompts x {batch.samples_per_prompt} = {samples_per_step(batch)} samples per step, "
         f"{updates_per_step(batch)} optimizer steps of {batch.samples_per_update}"
     )
-    yield CheckResult("ok", "batch", what)
+    yield ok("batch", what)
     for role in config.trained_roles():
         share, mesh = role_batch(config, role), role_mesh(config, role)
         what = (
             f"{share.samples_per_rank} samples per update on each of {mesh.dp} data-parallel ranks, in at most "
             f"{share.max_micro_batches} micro-batches of {share.tokens_per_micro_batch} tokens"
         )
-        yield CheckResult("ok", f"batch of the {role}", what)
+        yield ok(f"batch of the {role}", what)
         if mesh.pp > 1 and share.samples_per_rank < mesh.pp:
-            yield CheckResult(
-                "warn",
+            yield warn(
                 f"batch of the {role}",
                 f"{share.samples_per_rank} samples cannot fill a pipeline of {mesh.pp} stages: most devices will wait",
                 f"a larger batch.samples_per_update, or a smaller {role}.parallel.pp",
@@ -88,12 +89,10 @@ def check_columns(config: Config) -> Iterator[CheckResult]:
     """Check that every column that a worker reads has been written by then."""
     if problems := column_problems(config):
         for problem in problems:
-            yield CheckResult(
-                "fail", "columns", problem, "this is a defect of mrl, or of your own algorithm's settings"
-            )
+            yield fail("columns", problem, "this is a defect of mrl, or of your own algorithm's settings")
         return
     calls = [call.method for call in step_calls(config)]
-    yield CheckResult("ok", "columns", f"{', '.join(calls)}: every column is written before it is read")
+    yield ok("columns", f"{', '.join(calls)}: every column is written before it is read")
 
 
 def column_problems(config: Config) -> list[str]:
@@ -121,24 +120,24 @@ def check_memory(resolved: Resolved[Config], hardware_name: str) -> Iterator[Che
     """Yield the fullest phase, or those that do not fit and the smallest change that would."""
     about = "memory"
     if resolved.config.cluster.device == "cpu":
-        yield CheckResult("skip", about, "devices are CPU slots: it is each machine's memory that counts")
+        yield skip(about, "devices are CPU slots: it is each machine's memory that counts")
         return
     try:
         subject = make_plan_input(resolved, hardware_name)
     except ModelError as error:
-        yield CheckResult("skip", about, error.what, error.fix)
+        yield skip(about, error.what, error.fix)
         return
     plan = plan_memory(subject)
     device = f"{subject.hardware.name} ({gib(subject.hardware.memory_bytes)}; --hardware for others)"
     if not plan.shortages:
         what = f"{plan.fullest.name} takes the most: {gib(plan.fullest.num_bytes)} of each {device}"
-        yield CheckResult("ok", about, what)
+        yield ok(about, what)
         return
     advice = advise(subject, max_found=1)
     fix = subject.overrides(advice[0][0]) if advice else "mrl plan --search, or larger devices"
     for shortage in plan.shortages:
         what = f"{shortage.phase.name} {shortage.what} of {device}: {gib(shortage.num_bytes)} too much"
-        yield CheckResult("fail", about, what, fix)
+        yield fail(about, what, fix)
 
 
 def check_machine(config: Config, usable_bytes: int, taken_bytes: int) -> CheckResult:
@@ -148,12 +147,12 @@ def check_machine(config: Config, usable_bytes: int, taken_bytes: int) -> CheckR
         subject = machine_plan_input(config, usable_bytes)
         plan = plan_machine(subject)
     except (ModelError, PlacementError) as error:
-        return CheckResult("skip", about, error.what, error.fix)
+        return skip(about, error.what, error.fix)
     left = max(0, usable_bytes - taken_bytes)
     range_of = f"{gib(plan.min_bytes)} to {gib(plan.max_bytes)}"
     what = f"a run takes {range_of} of a machine's {gib(usable_bytes)}, most in the phase of the {plan.fullest}"
     if plan.max_bytes <= left:
-        return CheckResult("ok", about, what)
+        return ok(about, what)
     changes = advise_machine(subject, left)
     fix = subject.overrides(changes) if changes else "a smaller model, a larger machine, or fewer other programs"
     what += f"; others hold {gib(taken_bytes)}. {'; '.join(plan.lines())}"

@@ -18,7 +18,7 @@ from mrl.config.run_directory import CHECKPOINTS, steps_in
 from mrl.config.schema import Config
 from mrl.errors import ModelError, SetupError
 from mrl.plan.known_models import model_spec
-from mrl.preflight.findings import CheckResult, check_columns, check_machine
+from mrl.preflight.findings import CheckResult, check_columns, check_machine, fail, ok, skip, warn
 from mrl.preflight.node_facts import node_facts
 
 _CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32 weights and Adam's two moments
@@ -74,7 +74,7 @@ def check_disk(config: Config) -> Iterator[CheckResult]:
     try:
         num_parameters = model_spec(config.model.path).num_parameters
     except ModelError as error:
-        yield CheckResult("skip", about, f"{free / _GIB:.1f} GiB free in {config.run.dir}; {error.what}", error.fix)
+        yield skip(about, f"{free / _GIB:.1f} GiB free in {config.run.dir}; {error.what}", error.fix)
         return
     parameters = len(config.trained_roles()) * num_parameters
     num_there = len(steps_in(Path(config.run.dir, config.run.name, CHECKPOINTS)))
@@ -82,9 +82,9 @@ def check_disk(config: Config) -> Iterator[CheckResult]:
     what = f"{free / _GIB:.1f} GiB free in {config.run.dir}; {num} more checkpoints of {each / _GIB:.2f} GiB"
     if each * num > free:
         fix = f"free {(each * num - free) / _GIB:.1f} GiB, a smaller training.keep, or another run.dir"
-        yield CheckResult("fail", about, what, fix)
+        yield fail(about, what, fix)
     else:
-        yield CheckResult("ok", about, what)
+        yield ok(about, what)
 
 
 def check_nodes(
@@ -106,23 +106,23 @@ def check_nodes(
 def _check_node(config: Config, node: Mapping[str, Any], expected: Mapping[str, str]) -> Iterator[CheckResult]:
     if not node["sees_canary"]:
         fix = "put run.dir on a file system that all nodes share"
-        yield CheckResult("fail", "run directory", f"{config.run.dir} is not what the driver sees there", fix)
+        yield fail("run directory", f"{config.run.dir} is not what the driver sees there", fix)
     elif not node["has_sockets"]:
         what = f"no Unix socket can be made in {config.run.dir}, and weights go to the engines through one"
-        yield CheckResult("fail", "run directory", what, "choose another run.dir")
+        yield fail("run directory", what, "choose another run.dir")
     else:
-        yield CheckResult("ok", "run directory", f"{config.run.dir} is seen, and can hold sockets")
+        yield ok("run directory", f"{config.run.dir} is seen, and can hold sockets")
     if other := {name: version for name, version in node["versions"].items() if expected.get(name) != version}:
         found = ", ".join(f"{name} {version}" for name, version in other.items())
         here = ", ".join(f"{name} {expected.get(name, 'not installed')}" for name in other)
-        yield CheckResult("fail", "versions", f"{found}; the driver has {here}", "install the same everywhere")
+        yield fail("versions", f"{found}; the driver has {here}", "install the same everywhere")
     yield _shared_memory(config, node["shm_free_bytes"])
     if config.cluster.device == "cpu":
         yield check_machine(config, node["usable_memory_bytes"], node["taken_memory_bytes"])
     yield from _limits(node)
     for variable, interface in node["missing_interfaces"].items():
         what = f"{variable}={interface}, and there is no such network interface"
-        yield CheckResult("fail", "network", what, f"unset {variable}, or name one that `ip link` lists")
+        yield fail("network", what, f"unset {variable}, or name one that `ip link` lists")
     if config.cluster.device == "gpu" and node["gpus"] is not None:
         yield _gpus(config, node["gpus"], node["versions"])
 
@@ -133,10 +133,8 @@ def _shared_memory(config: Config, free: int) -> CheckResult:
     # Whole GiB: the same on every node, where the exact number is not.
     what = f"/dev/shm has {free // _GIB} GiB free; the columns of a step take up to {step / _GIB:.2f} GiB"
     if free < wanted:
-        return CheckResult(
-            "fail", "shared memory", what, f"give the node or container {wanted / _GIB:.1f} GiB (--shm-size)"
-        )
-    return CheckResult("ok", "shared memory", what)
+        return fail("shared memory", what, f"give the node or container {wanted / _GIB:.1f} GiB (--shm-size)")
+    return ok("shared memory", what)
 
 
 def _limits(node: Mapping[str, Any]) -> Iterator[CheckResult]:
@@ -148,9 +146,9 @@ def _limits(node: Mapping[str, Any]) -> Iterator[CheckResult]:
     ):
         if 0 <= node[key] < fewest:  # -1 is no limit
             low = True
-            yield CheckResult("warn", "limits", f"at most {node[key]} {name}; a full node wants {fewest}", fix)
+            yield warn("limits", f"at most {node[key]} {name}; a full node wants {fewest}", fix)
     if not low:
-        yield CheckResult("ok", "limits", "open files, processes and ports suffice for a full node")
+        yield ok("limits", "open files, processes and ports suffice for a full node")
 
 
 def _gpus(config: Config, gpus: Sequence[Sequence[str]], versions: Mapping[str, str]) -> CheckResult:
@@ -160,7 +158,7 @@ def _gpus(config: Config, gpus: Sequence[Sequence[str]], versions: Mapping[str, 
     what = f"{len(gpus)} GPUs ({kinds or 'nvidia-smi finds none'}); " + (f"NCCL {nccl}" if nccl else "no NCCL package")
     if len(gpus) < wanted:
         fix = f"cluster.devices_per_node={len(gpus)}" if gpus else "is this node meant, and is its driver loaded?"
-        return CheckResult("fail", "GPUs", f"{what}; cluster.devices_per_node is {wanted}", fix)
+        return fail("GPUs", f"{what}; cluster.devices_per_node is {wanted}", fix)
     return CheckResult(
         "ok" if nccl else "warn", "GPUs", what, "" if nccl else "mrl env says whether torch has it built in"
     )
@@ -172,7 +170,7 @@ def _gpus(config: Config, gpus: Sequence[Sequence[str]], versions: Mapping[str, 
 def check_machines(config: Config) -> Iterator[CheckResult]:
     """Check every node of the Ray cluster that the run would join, or this machine."""
     if config.cluster.ray_address is None:
-        yield CheckResult("ok", "Ray", "the run starts it on this machine")
+        yield ok("Ray", "the run starts it on this machine")
         yield from check_here(config, with_gpus=True)
         return
     # With Ray and torch, and so only here.
@@ -195,20 +193,20 @@ def check_machines(config: Config) -> Iterator[CheckResult]:
                 broken = broken_links(nodes, config.deadlines.start_s)
         yield from node_models({offer.name: lack for offer, lack in zip(usable, lacks, strict=True)})
         yield from check_nodes(config, facts, node_facts(canary, with_gpus=False)["versions"])
-        yield from (CheckResult("fail", "network", line, LINK_FIX) for line in broken)
+        yield from (fail("network", line, LINK_FIX) for line in broken)
         if not broken:
-            yield CheckResult("ok", "network", f"each of {len(usable)} nodes reaches every other by TCP")
+            yield ok("network", f"each of {len(usable)} nodes reaches every other by TCP")
 
 
 def check_slurm(config: Config) -> Iterator[CheckResult]:
     """Check whether some partition has nodes enough, where Slurm is."""
     if shutil.which(_SINFO[0]) is None:
-        yield CheckResult("skip", "Slurm", "there is no sinfo on this machine")
+        yield skip("Slurm", "there is no sinfo on this machine")
         return
     try:
         answer = subprocess.run(_SINFO, capture_output=True, text=True, timeout=_SINFO_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        yield CheckResult("warn", "Slurm", f"sinfo fails: {error}", "is the controller up?")
+        yield warn("Slurm", f"sinfo fails: {error}", "is the controller up?")
         return
     cluster = config.cluster
     kinds = [_read(line) for line in answer.stdout.splitlines() if line.count("|") == 5]
@@ -224,10 +222,10 @@ def check_slurm(config: Config) -> Iterator[CheckResult]:
     ]
     wanted = f"{cluster.nodes} nodes of {cluster.devices_per_node} {'GPUs' if cluster.device == 'gpu' else 'CPUs'}"
     if fit:
-        yield CheckResult("ok", "Slurm", f"{wanted}: {', '.join(fit)}")
+        yield ok("Slurm", f"{wanted}: {', '.join(fit)}")
     else:
         has = ", ".join(f"{name} has {nodes}" for name, nodes in enough.items()) or "no partition that is up has any"
-        yield CheckResult("fail", "Slurm", f"{wanted} are wanted; {has}", "sinfo shows all; or a smaller cluster.nodes")
+        yield fail("Slurm", f"{wanted} are wanted; {has}", "sinfo shows all; or a smaller cluster.nodes")
 
 
 def _offer(config: Config, devices_of: dict[str, int], free: int) -> CheckResult:
@@ -238,14 +236,10 @@ def _offer(config: Config, devices_of: dict[str, int], free: int) -> CheckResult
     what = f"{num_usable} nodes of {cluster.devices_per_node} {kind} or more, {free} {kind} free; the run takes {taken}"
     if num_usable < cluster.nodes:
         listed = ", ".join(f"{name}: {devices}" for name, devices in devices_of.items())
-        return CheckResult(
-            "fail", "Ray", f"{what} on {cluster.nodes} nodes ({listed})", "start Ray on the nodes that lack"
-        )
+        return fail("Ray", f"{what} on {cluster.nodes} nodes ({listed})", "start Ray on the nodes that lack")
     if free < taken:
-        return CheckResult(
-            "warn", "Ray", what, "other work holds them; the run waits deadlines.resources_s and then fails"
-        )
-    return CheckResult("ok", "Ray", what)
+        return warn("Ray", what, "other work holds them; the run waits deadlines.resources_s and then fails")
+    return ok("Ray", what)
 
 
 @dataclass(frozen=True)
