@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from mrl import files
 from mrl.cli.arguments import add_config, load_one, split_arguments, warn_unchecked
 from mrl.cli.explain import explain
 from mrl.config.load import Resolved
@@ -57,7 +58,7 @@ def _slurm(arguments: argparse.Namespace, resolved: Resolved[Config], bundle: Jo
         return 0
     job.files.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name, text in ((SCRIPT, script), (CONFIG, bundle.text)):
-        _write_private(job.files / name, text)
+        files.write_text(job.files / name, text, mode=0o600)
     command = ["sbatch", "--parsable", str(job.files / SCRIPT)]
     if not arguments.submit:
         print(f"submit it with: {shlex.join(command)}")
@@ -106,10 +107,3 @@ def _show(resolved: Resolved[Config], parts: list[str]) -> None:
         print(resolved.secrets.hide(part))
     for line in explain(resolved, all_ranks=False):
         print(line)
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Write a file for the owner alone, even where one with wider rights stands."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)

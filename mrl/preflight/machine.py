@@ -17,7 +17,9 @@ from mrl.config.arithmetic import longest_sample_tokens, samples_per_step
 from mrl.config.run_directory import CHECKPOINTS, steps_in
 from mrl.config.schema import Config
 from mrl.errors import ModelError, SetupError
+from mrl.plan.assumptions import GIB
 from mrl.plan.known_models import model_spec
+from mrl.plan.memory import gib
 from mrl.preflight.findings import CheckResult, check_columns, check_machine, fail, ok, skip, warn
 from mrl.preflight.node_facts import node_facts
 
@@ -25,7 +27,6 @@ _CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32 weights and Adam's two moments
 _COLUMN_BYTES_PER_TOKEN = 4 * 8  # ids, log-probs, values, advantages, ... of a step, in Ray's object store
 _SHM_FLOOR_BYTES = 1 << 30  # NCCL and vLLM exchange through it as well; a container has 64 MiB by default
 _MIN_FILES, _MIN_PROCESSES, _MIN_PORTS = 16384, 8192, 8192
-_GIB = 1 << 30
 _PROBE = "mrl.preflight.node_facts:node_facts"
 _SINFO = ("sinfo", "--noheader", "--format=%P|%a|%F|%G|%c|%l")
 _SINFO_TIMEOUT_S = 20
@@ -74,14 +75,14 @@ def check_disk(config: Config) -> Iterator[CheckResult]:
     try:
         num_parameters = model_spec(config.model.path).num_parameters
     except ModelError as error:
-        yield skip(about, f"{free / _GIB:.1f} GiB free in {config.run.dir}; {error.what}", error.fix)
+        yield skip(about, f"{gib(free)} free in {config.run.dir}; {error.what}", error.fix)
         return
     parameters = len(config.trained_roles()) * num_parameters
     num_there = len(steps_in(Path(config.run.dir, config.run.name, CHECKPOINTS)))
     each, num = parameters * _CHECKPOINT_BYTES_PER_PARAMETER, max(1, config.training.keep + 2 - num_there)
-    what = f"{free / _GIB:.1f} GiB free in {config.run.dir}; {num} more checkpoints of {each / _GIB:.2f} GiB"
+    what = f"{gib(free)} free in {config.run.dir}; {num} more checkpoints of {each / GIB:.2f} GiB"
     if each * num > free:
-        fix = f"free {(each * num - free) / _GIB:.1f} GiB, a smaller training.keep, or another run.dir"
+        fix = f"free {gib(each * num - free)}, a smaller training.keep, or another run.dir"
         yield fail(about, what, fix)
     else:
         yield ok(about, what)
@@ -131,9 +132,9 @@ def _shared_memory(config: Config, free: int) -> CheckResult:
     step = samples_per_step(config.batch) * longest_sample_tokens(config.rollout) * _COLUMN_BYTES_PER_TOKEN
     wanted = step + (_SHM_FLOOR_BYTES if config.cluster.device == "gpu" else 0)
     # Whole GiB: the same on every node, where the exact number is not.
-    what = f"/dev/shm has {free // _GIB} GiB free; the columns of a step take up to {step / _GIB:.2f} GiB"
+    what = f"/dev/shm has {free // GIB} GiB free; the columns of a step take up to {step / GIB:.2f} GiB"
     if free < wanted:
-        return fail("shared memory", what, f"give the node or container {wanted / _GIB:.1f} GiB (--shm-size)")
+        return fail("shared memory", what, f"give the node or container {gib(wanted)} (--shm-size)")
     return ok("shared memory", what)
 
 
