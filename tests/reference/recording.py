@@ -14,6 +14,7 @@ from mrl.config.step_calls import STEP
 from mrl.controller.transport import fetch
 from mrl.engine.checkpoint_export import export_checkpoint
 from mrl.hub import local_files
+from mrl.models.table import Head
 from mrl.protocol import DataProto, RemoteColumn
 from mrl.protocol.columns import Jagged
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
@@ -102,7 +103,8 @@ class Recorder:
         for name, role in team.roles.items():
             saved = self._weights / f"{step}-{name}-saved"
             role.group.save_checkpoint(str(saved))
-            source, head = local_files(self._trainer.config.model_of(name)[1]), "score" if name == "critic" else "lm"
+            source = local_files(self._trainer.config.model_of(name)[1])
+            head: Head = "score" if name == "critic" else "lm"
             if not dist.is_initialized() or dist.get_rank() == 0:
                 assert source is not None, "a recorded run has its models here"
                 export_checkpoint(saved, source, head, torch.float32, Path(self._now["weights"][name]))
