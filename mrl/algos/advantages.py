@@ -62,7 +62,7 @@ def estimate_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adv
 
 
 def _required(inputs: AdvantageInputs, column: str) -> Tensor:
-    """A column that this estimator cannot do without, in float32 at least."""
+    """Return a column that this estimator cannot do without, in float32 at least."""
     found: Tensor | None = getattr(inputs, column)
     if found is None:
         raise BatchError(f"this advantage estimator needs `{column}`, which is not there")
@@ -70,7 +70,7 @@ def _required(inputs: AdvantageInputs, column: str) -> Tensor:
 
 
 def _rewards(inputs: AdvantageInputs) -> Tensor:
-    """The token rewards, checked."""
+    """Return the token rewards, checked."""
     rewards_T = _required(inputs, "rewards_T")
     check_token_rewards(rewards_T, inputs.rows, inputs.mask_T)
     return rewards_T
@@ -78,7 +78,7 @@ def _rewards(inputs: AdvantageInputs) -> Tensor:
 
 @ADVANTAGES.register("gae")
 def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """Generalised advantage estimation, over the unmasked tokens of each row as if no other stood between them.
+    """Generalized advantage estimation, over the unmasked tokens of each row as if no other stood between them.
 
     delta_t = r_t + gamma * V_(t+1) - V_t,  A_t = delta_t + gamma * lam * A_(t+1),  returns_t = A_t + V_t,
     with V = A = 0 after the row's last unmasked token. Advantages are whitened after the returns are taken.
@@ -119,12 +119,12 @@ def _returns_to_go(inputs: AdvantageInputs, gamma: float) -> Tensor:
 
 
 def _unpack(written_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Values of the unmasked tokens alone, back to all tokens: 0 on masked ones."""
+    """Return values of the unmasked tokens alone, back to all tokens: 0 on masked ones."""
     return torch.zeros(mask_T.shape, dtype=written_T.dtype, device=written_T.device).masked_scatter(mask_T, written_T)
 
 
 def global_moments(x_T: Tensor, mask_T: Tensor, sum_over_ranks: Reduce = identity) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of the unmasked tokens of all ranks, in float64.
+    """Return mean and unbiased variance of the unmasked tokens of all ranks, in float64.
 
     mean = sum x / N,  var = sum (x - mean)^2 / (N - 1); both 0 for N = 0, var 0 for N = 1.
     Two passes: E[x^2] - E[x]^2 loses everything when the mean is large. A rank without tokens still takes part
@@ -178,9 +178,9 @@ def _expand(name: str, row_advantage: RowAdvantage, inputs: AdvantageInputs) -> 
 @by_group("grpo")
 def grpo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
     """GRPO: A_i = (s_i - mean) / (std + floor) over i's group, with the unbiased std. 0 where all are equal."""
-    centred_B = dr_grpo(scores_B, groups, batch)
-    variance_G = groups.sum(centred_B.square()) / (groups.sizes_G - 1).clamp(min=1)
-    return centred_B / (variance_G.sqrt()[groups.group_B] + STD_FLOOR)
+    centered_B = dr_grpo(scores_B, groups, batch)
+    variance_G = groups.sum(centered_B.square()) / (groups.sizes_G - 1).clamp(min=1)
+    return centered_B / (variance_G.sqrt()[groups.group_B] + STD_FLOOR)
 
 
 @by_group("dr_grpo")
@@ -214,5 +214,5 @@ def gpg(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """REINFORCE++ with a baseline: A = whiten(s_i - mean over i's group) over the tokens of the whole batch."""
-    centred_T = _expand("reinforce_plus_plus_baseline", dr_grpo, inputs)
-    return Advantages(whiten(centred_T, inputs.mask_T, inputs.sum_over_ranks))
+    centered_T = _expand("reinforce_plus_plus_baseline", dr_grpo, inputs)
+    return Advantages(whiten(centered_T, inputs.mask_T, inputs.sum_over_ranks))

@@ -27,7 +27,7 @@ class BatchTotals:
 
     @classmethod
     def of(cls, rows: Rows, mask_T: Tensor, sum_over_ranks: Reduce = identity) -> BatchTotals:
-        """Unmasked tokens, and rows that have at least one; a fully masked row is in no denominator."""
+        """Count unmasked tokens, and rows that have at least one; a fully masked row is in no denominator."""
         count_B = rows.count(mask_T)
         local = torch.stack([count_B.sum(), (count_B > 0).sum()]).to(torch.float64)
         num_tokens, num_rows = sum_over_ranks(local).tolist()
@@ -43,7 +43,7 @@ class LossNormalizer:
     horizon_tokens: int | None = None
 
     def weights(self, rows: Rows, mask_T: Tensor) -> Tensor:
-        """Each token's weight in the loss, 0 on masked ones.
+        """Return each token's weight in the loss, 0 on masked ones.
 
         The rows must be whole. A context-parallel rank takes its slice of the weights afterwards.
         """

@@ -25,7 +25,7 @@ class PromptGroups:
 
     @classmethod
     def of(cls, uids: Sequence[str], device: torch.device | str | None = None) -> PromptGroups:
-        """Groups of equal uids. Uids are compared as they are: "42" and "0042" are two groups."""
+        """Return groups of equal uids. Uids are compared as they are: "42" and "0042" are two groups."""
         number: dict[str, int] = {}
         group_B = torch.tensor([number.setdefault(uid, len(number)) for uid in uids], dtype=torch.int64, device=device)
         sizes_G = torch.bincount(group_B, minlength=len(number))
@@ -33,16 +33,13 @@ class PromptGroups:
 
     @property
     def sizes_G(self) -> Tensor:
-        """How many rows each group has."""
         return self.members.lengths_B
 
     @property
     def sizes_B(self) -> Tensor:
-        """How many rows the group of each row has."""
         return self.sizes_G[self.group_B]
 
     def sum(self, x_B: Tensor) -> Tensor:
-        """Each group's sum."""
         return self.members.sum(x_B[self.order_B])
 
     def from_first(self, x_B: Tensor) -> Tensor:
@@ -63,7 +60,7 @@ class PromptGroups:
         return shifted_B - mean_G[self.group_B]
 
     def has_variance(self, x_B: Tensor) -> Tensor:
-        """Per group: whether its values differ at all."""
+        """Return whether the values of each group differ at all."""
         return self.sum((self.from_first(x_B) != 0).to(torch.float64)) > 0
 
 
@@ -116,7 +113,7 @@ class GroupFilter:
         return tuple(uid for uid, kept in zip(self.groups.uids, self.keep_G.tolist(), strict=True) if kept)
 
     def take(self, num_groups: int) -> Tensor:
-        """The rows of the first `num_groups` kept groups, whole and in their order: a full batch or an error."""
+        """Return the rows of the first `num_groups` kept groups, whole and in their order: a full batch or an error."""
         if len(self.kept_uids) < num_groups:
             raise BatchError(
                 f"{len(self.kept_uids)} groups with differing scores, but {num_groups} are wanted "

@@ -28,7 +28,7 @@ K3_VALUE_BOUND = 10.0
 
 
 def token_kl(name: str, log_probs_T: Tensor, ref_log_probs_T: Tensor, mask_T: Tensor) -> Tensor:
-    """The KL of each token by the estimator of that name; 0 on masked tokens."""
+    """Return the KL of each token by the estimator of that name; 0 on masked tokens."""
     difference_T = apply_mask(log_probs_T, mask_T) - apply_mask(ref_log_probs_T, mask_T)
     return KL_ESTIMATORS.resolve(name)(difference_T)
 
@@ -62,7 +62,7 @@ def k3(d: Tensor) -> Tensor:
 
 
 def with_gradient_of_k2(estimator: KlEstimator) -> KlEstimator:
-    """The estimator's value, with k2's gradient d."""
+    """Return the estimator's value, with k2's gradient d."""
 
     def straight_through(d: Tensor) -> Tensor:
         backward = k2(d)
@@ -76,7 +76,7 @@ for _name, _estimator in (("k1", k1), ("abs", absolute), ("k3", k3)):
 
 
 def mean_row_kl(kl_T: Tensor, rows: Rows, mask_T: Tensor, sum_over_ranks: Reduce = identity) -> float:
-    """The mean over all ranks' rows of the mean over a row's unmasked tokens: what the controller is steered by."""
+    """Return the mean over all ranks' rows of the mean over a row's unmasked tokens, which steers the controller."""
     count_B = rows.count(mask_T)
     local = torch.stack([rows.mean(kl_T.detach().to(torch.float64), mask_T).sum(), (count_B > 0).sum().double()])
     total, num_rows = sum_over_ranks(local).tolist()
@@ -92,7 +92,7 @@ class KLController(Protocol):
         """Take one step's measured KL over `num_rows` rows into account."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON values."""
+        """Return what a resumed run needs, as JSON values."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
@@ -108,11 +108,9 @@ class FixedKLController:
         """Nothing to learn."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Only its kind."""
         return {"kind": "fixed"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the state is of this kind."""
         _check_kind(state, "fixed")
 
 
@@ -138,11 +136,10 @@ class AdaptiveKLController:
         self.coef *= 1.0 + error * num_rows / self.horizon_rows
 
     def state_dict(self) -> dict[str, Any]:
-        """The coefficient; target and horizon are the configuration's."""
+        """Return the coefficient; target and horizon are the configuration's."""
         return {"kind": "adaptive", "coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the saved coefficient."""
         _check_kind(state, "adaptive")
         self.coef = float(state["coef"])
 

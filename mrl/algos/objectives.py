@@ -1,4 +1,4 @@
-"""What the optimizer of the actor or the critic sees: token losses put together and normalised over the whole batch.
+"""What the optimizer of the actor or the critic sees: token losses put together and normalized over the whole batch.
 
 Each call is one micro-batch of one rank. Losses and reports are parts of the whole batch's: sum them over micro-batches
 and ranks, and nothing else is left to divide by.

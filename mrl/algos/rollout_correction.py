@@ -69,7 +69,7 @@ def geometric(pair: RolloutPair) -> Tensor:
 
 
 def correction_weights(pair: RolloutPair, config: CorrectionConfig) -> Tensor:
-    """The weight of each token's loss; 0 on masked tokens."""
+    """Return the weight of each token's loss; 0 on masked tokens."""
     ratio_T = _ratio(pair, config)
     held_T = ratio_T.clamp(config.lower, config.upper)
     if config.beyond == "mask":
@@ -85,7 +85,7 @@ def _ratio(pair: RolloutPair, config: CorrectionConfig) -> Tensor:
 def correction_metrics(
     pair: RolloutPair, config: CorrectionConfig, sum_over_ranks: Reduce = identity
 ) -> dict[str, float]:
-    """What the correction did, over the unmasked tokens of all ranks.
+    """Measure what the correction did, over the unmasked tokens of all ranks.
 
     Effective sample size = (sum w)^2 / (N sum w^2): 1 when all weights are equal, towards 0 when few carry all.
     """
@@ -109,7 +109,7 @@ def correction_metrics(
 def mismatch_metrics(
     pair: RolloutPair, sum_over_ranks: Reduce = identity, max_over_ranks: Reduce = identity
 ) -> dict[str, float]:
-    """How far the engine is from the trainer, over the unmasked tokens (or the rows that have any) of all ranks.
+    """Measure how far the engine is from the trainer, over the unmasked tokens (or rows that have any) of all ranks.
 
     Per token: `kl` = mean(-x), `k3_kl` = mean(exp(x) - x - 1), `chi2_token` = mean(exp(2x)) - 1, and |x|. Per row, with
     m the mean log-prob: perplexity exp(-m), and m_rollout - m_train. `chi2_seq` = mean(exp(2 sum_t x_t)) - 1.

@@ -15,7 +15,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 def identity(x: Tensor) -> Tensor:
-    """The reduction over one rank."""
+    """Reduce over one rank: nothing changes."""
     return x
 
 
@@ -41,7 +41,7 @@ class Rows:
 
     @classmethod
     def of(cls, lengths: Sequence[int] | Tensor, device: torch.device | str | None = None) -> Rows:
-        """Rows of these lengths, in this order; a length may be 0."""
+        """Return rows of these lengths, in this order; a length may be 0."""
         lengths_B = torch.as_tensor(lengths, dtype=torch.int64, device=device)
         if lengths_B.dim() != 1 or bool((lengths_B < 0).any()):
             raise BatchError(f"row lengths must be a flat list of counts, not {lengths_B.tolist()}")
@@ -50,7 +50,6 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """How many rows, empty ones included."""
         return self.lengths_B.numel()
 
     @property
@@ -59,26 +58,26 @@ class Rows:
         return self.row_T.numel()
 
     def expand(self, x_B: Tensor) -> Tensor:
-        """Each row's value on each of its tokens."""
+        """Return each row's value on each of its tokens."""
         if x_B.shape != self.lengths_B.shape:
             raise BatchError(f"a column of {x_B.numel()} values meets {self.num_rows} rows")
         return x_B[self.row_T]
 
     def sum(self, x_T: Tensor) -> Tensor:
-        """Each row's sum; 0 for an empty row."""
+        """Return each row's sum; 0 for an empty row."""
         self._check(x_T)
         return torch.segment_reduce(x_T, "sum", lengths=self.lengths_B, unsafe=True, initial=0.0)
 
     def count(self, mask_T: Tensor) -> Tensor:
-        """How many tokens of each row are unmasked."""
+        """Return how many tokens of each row are unmasked."""
         return self.sum(mask_T.to(torch.float64)).to(torch.int64)
 
     def mean(self, x_T: Tensor, mask_T: Tensor) -> Tensor:
-        """Each row's mean over its unmasked tokens; 0 for a row without any."""
+        """Return each row's mean over its unmasked tokens; 0 for a row without any."""
         return self.sum(apply_mask(x_T, mask_T)) / self.count(mask_T).clamp(min=1)
 
     def last_token(self, mask_T: Tensor) -> Tensor:
-        """The position of each row's last unmasked token; -1 for a row without any."""
+        """Return the position of each row's last unmasked token; -1 for a row without any."""
         self._check(mask_T)
         position_T = torch.arange(self.num_tokens, dtype=torch.float64, device=mask_T.device)
         position_T = torch.where(mask_T, position_T, -1.0)
@@ -86,7 +85,7 @@ class Rows:
         return last_B.to(torch.int64)
 
     def next_token(self, x_T: Tensor, step: int = 1) -> Tensor:
-        """The value `step` tokens later in the same row; 0 where the row ends before."""
+        """Return the value `step` tokens later in the same row; 0 where the row ends before."""
         self._check(x_T)
         later_T = torch.zeros_like(x_T)
         later_T[: max(0, self.num_tokens - step)] = x_T[step:]

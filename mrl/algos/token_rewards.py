@@ -10,7 +10,7 @@ from mrl.errors import BatchError, ConfigError, Problem, RewardError
 
 
 def scores_to_token_rewards(scores_B: Tensor, rows: Rows, mask_T: Tensor) -> Tensor:
-    """Each row's score on its last unmasked token, 0 elsewhere.
+    """Return each row's score on its last unmasked token, 0 elsewhere.
 
     A row ends where its tokens end: no padding, end-of-sequence or stop token is looked for. A fully masked row
     has no token that could earn anything: its score goes nowhere.

@@ -43,7 +43,7 @@ class ChatTokenizer(Protocol):
 
 
 def load_tokenizer(path: str, *, renders: bool = True) -> ChatTokenizer:
-    """The tokenizer of a model directory; never from the network.
+    """Load the tokenizer of a model directory; never from the network.
 
     One that `renders` prompts has a chat template and an end-of-sequence token.
     """
@@ -77,7 +77,7 @@ def compare_tokenizer(policy: ChatTokenizer, path: str) -> Iterator[str]:
 
 
 class PromptEncoder:
-    """Renders prompts with the chat template and encodes them."""
+    """Render prompts with the chat template and encode them."""
 
     def __init__(self, tokenizer: ChatTokenizer, template_options: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
@@ -87,7 +87,7 @@ class PromptEncoder:
         self._control = re.compile("|".join(re.escape(token) for token in control_tokens) or r"(?!)")
 
     def render(self, row: PromptRow) -> str:
-        """The prompt as the model reads it, up to where its answer begins."""
+        """Return the prompt as the model reads it, up to where its answer begins."""
         for index, message in enumerate(row.messages):
             if found := self._control.search(message["content"]):
                 what = f'message {index} ({message["role"]}) holds the control token "{found[0]}"'
@@ -103,7 +103,7 @@ class PromptEncoder:
             ) from error
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of rendered prompts; the template has written all special tokens already."""
+        """Return token ids of rendered prompts; the template has written all special tokens already."""
         return self._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
 
 

@@ -38,11 +38,9 @@ class JsonlFile:
         return len(self._starts) - 1
 
     def where(self, index: int) -> str:
-        """`file:line`."""
         return f"{self._path}:{index + 1}"
 
     def row(self, index: int) -> Any:
-        """What stands in a line."""
         begin, end = int(self._starts[index]), int(self._starts[index + 1])
         if end - begin > MAX_ROW_BYTES:
             raise BadRow(f"the line has {end - begin} bytes; at most {MAX_ROW_BYTES}", where=self.where(index))
@@ -60,7 +58,7 @@ class JsonlFile:
             raise BadRow(f"not a JSON object: {_reason(error)}", where=self.where(index)) from error
 
     def _find_lines(self, start: int) -> npt.NDArray[np.int64]:
-        """Where each line begins, and the end of the last."""
+        """Return where each line begins, and the end of the last."""
         buffer = bytearray(CHUNK_BYTES)
         starts = [np.array([start], dtype=np.int64)]
         position = 0

@@ -30,7 +30,6 @@ class RowCost:
     quadratic: float
 
     def of(self, lengths: Integers) -> Floats:
-        """The work of each row."""
         tokens = lengths.astype(np.float64)
         return tokens * (self.linear + self.quadratic * tokens)
 
@@ -61,11 +60,11 @@ class PackingRules:
     """Devices that share the tokens of a micro-batch, each with a budget of its own."""
 
     def capacity(self, max_tokens: int) -> int:
-        """Stored tokens of a micro-batch whose devices take `max_tokens` each."""
+        """Return stored tokens of a micro-batch whose devices take `max_tokens` each."""
         return max_tokens * self.context_size // self.pack_multiple * self.pack_multiple
 
     def stored(self, lengths: Integers, max_tokens: int) -> Integers:
-        """Tokens that each row takes up; an error where one is more than a micro-batch holds."""
+        """Return tokens that each row takes up; an error where one is more than a micro-batch holds."""
         stored = round_up(lengths, self.row_multiple)
         for row in np.flatnonzero(stored > self.capacity(max_tokens))[:1].tolist():
             needed = -(-round_up(int(stored.max()), self.pack_multiple) // self.context_size)
@@ -107,7 +106,7 @@ def plan_step(lengths: npt.ArrayLike, num_ranks: int, max_tokens: int, rules: Pa
 
 
 def checked_lengths(lengths: npt.ArrayLike) -> Integers:
-    """Lengths as an array; every row has a token."""
+    """Return lengths as an array; every row has a token."""
     checked = np.asarray(lengths, dtype=np.int64)
     for row in np.flatnonzero(checked < 1)[:1].tolist():
         raise BatchError(f"row {row} has {checked[row]} tokens", fix="leave out rows without tokens")
@@ -115,14 +114,14 @@ def checked_lengths(lengths: npt.ArrayLike) -> Integers:
 
 
 def longest_first(tokens: Integers, costs: npt.NDArray[Any], weights: npt.NDArray[Any]) -> list[RowLoad]:
-    """Rows by falling length, the first of equals first."""
+    """Return rows by falling length, the first of equals first."""
     order = np.argsort(-tokens, kind="stable")
     columns = (order, tokens[order], costs[order], weights[order])
     return list(map(RowLoad._make, zip(*(column.tolist() for column in columns), strict=True)))
 
 
 def place(rows: Sequence[RowLoad], shape: tuple[int, int], capacity: float) -> list[list[list[int]]] | None:
-    """Rows in (ranks, bins of each) so that no bin is empty or over its capacity; None where that did not succeed.
+    """Place rows in (ranks, bins of each) so that no bin is empty or over its capacity; None where that fails.
 
     In the order given, a row goes to the rank of the least cost that has room for it, and there into the lightest bin.
     With the longest first this ends close to equal, because the shortest come last and level what is uneven.
@@ -153,7 +152,7 @@ def place(rows: Sequence[RowLoad], shape: tuple[int, int], capacity: float) -> l
 
 
 def _placed(stored: Integers, costs: Floats, shape: tuple[int, int], capacity: int) -> list[Bins] | None:
-    """Micro-batches of equal work, or of equal size where only that fits; None where neither does."""
+    """Return micro-batches of equal work, or of equal size where only that fits; None where neither does."""
     for weights in (costs, stored):
         if ranks := place(longest_first(stored, costs, weights), shape, capacity):
             return ranks
@@ -161,7 +160,7 @@ def _placed(stored: Integers, costs: Floats, shape: tuple[int, int], capacity: i
 
 
 def _best_fit(stored: Integers, capacity: int) -> Bins:
-    """Hardly more bins than there must be: the longest row first, each into the fullest bin that still takes it."""
+    """Return hardly more bins than there must be: the longest row first, each into the fullest bin that takes it."""
     bins: Bins = []
     rooms: list[tuple[int, int]] = []  # what a bin still takes, and its number; ascending
     for position, tokens, *_ in longest_first(stored, stored, stored):
@@ -176,7 +175,7 @@ def _best_fit(stored: Integers, capacity: int) -> Bins:
 
 
 def _dealt(bins: Bins, costs: Sequence[float], shape: tuple[int, int]) -> list[Bins]:
-    """Bins that are known to fit, the same number to each rank and in all of similar work."""
+    """Return bins that are known to fit, the same number to each rank and in all of similar work."""
     bins = _halved(bins, costs, shape[0] * shape[1])
     work = [sum(costs[row] for row in rows) for rows in bins]
     dearest_first = sorted(range(len(bins)), key=lambda number: -work[number])
@@ -186,7 +185,7 @@ def _dealt(bins: Bins, costs: Sequence[float], shape: tuple[int, int]) -> list[B
 
 
 def _halved(bins: Bins, costs: Sequence[float], count: int) -> Bins:
-    """As many bins as asked for: the dearest that has two rows is halved until there are."""
+    """Return as many bins as asked for: the dearest that has two rows is halved until there are."""
 
     def entry(rows: list[int]) -> tuple[float, list[int]]:
         return (-sum(costs[row] for row in rows) if len(rows) > 1 else 0.0, rows)
@@ -201,7 +200,7 @@ def _halved(bins: Bins, costs: Sequence[float], count: int) -> Bins:
 
 
 def _small_ends(bins: Bins, costs: Floats) -> Bins:
-    """The cheapest micro-batches first and last, the dearest in the middle.
+    """Return the cheapest micro-batches first and last, the dearest in the middle.
 
     While a pipeline fills and drains, most stages wait for what the first and the last micro-batches take.
     """

@@ -44,11 +44,9 @@ class ParquetFile:
         return int(self._starts[-1])
 
     def where(self, index: int) -> str:
-        """File and row, counted from 0."""
         return f"{self._path}: row {index}"
 
     def row(self, index: int) -> Any:
-        """The columns of a row."""
         group = bisect_right(self._starts, index) - 1
         if group not in self._groups:
             self._groups[group] = self._decode(group)
@@ -92,13 +90,13 @@ class _MappedRows:
         self._starts = starts
 
     def row(self, index: int) -> Any:
-        """The columns of a row as Python objects."""
+        """Return the columns of a row as Python objects."""
         batch = bisect_right(self._starts, index) - 1
         return self._batches.get_batch(batch).slice(index - self._starts[batch], 1).to_pylist()[0]
 
 
 def _dotted_names(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:
-    """The columns of a schema with those nested in them."""
+    """Return the columns of a schema with those nested in them."""
     names = []
     for field in fields:
         names.append(f"{prefix}{field.name}")

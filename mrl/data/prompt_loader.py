@@ -29,7 +29,7 @@ class SkipLog:
         self._events = events
 
     def add(self, unusable: SkippedRow) -> None:
-        """Write it down. A prompt that must not be too long, or one bad row more than allowed, is an error."""
+        """Count it. A prompt that must not be too long, or one bad row more than allowed, is an error."""
         draw, error = unusable.draw, unusable.error
         if error is not None and not isinstance(error, BadRow):
             raise error
@@ -53,11 +53,9 @@ class SkipLog:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts, as plain JSON."""
         return {"overlong": dict(self.overlong), "bad_rows": dict(self.bad_rows)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from there."""
         self.overlong = Counter(state["overlong"])
         self.bad_rows = dict(state["bad_rows"])
 
@@ -80,7 +78,7 @@ class PromptLoader:
         self._num_skipped: Counter[str] = Counter()
 
     def next_batch(self) -> DataProto:
-        """The prompts of one step."""
+        """Return the prompts of one step."""
         prompts: list[Prompt] = []
         while missing := self._prompts_per_step - len(prompts):
             # Exactly as many draws as could be used: nothing is drawn ahead, so the counts are the whole state.
@@ -94,7 +92,7 @@ class PromptLoader:
         return to_batch(prompts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands between two batches, as plain JSON."""
+        """Return where the loader stands between two batches, as plain JSON."""
         return {"sampler": self._sampler.state_dict(), "skips": self.skips.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -116,7 +114,7 @@ class PromptLoader:
 
 
 def one_pass(dataset: RLHFDataset, batch_size: int, skips: SkipLog) -> Iterator[DataProto]:
-    """Every prompt once and in order, for validation; the last batch may be smaller."""
+    """Yield every prompt once and in order, for validation; the last batch may be smaller."""
     usable: list[Prompt] = []
     for begin in range(0, len(dataset), batch_size):
         for found in dataset.read(dataset.draws(begin, begin + batch_size)):

@@ -58,7 +58,7 @@ class Answered(Protocol):
 
 
 def score(sample: Answered) -> float:
-    """The library's own score, 0 to 1, of what stands in the last <answer> of a response.
+    """Return the library's own score, 0 to 1, of what stands in the last <answer> of a response.
 
     As a reward function: `mrl.data.reasoning_gym:score`.
     """
@@ -74,7 +74,7 @@ def _entries_again(task: str, options: str) -> Any:
 
 
 def _entries(task: str, options: Mapping[str, Any]) -> Any:
-    """The library's data set; what it does not know or allow is a typed error."""
+    """Return the library's data set; what it does not know or allow is a typed error."""
     factory = _library("factory")
     if task not in factory.DATASETS:
         raise DataError(f'reasoning_gym has no task "{task}"', fix=did_you_mean(task, factory.DATASETS))

@@ -65,11 +65,10 @@ class RLHFDataset:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of rows of each source."""
         return {name: len(rows) for name, (rows, _) in self._sources.items()}
 
     def batch(self, indices: Sequence[int]) -> DataProto:
-        """The prompts of these rows, counted over all sources; a row that gives none is an error."""
+        """Return the prompts of these rows, counted over all sources; a row that gives none is an error."""
         prompts = []
         for found in self.read([self._draw_of(index) for index in indices]):
             if isinstance(found, SkippedRow):
@@ -78,7 +77,7 @@ class RLHFDataset:
         return to_batch(prompts)
 
     def read(self, draws: Sequence[Draw]) -> list[Prompt | SkippedRow]:
-        """What each draw gives, in order."""
+        """Return what each draw gives, in order."""
         parsed: list[tuple[Draw, PromptRow, str] | SkippedRow] = []
         for draw in draws:
             try:
@@ -114,7 +113,7 @@ class RLHFDataset:
         return SkippedRow(draw, None, len(ids)) if kept is None else Prompt(draw, row, text, kept)
 
     def draws(self, begin: int, end: int) -> list[Draw]:
-        """The rows from `begin` to before `end`, or to the last, each as if drawn in its first epoch."""
+        """Return the rows from `begin` to before `end`, or to the last, each as if drawn in its first epoch."""
         return [self._draw_of(index) for index in range(begin, min(end, len(self)))]
 
     def _draw_of(self, index: int) -> Draw:
@@ -134,13 +133,13 @@ class RLHFDataset:
 def open_dataset(
     sources: Mapping[str, SourceConfig], data: DataConfig, rollout: RolloutConfig, tokenizer: ChatTokenizer
 ) -> RLHFDataset:
-    """The prompts of `sources`: the training or the validation ones of `data`."""
+    """Return the prompts of `sources`: the training or the validation ones of `data`."""
     opened = {name: (open_source(source), RowParser(source.columns, name)) for name, source in sources.items()}
     return RLHFDataset(opened, PromptEncoder(tokenizer, data.template), rollout.max_prompt_tokens, data.overlong)
 
 
 def to_batch(prompts: Sequence[Prompt]) -> DataProto:
-    """One row per prompt; its id is the number of its draw."""
+    """Return one row per prompt; its id is the number of its draw."""
     return DataProto.from_dict(
         tensors={"prompts": from_rows([torch.tensor(prompt.ids, dtype=torch.int32) for prompt in prompts])},
         non_tensors={
@@ -156,7 +155,7 @@ def to_batch(prompts: Sequence[Prompt]) -> DataProto:
 
 
 def shorten(ids: list[int], limit: int, overlong: Overlong, where: str) -> list[int] | None:
-    """At most `limit` token ids; None where the prompt is to be dropped."""
+    """Return at most `limit` token ids; None where the prompt is to be dropped."""
     if len(ids) <= limit:
         return ids
     match overlong:

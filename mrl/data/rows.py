@@ -34,14 +34,13 @@ class PromptRow:
 
 
 class RowParser:
-    """Turns the raw rows of one source into prompts, by the source's column names."""
+    """Turn the raw rows of one source into prompts, by the source's column names."""
 
     def __init__(self, columns: ColumnsConfig, source_name: str) -> None:
         self._columns = columns
         self._source_name = source_name
 
     def parse(self, raw: object, where: str) -> PromptRow:
-        """The row as a prompt, or `BadRow`."""
         if not isinstance(raw, Mapping):
             raise BadRow(f"a row must be an object of columns, not {describe(raw)}", where=where)
         columns, cells = self._columns, _Cells(raw, where)
@@ -57,7 +56,7 @@ class RowParser:
 
 
 def describe(value: object) -> str:
-    """What a value is, in a few words."""
+    """Return what a value is, in a few words."""
     match value:
         case None:
             return "null"
@@ -185,7 +184,7 @@ class _Cells:
 
 
 def _dotted_names(raw: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The columns of a row with those nested in them, dotted."""
+    """Return the columns of a row with those nested in them, dotted."""
     names = []
     for name, value in raw.items():
         names.append(f"{prefix}{name}")

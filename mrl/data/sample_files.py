@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 
 def write_samples(directory: Path, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:
-    """One row per sample in `step-000012.parquet`, complete or not there."""
+    """Write one row per sample into `step-000012.parquet`, complete or not there."""
     directory.mkdir(mode=0o700, exist_ok=True)
     path = directory / f"step-{step:06d}.parquet"
     staged = path.with_suffix(".tmp")
@@ -24,7 +24,7 @@ def write_samples(directory: Path, step: int, columns: Mapping[str, Sequence[Any
 
 
 def read_newest_samples(directory: Path, num_rows: int) -> list[dict[str, Any]]:
-    """The first rows of the newest file; none where there is no file."""
+    """Return the first rows of the newest file; none where there is no file."""
     files = sorted(directory.glob("step-*.parquet"))
     rows: list[dict[str, Any]] = pq.read_table(files[-1]).slice(0, num_rows).to_pylist() if files else []
     return rows

@@ -58,7 +58,7 @@ class PromptSampler:
         self._rows: dict[str, tuple[int, npt.NDArray[np.int64]]] = {}
 
     def draw(self) -> Draw:
-        """The next row."""
+        """Return the next row."""
         number, total = sum(self._drawn.values()), sum(self._weights.values())
         # The source that is furthest behind its share; the first of equals.
         source = max(self._sizes, key=lambda name: self._weights[name] * (number + 1) - total * self._drawn[name])
@@ -67,7 +67,7 @@ class PromptSampler:
         return Draw(number, source, epoch, int(self._rows_of(source, epoch)[position]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sequence stands, as plain JSON."""
+        """Return where the sequence stands, as plain JSON."""
         return {"order": self._order, "drawn": dict(self._drawn)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ class PromptSampler:
         self._drawn = dict(state["drawn"])
 
     def _rows_of(self, source: str, epoch: int) -> npt.NDArray[np.int64]:
-        """The order of a source's rows in an epoch; the last one asked for is kept."""
+        """Return the order of a source's rows in an epoch; the last one asked for is kept."""
         if self._rows.get(source, (-1,))[0] != epoch:
             size = self._sizes[source]
             order = shuffled(size, f"{self._seed}/{source}/{epoch}") if self._shuffle else np.arange(size)
@@ -90,7 +90,7 @@ class PromptSampler:
 
 
 def shuffled(size: int, key: str) -> npt.NDArray[np.int64]:
-    """The numbers below `size` in the order of a hash of key and number (SplitMix64).
+    """Return the numbers below `size` in the order of a hash of key and number (SplitMix64).
 
     Not numpy's own shuffle, whose order may change with numpy's version: a run must resume after an upgrade.
     """
@@ -102,7 +102,7 @@ def shuffled(size: int, key: str) -> npt.NDArray[np.int64]:
 
 
 def _whole_weights(sizes: Mapping[str, int], weights: Mapping[str, float | None]) -> dict[str, int]:
-    """Weights as the smallest whole numbers of the same ratio: shares are then exact, however long a run is."""
+    """Return weights as the smallest whole numbers of the same ratio: shares are then exact, however long a run is."""
     exact = {
         name: Fraction(size) if weights[name] is None else Fraction(str(weights[name])) for name, size in sizes.items()
     }

@@ -27,11 +27,10 @@ class MessageRows:
         return len(self._rows)
 
     def where(self, index: int) -> str:
-        """As the source says."""
         return self._rows.where(index)
 
     def row(self, index: int) -> Any:
-        """The row, its last message taken off."""
+        """Return the row, its last message taken off."""
         raw, where = self._rows.row(index), self.where(index)
         messages = raw.get(self._column) if isinstance(raw, Mapping) else None
         if not isinstance(messages, list) or not messages or not isinstance(messages[-1], Mapping):
@@ -45,7 +44,7 @@ class MessageRows:
 
 
 def with_responses(prompts: DataProto, tokenizer: ChatTokenizer, max_tokens: int) -> DataProto:
-    """The batch with each row's answer as its response, ended as the model ends what it says."""
+    """Return the batch with each row's answer as its response, ended as the model ends what it says."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end-of-sequence token, so no answer could be ended", where="model.path")
     answers = list(prompts["ground_truth"])

@@ -40,10 +40,10 @@ class RawRows(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> Any:
-        """The raw row, or `BadRow` where there is nothing to read."""
+        """Return the raw row, or `BadRow` where there is nothing to read."""
 
     def where(self, index: int) -> str:
-        """Which row that is, for messages."""
+        """Return which row that is, for messages."""
 
 
 class MadeRows:
@@ -57,11 +57,9 @@ class MadeRows:
         return len(self._rows)
 
     def row(self, index: int) -> Any:
-        """What the sequence holds there."""
         return self._rows[index]
 
     def where(self, index: int) -> str:
-        """Name and row, counted from 0."""
         return f"{self._name}: row {index}"
 
 
@@ -76,12 +74,10 @@ class ManyFiles:
         return self._starts[-1]
 
     def row(self, index: int) -> Any:
-        """The row in its file."""
         file, inner = self._place(index)
         return file.row(inner)
 
     def where(self, index: int) -> str:
-        """What its file says."""
         file, inner = self._place(index)
         return file.where(inner)
 
@@ -91,7 +87,7 @@ class ManyFiles:
 
 
 def open_source(source: SourceConfig) -> RawRows:
-    """The rows of a source. Files are opened and indexed, but no row is read that is not asked for."""
+    """Return the rows of a source. Files are opened and indexed, but no row is read that is not asked for."""
     if is_file(source):
         files = [_open_file(Path(path), source.columns) for path in _matching(source.dataset)]
         return files[0] if len(files) == 1 else ManyFiles(files)

@@ -43,7 +43,7 @@ class ToyRows:
 
 
 def addition(part: str = "all", largest: int = 99, mistakes: float = 0.0) -> ToyRows:
-    """Every sum of two two-digit numbers that are at most `largest`.
+    """Return every sum of two two-digit numbers that are at most `largest`.
 
     With `mistakes`, it is a careless teacher's exercise book: every problem is there 16 times, and that share of the
     answers has a wrong digit.
@@ -99,7 +99,7 @@ TOY_TASKS: dict[str, Callable[..., ToyRows]] = {"addition": addition, "reversing
 
 
 def _part(task: str, size: int, part: str) -> Sequence[int]:
-    """The numbers of the rows of a part; which part a row is in never depends on the size."""
+    """Return the numbers of the rows of a part; which part a row is in never depends on the size."""
     if part not in PARTS:
         raise DataError(f'toy:{task} has no part "{part}"', fix=did_you_mean(part, PARTS))
     if part == "all":

@@ -39,11 +39,11 @@ class Jagged:
         return len(self.lengths)
 
     def offsets(self) -> Tensor:
-        """Where the rows begin and end among the values: `[0, l0, l0+l1, ...]`."""
+        """Return where the rows begin and end among the values: `[0, l0, l0+l1, ...]`."""
         return torch.from_numpy(np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]))
 
     def rows(self) -> tuple[Tensor, ...]:
-        """Every row's values, as views."""
+        """Return every row's values, as views."""
         return torch.split(self.values, self.lengths.tolist())
 
 
@@ -65,14 +65,14 @@ class RemoteColumn:
 
     @classmethod
     def of_part(cls, part: Any, rows: int, lengths: Lengths | None) -> RemoteColumn:
-        """The column that one stored part is."""
+        """Return the column that one stored part is."""
         return cls((part,), (rows,), np.zeros(rows, dtype=np.int32), np.arange(rows, dtype=np.int32), lengths)
 
     def __len__(self) -> int:
         return len(self.part_of_row)
 
     def take(self, rows: Index | slice) -> RemoteColumn:
-        """These rows, in this order, with only the parts that they need."""
+        """Return these rows, in this order, with only the parts that they need."""
         part_of_row = self.part_of_row[rows]
         used = part_of_row[:1] if len(part_of_row) else np.zeros(1, dtype=np.int32)
         if bool((part_of_row == used[0]).all()):
@@ -90,7 +90,7 @@ class RemoteColumn:
 
     @classmethod
     def concat(cls, columns: Sequence[RemoteColumn]) -> RemoteColumn:
-        """The rows of all these columns, one after another; a part that several of them use is listed once."""
+        """Return the rows of all these columns, one after another; a part that several of them use is listed once."""
         if len(columns) == 1:
             return columns[0]
         parts: dict[Any, int] = {}
@@ -110,16 +110,16 @@ class RemoteColumn:
         )
 
     def is_whole_part(self) -> bool:
-        """Whether these rows are one stored part, all of it and in its order: nothing has to be gathered."""
+        """Return whether these rows are one stored part, all of it and in its order: nothing has to be gathered."""
         return self.part_sizes == (len(self),) and bool(np.array_equal(self.row_in_part, np.arange(len(self))))
 
     def rows_among_parts(self) -> Index:
-        """Where each row is when the rows of all parts are counted through."""
+        """Return where each row is when the rows of all parts are counted through."""
         starts = np.cumsum([0, *self.part_sizes[:-1]], dtype=np.int64)
         return np.asarray(starts[self.part_of_row] + self.row_in_part)
 
     def describe(self) -> str:
-        """Kind and size of the column, for messages."""
+        """Return kind and size of the column, for messages."""
         kind = "" if self.lengths is None else f", {int(self.lengths.sum())} values"
         return f"stored, {len(self)} rows{kind} in {len(self.parts)} parts"
 
@@ -136,7 +136,7 @@ def as_column(values: Tensor | Jagged | Sequence[Any], name: str) -> Column:
 
 
 def jagged(values: Tensor, lengths: npt.ArrayLike | Tensor) -> Jagged:
-    """The jagged column whose rows are `values` cut into pieces of the given lengths."""
+    """Return the jagged column whose rows are `values` cut into pieces of the given lengths."""
     column = Jagged(values, np.asarray(lengths, dtype=np.int32))
     if (total := int(column.lengths.sum())) != values.shape[0]:
         raise BatchError(
@@ -147,7 +147,7 @@ def jagged(values: Tensor, lengths: npt.ArrayLike | Tensor) -> Jagged:
 
 
 def from_rows(rows: Sequence[Tensor | Sequence[float]]) -> Jagged:
-    """The jagged column of these rows, each a tensor or a list of numbers."""
+    """Return the jagged column of these rows, each a tensor or a list of numbers."""
     tensors = [row if isinstance(row, Tensor) else torch.tensor(row) for row in rows]
     # An empty Python list says nothing of its type and must not turn a column of ids into one of floats.
     filled = [tensor for tensor in tensors if tensor.numel()]
@@ -156,7 +156,7 @@ def from_rows(rows: Sequence[Tensor | Sequence[float]]) -> Jagged:
 
 
 def from_torch(tensor: Tensor, name: str) -> Tensor | Jagged:
-    """A user's tensor as a column: nested tensors become jagged columns that share their values."""
+    """Return a user's tensor as a column: nested tensors become jagged columns that share their values."""
     if not tensor.is_nested:
         return tensor
     if tensor.layout is not torch.jagged:
@@ -166,7 +166,7 @@ def from_torch(tensor: Tensor, name: str) -> Tensor | Jagged:
 
 
 def compact(column: Tensor | Jagged, name: str) -> Tensor | Jagged:
-    """A jagged column of 64-bit integers as 32-bit ones: token ids and positions never need more."""
+    """Return a jagged column of 64-bit integers as 32-bit ones: token ids and positions never need more."""
     if isinstance(column, Tensor) or column.values.dtype != torch.int64:
         return column
     values, limit = column.values, torch.iinfo(torch.int32)
@@ -191,7 +191,7 @@ def take(column: AnyColumn, rows: Index | slice) -> AnyColumn:
 
 
 def gather(parts: Sequence[Column], rows: npt.NDArray[np.integer], name: str) -> Column:
-    """These rows out of the parts' rows, which are counted through from the first part to the last."""
+    """Return these rows out of the parts' rows, which are counted through from the first part to the last."""
     if not isinstance(parts[0], Jagged):
         whole = _concat_here(parts, name)
         return whole[torch.from_numpy(rows)] if isinstance(whole, Tensor) else whole[rows]  # type: ignore[index]
@@ -202,7 +202,7 @@ def gather(parts: Sequence[Column], rows: npt.NDArray[np.integer], name: str) ->
 
 
 def object_array(items: Sequence[Any]) -> Objects:
-    """A one-dimensional array of these objects, even where they are lists of equal length."""
+    """Return a one-dimensional array of these objects, even where they are lists of equal length."""
     array = np.empty(len(items), dtype=object)
     for index, item in enumerate(items):
         array[index] = item
@@ -234,7 +234,7 @@ def _concat_here(columns: Sequence[Column], name: str) -> Column:
 
 
 def _alike(columns: Sequence[Column], name: str) -> list[Any]:
-    """The same columns, now known to be of one kind."""
+    """Return the same columns, now known to be of one kind."""
     signatures = {signature(column) for column in columns}
     if len(signatures) > 1:
         raise BatchError(
@@ -245,7 +245,7 @@ def _alike(columns: Sequence[Column], name: str) -> list[Any]:
 
 
 def signature(column: Column) -> str:
-    """What two columns must agree on to be concatenated, as a reader would say it."""
+    """Return what two columns must agree on to be concatenated, as a reader would say it."""
     if isinstance(column, np.ndarray):
         return "objects"
     kind, values = ("jagged", column.values) if isinstance(column, Jagged) else ("dense", column)

@@ -33,7 +33,7 @@ class DataProto(Table):
         meta_info: Mapping[str, Any] | None = None,
         row_ids: npt.ArrayLike | None = None,
     ) -> DataProto:
-        """A batch of these columns. Rows are numbered from 0 unless `row_ids` says otherwise."""
+        """Return a batch of these columns. Rows are numbered from 0 unless `row_ids` says otherwise."""
         columns = {name: as_column(values, name) for name, values in {**(tensors or {}), **(non_tensors or {})}.items()}
         if row_ids is None:
             row_ids = np.arange(len(next(iter(columns.values()))) if columns else 0)
@@ -44,7 +44,7 @@ class DataProto(Table):
         return DataProto({**self.columns(), name: as_column(values, name)}, self.row_ids, dict(self.meta_info))
 
     def union(self, other: DataProto) -> DataProto:
-        """These rows with the other's columns as well. Rows are matched by id; both must have the same ones."""
+        """Return these rows with the other's columns as well. Rows are matched by id; both must have the same ones."""
         mine, theirs = self.columns(), other.columns()
         if both := sorted(set(mine) & set(theirs)):
             raise BatchError(
@@ -57,7 +57,7 @@ class DataProto(Table):
         return DataProto({**mine, **other_columns}, self.row_ids, meta_info)
 
     def select(self, *names: str) -> DataProto:
-        """These rows with only the named columns."""
+        """Return these rows with only the named columns."""
         columns = self.columns()
         for name in names:
             if name not in columns:
@@ -72,14 +72,14 @@ class DataProto(Table):
         return popped
 
     def take(self, rows: npt.ArrayLike) -> DataProto:
-        """The rows at these positions, in this order; their ids go with them."""
+        """Return the rows at these positions, in this order; their ids go with them."""
         index = np.asarray(rows, dtype=np.int64)
         if len(index) and (index.min() < -len(self) or index.max() >= len(self)):
             raise BatchError(f"row {int(index.max())} was asked for, but there are {len(self)} rows")
         return self._rows(index % len(self) if len(index) else index)
 
     def repeat(self, times: int) -> DataProto:
-        """Every row `times` times, its copies side by side; copy k of row id r becomes id r x times + k."""
+        """Return every row `times` times, its copies side by side; copy k of row id r becomes id r x times + k."""
         if times < 1:
             raise BatchError(f"rows cannot be repeated {times} times")
         index = np.repeat(np.arange(len(self)), times)
@@ -88,7 +88,7 @@ class DataProto(Table):
         return DataProto(columns, row_ids, dict(self.meta_info))
 
     def split(self, sizes: Sequence[int]) -> list[DataProto]:
-        """Consecutive pieces with these numbers of rows."""
+        """Return consecutive pieces with these numbers of rows."""
         if sum(sizes) != len(self) or any(size < 0 for size in sizes):
             raise BatchError(f"sizes {list(sizes)} add up to {sum(sizes)}, but there are {len(self)} rows")
         if len(sizes) == 1:
@@ -101,7 +101,7 @@ class DataProto(Table):
         return DataProto(columns, self.row_ids[rows], dict(self.meta_info))
 
     def chunk(self, num_chunks: int) -> list[DataProto]:
-        """Consecutive pieces whose numbers of rows differ by at most one; an empty piece is an error."""
+        """Return consecutive pieces whose numbers of rows differ by at most one; an empty piece is an error."""
         if not 1 <= num_chunks <= len(self):
             raise BatchError(
                 f"{len(self)} rows cannot be split over {num_chunks} shards: each needs at least one",
@@ -142,7 +142,7 @@ def _merge_meta_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _positions(row_ids: Index, wanted: Index) -> Index | None:
-    """Where the wanted ids stand among `row_ids`; None where they are the same already."""
+    """Return where the wanted ids stand among `row_ids`; None where they are the same already."""
     if np.array_equal(row_ids, wanted):
         return None
     missing, extra = np.setdiff1d(wanted, row_ids), np.setdiff1d(row_ids, wanted)

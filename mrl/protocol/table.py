@@ -61,14 +61,14 @@ class Table:
         return "\n".join([f"{type(self).__name__} of {len(self)} rows, meta_info {self.meta_info}", *lines])
 
     def columns(self) -> dict[str, AnyColumn]:
-        """All columns by name, of whatever kind."""
+        """Return all columns by name, of whatever kind."""
         tensors = self._tensors
         if self._is_batch_made():
             tensors = {name: from_torch(tensor, name) for name, tensor in self.batch.items()}
         return {**tensors, **self.non_tensor_batch, **self.stored}
 
     def __getitem__(self, name: str) -> Any:
-        """A column that is here: a tensor, a `Jagged`, or an array of objects. A stored or unknown one is an error."""
+        """Return a column that is here: a tensor, a `Jagged`, or an array of objects. A stored one is an error."""
         columns = self.columns()
         if name not in columns:
             raise BatchError(f"no column `{name}`", fix=did_you_mean(name, columns))
@@ -80,11 +80,11 @@ class Table:
         return column
 
     def values(self, name: str) -> Tensor:
-        """All rows' values of a jagged column, one after another: for packed sequences, and without a nested tensor."""
+        """Return all rows' values of a jagged column, one after another."""
         return self._jagged(name).values
 
     def lengths(self, name: str) -> Lengths:
-        """Values per row of a jagged column, wherever the column is."""
+        """Return values per row of a jagged column, wherever the column is."""
         column = self.stored.get(name)
         return self._jagged(name).lengths if column is None or column.lengths is None else column.lengths
 

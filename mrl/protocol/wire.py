@@ -28,14 +28,11 @@ Buffer: TypeAlias = bytes | npt.NDArray[np.uint8]
 
 
 class Wire(NamedTuple):
-    """One column, as it travels."""
-
     head: bytes
     body: Buffer
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole."""
         return len(self.head) + len(self.body)
 
 
@@ -51,7 +48,7 @@ with warnings.catch_warnings():
 
 
 def encode(column: Column, name: str) -> Wire:
-    """The bytes that stand for a column; the body may share the column's memory."""
+    """Return the bytes that stand for a column; the body may share the column's memory."""
     if isinstance(column, np.ndarray):
         return _encode_objects(column, name)
     lengths, values = (column.lengths, column.values) if isinstance(column, Jagged) else (None, column)
@@ -92,7 +89,7 @@ def _head(header: dict[str, Any], lengths: Lengths | None) -> bytes:
 
 
 def decode(wire: Wire) -> Column:
-    """The column that the bytes stand for; tensors share the body's memory and must not be written to."""
+    """Return the column that the bytes stand for; tensors share the body's memory and must not be written to."""
     header, rest = _read_header(wire.head)
     try:
         kind = header["kind"]
@@ -117,7 +114,7 @@ def decode(wire: Wire) -> Column:
 
 
 def _read_header(head: bytes) -> tuple[dict[str, Any], bytes]:
-    """The header, and what follows it in the head."""
+    """Return the header, and what follows it in the head."""
     if len(head) < _PREFIX.size:
         raise WireError(f"{len(head)} bytes are too few for a column")
     magic, size = _PREFIX.unpack_from(head)

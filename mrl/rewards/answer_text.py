@@ -13,14 +13,14 @@ _ARTICLES = {"a", "an", "the"}
 
 
 def after_hashes(text: str) -> str | None:
-    """The line after the last `####`."""
+    """Return the line after the last `####`."""
     _, hashes, answer = text.rpartition("####")
     lines = answer.strip().splitlines()
     return lines[0].strip() if hashes and lines else None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` (or `\fbox`) holds, braces inside it included; None where it never closes."""
+    r"""Return what the last `\boxed{...}` (or `\fbox`) holds, braces inside it included; None where it never closes."""
     begin = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if begin < 0:
         return None
@@ -36,7 +36,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def answer_in(response: str, tag: str | None) -> str:
-    """The response, or what its last `<tag>...</tag>` holds; nothing where it has none."""
+    """Return the response, or what its last `<tag>...</tag>` holds; nothing where it has none."""
     if tag is None:
         return response
     before, close, _ = response.rpartition(f"</{tag}>")
@@ -45,7 +45,7 @@ def answer_in(response: str, tag: str | None) -> str:
 
 
 def accepted_answers(sample: Sample) -> list[str]:
-    """The ground truth as a list of texts."""
+    """Return the ground truth as a list of texts."""
     truth = sample.ground_truth
     accepted = truth if isinstance(truth, list) else [truth]
     if not accepted or any(not isinstance(answer, str | int | float) for answer in accepted):
@@ -55,6 +55,6 @@ def accepted_answers(sample: Sample) -> list[str]:
 
 
 def plain_words(text: str) -> list[str]:
-    """The words of a text without case, punctuation and articles."""
+    """Return the words of a text without case, punctuation and articles."""
     words = text.lower().translate(_WITHOUT_PUNCTUATION).split()
     return [word for word in words if word not in _ARTICLES]

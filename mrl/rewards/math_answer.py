@@ -1,9 +1,9 @@
-r"""When two short mathematical answers are the same: numbers by value, anything else by normalised text.
+r"""When two short mathematical answers are the same: numbers by value, anything else by normalized text.
 
 A number may be written with thousands separators, as a decimal, a percentage, a fraction (`1/2`, `\frac12`), a mixed
 number (`1\frac{1}{2}`), in scientific notation, with a currency, a degree sign or a unit. Units are taken off, not
 compared. A percentage equals its number and its fraction (50% = 50 = 1/2). Numbers are compared exactly: 0.333 is
-not 1/3. Tuples, intervals and lists keep their brackets and order, and their members are normalised one by one.
+not 1/3. Tuples, intervals and lists keep their brackets and order, and their members are normalized one by one.
 Nothing here evaluates an expression: 1+1 is not 2.
 """
 
@@ -101,7 +101,7 @@ class Answer:
 
 
 def same_answer(one: str, other: str) -> bool:
-    """Whether two answers are the same."""
+    """Return whether two answers are the same."""
     first, second = normal_form(one), normal_form(other)
     if first.value is None or second.value is None:
         return first.text == second.text != ""
@@ -112,7 +112,7 @@ def same_answer(one: str, other: str) -> bool:
 
 
 def normal_form(answer: str, depth: int = 0) -> Answer:
-    """The answer without what does not matter: wrappers, spacing, units, ways to write a number."""
+    """Return the answer without what does not matter: wrappers, spacing, units, ways to write a number."""
     if len(answer) > _MAX_CHARACTERS or depth > _MAX_BRACKETS:
         return Answer(answer.strip())
     text = _clean(answer)
@@ -125,7 +125,7 @@ def normal_form(answer: str, depth: int = 0) -> Answer:
 
 
 def _clean(text: str) -> str:
-    """Without wrappers, LaTeX's spacing, signs of currency, and the variable that it is assigned to."""
+    """Return the text without wrappers, LaTeX's spacing, signs of currency, and the variable that it is assigned to."""
     for sign, plain in _SIGNS.items():
         text = text.replace(sign, plain)
     unwrapped = ""
@@ -142,7 +142,7 @@ def _clean(text: str) -> str:
 
 
 def _without_unit(text: str) -> str:
-    """The number, where what follows it are words that may be a unit."""
+    """Return the number, where what follows it are words that may be a unit."""
     match = _NUMBER_AND_UNIT.fullmatch(text)
     if not match:
         return text
@@ -158,7 +158,7 @@ def _is_unit(word: str, has_gap: bool) -> bool:
 
 
 def _number(text: str) -> Fraction | None:
-    """The value of a number in any notation; None for what is none."""
+    """Return the value of a number in any notation; None for what is none."""
     text = text.strip()
     sign = -1 if text.startswith("-") else 1
     size = text[1:].strip() if text[:1] in ("-", "+") else text
@@ -189,7 +189,7 @@ def _mixed(whole: str | None, numerator: str, denominator: str) -> Fraction | No
 
 
 def _members(text: str, depth: int) -> str | None:
-    """A tuple, interval, set or list with each member in its normal form; None for what is none of these."""
+    """Return a tuple, interval, set or list with each member in its normal form; None for what is none of these."""
     text = text.replace("\\{", "{").replace("\\}", "}").strip()
     bracketed = text[:1] + text[-1:] in _BRACKETS and _closes_at_end(text)
     inner = text[1:-1] if bracketed else text
@@ -211,7 +211,7 @@ def _closes_at_end(text: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between the commas that stand in no brackets."""
+    """Return the parts between the commas that stand in no brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -223,7 +223,7 @@ def _split(text: str) -> list[str]:
 
 
 def _plain_text(text: str) -> str:
-    """Expressions and words without spacing and signs of multiplication; braces around single characters restored."""
+    """Return expressions without spacing and signs of multiplication; braces around single characters restored."""
     text = re.sub(r"\\sqrt\s*(\d)", r"\\sqrt{\1}", text)
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\(?:cdot|times)(?![A-Za-z])|\*", "", text)

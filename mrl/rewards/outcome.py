@@ -47,7 +47,7 @@ class BadResult(ValueError):
 
 
 def numbers_of(result: Any) -> dict[str, float]:
-    """The numbers of what a reward function returned, `score` among them."""
+    """Return the numbers of what a reward function returned, `score` among them."""
     if isinstance(result, dict):
         if "score" not in result:
             names = ", ".join(sorted(str(name)[:_MAX_NAME_LENGTH] for name in list(result)[:10]))
@@ -83,13 +83,13 @@ def _finite(value: Any, subject: str) -> float:
 
 
 def failure_reply(kind: FailureKind, detail: str, seconds: float) -> dict[str, Any]:
-    """A failure as it travels, not longer than a reply may be."""
+    """Return a failure as it travels, not longer than a reply may be."""
     clipped = detail if len(detail) <= _MAX_DETAIL_LENGTH else f"{detail[:_MAX_DETAIL_LENGTH]} ..."
     return {"failure": kind, "detail": clipped, "seconds": seconds}
 
 
 def read_reply(body: bytes, attempts: int) -> Outcome:
-    """The outcome that a reply tells; a reward function may have written the reply, so it is checked like one."""
+    """Return the outcome of a reply; a reward function may have written it, so it is checked like a result."""
     try:
         reply = json.loads(body)
         if "failure" in reply:
@@ -103,7 +103,7 @@ def read_reply(body: bytes, attempts: int) -> Outcome:
 
 
 def reward_metrics(samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """`reward/score/mean` and the like, the same as `reward/<data source>/...`, and the failures by kind.
+    """Return `reward/score/mean` and the like, the same as `reward/<data source>/...`, and the failures by kind.
 
     Failed samples are counted, and in no mean; where nothing was scored there is no mean.
     """

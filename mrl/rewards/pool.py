@@ -85,7 +85,7 @@ class RewardPool:
             self._supervisor.wait()
 
     def _is_control(self, ticket: int, body: bytes) -> bool:
-        """Whether this is no answer; what it tells is heeded here."""
+        """Handle a frame that belongs to no sample, and return whether it was one."""
         if ticket != CONTROL:
             return False
         said = json.loads(body)
@@ -95,7 +95,7 @@ class RewardPool:
         return True
 
     def _read(self) -> bytes:
-        """What the pipe holds; nothing where it is empty."""
+        """Return what the pipe holds; nothing where it is empty."""
         try:
             data = os.read(self._from_supervisor, 1 << 20)
         except BlockingIOError:
@@ -135,7 +135,7 @@ class RewardPool:
 
 
 def worker_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """What reward functions see of the environment: a short list, the modules of the run, and what they were given."""
+    """Return the environment of reward functions: a short list, the modules of the run, and what they were given."""
     inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     installed = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))  # found without being told
     modules = os.pathsep.join(os.path.abspath(path) for path in sys.path if not path.startswith(installed))

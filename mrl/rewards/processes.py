@@ -30,7 +30,7 @@ def die_with(parent: int) -> None:
 
 
 def children() -> set[int]:
-    """The children of this process, those that have ended but were not waited for included."""
+    """Return the children of this process, those that have ended but were not waited for included."""
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
@@ -39,7 +39,7 @@ def children() -> set[int]:
 
 
 def has_children() -> bool:
-    """Whether there is any child; far cheaper than naming them."""
+    """Return whether there is any child; far cheaper than naming them."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -58,7 +58,7 @@ def end_group(pid: int) -> None:
 
 
 def reap(pid: int) -> bool:
-    """Whether a child has ended and is now off the process table."""
+    """Return whether a child has ended and is now off the process table."""
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:
@@ -66,7 +66,7 @@ def reap(pid: int) -> bool:
 
 
 def describe_status(status: int) -> str:
-    """How a process ended, in words."""
+    """Return how a process ended, in words."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"its process left with status {code}"

@@ -28,7 +28,7 @@ class Sample:
     row_id: int
 
     def to_json(self) -> bytes:
-        """The sample as it travels to a worker; what is not plain data is an error that names it."""
+        """Return the sample as it travels to a worker; what is not plain data is an error that names it."""
         try:
             body = to_json(dataclasses.asdict(self))
         except (TypeError, ValueError, RecursionError) as error:
@@ -43,10 +43,10 @@ class Sample:
 
     @classmethod
     def from_json(cls, body: bytes) -> Sample:
-        """The sample that `to_json` wrote."""
+        """Return the sample that `to_json` wrote."""
         return cls(**json.loads(body))
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The sample as messages name it."""
         return f"row {self.row_id} (uid {self.uid}, source {self.data_source})"

@@ -80,7 +80,6 @@ class WorkerHandle:
 
     @property
     def seconds(self) -> float:
-        """How long its clock has run."""
         return time.monotonic() - self.since
 
     def assign(self, ticket: int, body: bytes) -> None:
@@ -95,7 +94,7 @@ class WorkerHandle:
             self._outgoing = self._outgoing[self.channel.send(self._outgoing) :]
 
     def read(self) -> Iterator[tuple[int, bytes]] | None:
-        """The frames that have come; None where the worker has closed its end."""
+        """Return the frames that have come; None where the worker has closed its end."""
         try:
             data = self.channel.recv(1 << 16)
         except BlockingIOError:
@@ -182,7 +181,7 @@ class Supervisor:
             self._is_closing = True
 
     def _beat(self) -> None:
-        """Show the run that somebody is here; not into a pipe that it does not empty."""
+        """Send a sign of life to the run; not into a pipe that it does not empty."""
         if time.monotonic() - self._last_beat >= _BEAT_S and not self._outgoing:
             self._last_beat = time.monotonic()
             self._outgoing += control(beat=True)
@@ -190,7 +189,7 @@ class Supervisor:
     # --- the workers --------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """A sample for each worker that is ready, as far as the rate allows."""
+        """Assign a sample to each worker that is ready, as far as the rate allows."""
         for worker in self._workers:
             if not self._queue or time.monotonic() < self._next_hand_out:
                 return
@@ -267,7 +266,7 @@ class Supervisor:
             self._has_orphans = bool(children() - {worker.pid for worker in self._workers})
 
     def _wait_s(self) -> float:
-        """Until something has to be done although nobody says anything."""
+        """Return the seconds until something has to be done although nothing is received."""
         waits = [_BEAT_S, *(worker.limit_s - worker.seconds for worker in self._workers)]
         if self._has_orphans:
             waits.append(_SWEEP_S)

@@ -46,7 +46,7 @@ class RewardFunction:
 
 
 def is_built_in(name: str) -> bool:
-    """Whether the function is mrl's own; any other name is `package.module:function`."""
+    """Return whether the function is mrl's own; any other name is `package.module:function`."""
     return ":" not in name
 
 
@@ -83,7 +83,7 @@ def run_worker(channel: socket.socket, config: RewardConfig, supervisor: int) ->
 
 
 def _start(channel: socket.socket, config: RewardConfig, supervisor: int) -> list[RewardFunction]:
-    """The functions, loaded within the limits; where that cannot be, none, after every reason was told."""
+    """Return the functions, loaded within the limits; where that cannot be, none, after every reason was told."""
     try:
         _sandbox_process(channel, config, supervisor)
     except OSError as error:
@@ -132,7 +132,7 @@ def _load(label: str, config: RewardFunctionConfig) -> RewardFunction | str:
 
 
 def _serve(channel: socket.socket, functions: list[RewardFunction], memory_bytes: int) -> None:
-    """One frame in, one frame out; then a word that the next one may come."""
+    """Answer each frame with one, and say that the next may come."""
     reader, scored, home, own = FrameReader(MAX_SAMPLE_BYTES), 0, os.getcwd(), os.getpid()
     while data := channel.recv(1 << 20):
         for ticket, body in reader.feed(data):
@@ -158,7 +158,7 @@ def _clean_up(home: str) -> None:
 
 
 def score_sample(functions: list[RewardFunction], body: bytes, memory_bytes: int) -> dict[str, Any]:
-    """What the functions say about a sample, or how they failed, ready to be sent."""
+    """Return what the functions say about a sample, or how they failed, ready to be sent."""
     begin, label = time.monotonic(), ""
     value, parts = 0.0, dict[str, float]()
     kind: FailureKind
@@ -185,7 +185,7 @@ def score_sample(functions: list[RewardFunction], body: bytes, memory_bytes: int
 
 
 def _describe(error: BaseException) -> str:
-    """An exception in words, with the line that raised it; also one whose own text cannot be made."""
+    """Return an exception in words, with the line that raised it; also one whose own text cannot be made."""
     if isinstance(error, MrlError):
         return str(error)
     said = "".join(traceback.format_exception_only(error)).strip()

@@ -28,8 +28,6 @@ from mrl.workers.model_worker import ModelWorker, optional_values, response_colu
 
 
 class ActorRolloutRefWorker(ModelWorker):
-    """A rank of the actor."""
-
     def __init__(
         self, place: RankInfo, setup: ModelSetup, algorithm: AlgorithmConfig, temperature: float, horizon_tokens: int
     ) -> None:
@@ -41,7 +39,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register_call(step_calls.LOG_PROB)
     def compute_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Log-probs of the responses by the policy as it is now, and how far the engine's own were from them."""
+        """Compute log-probs by the policy as it is now, and how far the engine's own were from them."""
         log_probs_T = self._log_probs(batch, sizes)
         answer = response_column(batch, "old_log_probs", log_probs_T)
         if answer is not None and log_probs_T is not None and "rollout_log_probs" in batch.columns():
@@ -54,20 +52,20 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register_call(step_calls.REF_LOG_PROB)
     def compute_ref_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Log-probs of the responses by the policy as it was before training."""
+        """Compute log-probs of the responses by the policy as it was before training."""
         with self.engine.memory.weights_of(self.reference):
             return response_column(batch, "ref_log_probs", self._log_probs(batch, sizes))
 
     @register_call(step_calls.ACTOR_ADVANTAGES)
     def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> DataProto:
-        """Advantages where there is no critic."""
+        """Compute advantages where there is no critic."""
         estimate, kl = shard_advantages(batch, whole, self._algorithm, self.sum_over_shards)
         column = jagged(estimate.advantages_T.float(), batch.lengths("responses"))
         return DataProto.from_dict({"advantages": column}, meta_info={"kl": kl}, row_ids=batch.row_ids)
 
     @register_call(step_calls.UPDATE_ACTOR)
     def update_actor(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
-        """One optimizer step on these rows, all of one update. Without old log-probs the policy's own are meant."""
+        """Make one optimizer step on these rows, all of one update. Without old log-probs the policy's own count."""
         columns = optional_values(batch, "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
         rows = token_rows(batch, columns)
         mask_T = rows.columns["response_mask"]
@@ -98,7 +96,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
 
 def policy_loss(config: AlgorithmConfig, norm: LossNormalizer, batch: LossInput) -> LossOutput:
-    """The actor's loss on a micro-batch, and its part of what to report."""
+    """Return the actor's loss on a micro-batch, and its part of what to report."""
     columns, log_probs_T = batch.columns, batch.scores.log_probs_T
     assert log_probs_T is not None, "a policy gives log-probs"
     rows, mask_T = Rows.of(torch.from_numpy(batch.response_lengths), log_probs_T.device), columns["response_mask"]
@@ -114,7 +112,7 @@ def policy_loss(config: AlgorithmConfig, norm: LossNormalizer, batch: LossInput)
 
 
 def _means(batch: LossInput, norm: LossNormalizer) -> dict[str, Tensor]:
-    """Means over the update's tokens of what the loss itself does not report."""
+    """Return means over the update's tokens of what the loss itself does not report."""
     mask_T, log_probs_T, entropy_T = batch.columns["response_mask"], batch.scores.log_probs_T, batch.scores.entropy_T
     assert log_probs_T is not None, "a policy gives log-probs"
     assert entropy_T is not None, "updates ask for the entropy"

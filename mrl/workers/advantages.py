@@ -18,7 +18,7 @@ from mrl.workers.model_worker import optional_values, response_mask
 def shard_advantages(
     batch: DataProto, whole: WholeBatch, config: AlgorithmConfig, sum_over_shards: Reduce
 ) -> tuple[Advantages, float]:
-    """The shard's advantages, and the mean KL to the reference over all shards (0 where it is not charged)."""
+    """Return the shard's advantages, and the mean KL to the reference over all shards (0 where it is not charged)."""
     rows, mask_T = Rows.of(torch.from_numpy(batch.lengths("responses").copy())), response_mask(batch)
     columns = optional_values(batch, "values", "old_log_probs", "ref_log_probs")
     scores_B, position_B = batch["scores"], batch["position"]

@@ -22,8 +22,6 @@ from mrl.workers.model_worker import ModelWorker, optional_values, response_colu
 
 
 class CriticWorker(ModelWorker):
-    """A rank of the critic."""
-
     def __init__(self, place: RankInfo, setup: ModelSetup, algorithm: AlgorithmConfig, horizon_tokens: int) -> None:
         super().__init__(place, setup)
         self._algorithm = algorithm
@@ -31,13 +29,13 @@ class CriticWorker(ModelWorker):
 
     @register_call(step_calls.VALUES)
     def compute_values(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """The value of the state before each response token."""
+        """Compute the value of the state before each response token."""
         scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest())
         return response_column(batch, "values", None if scores is None else scores.values_T)
 
     @register_call(step_calls.CRITIC_ADVANTAGES)
     def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> DataProto:
-        """Advantages, and the returns that the critic is trained towards."""
+        """Compute advantages, and the returns that the critic is trained towards."""
         estimate, kl = shard_advantages(batch, whole, self._algorithm, self.sum_over_shards)
         assert estimate.returns_T is not None, "an estimator that reads values gives returns"
         lengths = batch.lengths("responses")
@@ -50,7 +48,7 @@ class CriticWorker(ModelWorker):
 
     @register_call(step_calls.UPDATE_CRITIC)
     def update_critic(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
-        """One optimizer step on these rows, which are one update's."""
+        """Make one optimizer step on these rows, which are one update's."""
         rows = token_rows(batch, optional_values(batch, "values", "returns"))
         mask_T = rows.columns["response_mask"]
         totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), mask_T, self.sum_over_shards)
@@ -60,7 +58,7 @@ class CriticWorker(ModelWorker):
 
 
 def value_loss(clip: float | None, norm: LossNormalizer, batch: LossInput) -> LossOutput:
-    """The critic's loss on a micro-batch."""
+    """Return the critic's loss on a micro-batch."""
     values_T, columns = batch.scores.values_T, batch.columns
     assert values_T is not None, "a critic gives values"
     tokens = ValueTokens(columns["response_mask"], values_T, columns["values"], columns["returns"])

@@ -63,30 +63,27 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self, *parts: PartName) -> None:
-        """Give up the device memory of these parts of the model."""
+        """Free the device memory of these parts of the model."""
         self.engine.memory.offload(*parts)
 
     @register(Dispatch.ONE_TO_ALL)
     def onload(self, *parts: PartName) -> None:
-        """Take the device memory of these parts again."""
+        """Allocate the device memory of these parts again."""
         self.engine.memory.onload(*parts)
 
     @register(Dispatch.ONE_TO_ALL)
     def device_memory(self) -> RoleMemory:
-        """What this process holds of its GPU."""
         return RoleMemory(torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
 
     def micro_batches(self, sizes: MicroBatchSizes) -> list[npt.NDArray[np.int64]]:
-        """The positions of this rank's rows in each of its micro-batches."""
+        """Return the positions of this rank's rows in each of its micro-batches."""
         ends = np.cumsum(sizes[self.place.coordinates.dp])
         return np.split(np.arange(ends[-1]), ends[:-1])
 
     def sum_over_shards(self, x: Tensor) -> Tensor:
-        """The sum over data-parallel ranks."""
         return self._reduced(x, torch.distributed.ReduceOp.SUM)
 
     def max_over_shards(self, x: Tensor) -> Tensor:
-        """The maximum over data-parallel ranks."""
         return self._reduced(x, torch.distributed.ReduceOp.MAX)
 
     def _reduced(self, x: Tensor, how: torch.distributed.ReduceOp.RedOpType) -> Tensor:
@@ -95,25 +92,24 @@ class ModelWorker(Worker):
         return x.cpu()
 
     def forward(self, rows: TokenRows, sizes: MicroBatchSizes, scores: ScoreRequest) -> Scores | None:
-        """Scores of all response tokens; None on ranks that are not on the last stage."""
+        """Return scores of all response tokens; None on ranks that are not on the last stage."""
         found = self.engine.forward(rows, self.micro_batches(sizes), scores)
         self._make_room()
         return found
 
     def update(self, rows: TokenRows, sizes: MicroBatchSizes, loss: LossFunction, scores: ScoreRequest) -> UpdateReport:
-        """One optimizer step."""
         reports, outcome = self.engine.update(rows, self.micro_batches(sizes), loss, scores)
         self._make_room()
         return UpdateReport(reports, outcome.grad_norm, outcome.learning_rate, outcome.applied)
 
     def _make_room(self) -> None:
-        """Give back what the work before took, where another role works on this device next."""
+        """Free cached memory, where another role works on this device next."""
         if self.setup.shares_device:
             self.engine.memory.give_back()
 
 
 def token_rows(batch: DataProto, columns: Mapping[str, Tensor]) -> TokenRows:
-    """Prompts and responses as whole sequences. Where the batch has no mask, every response token was sampled."""
+    """Join prompts and responses to whole sequences. Without a mask, every response token was sampled."""
     lengths = batch.lengths("responses").astype(np.int64)
     prompts, responses = (
         torch.split(batch.values(name), batch.lengths(name).tolist()) for name in ("prompts", "responses")
@@ -127,14 +123,14 @@ def token_rows(batch: DataProto, columns: Mapping[str, Tensor]) -> TokenRows:
 
 
 def response_mask(batch: DataProto) -> Tensor:
-    """Which response tokens the model wrote."""
+    """Return which response tokens the model wrote."""
     if "response_mask" in batch.columns():
         return batch.values("response_mask").bool()
     return torch.ones(int(batch.lengths("responses").sum()), dtype=torch.bool)
 
 
 def response_column(batch: DataProto, name: str, values_T: Tensor | None) -> DataProto | None:
-    """Values of all response tokens as a column of the batch; nothing on ranks that have none."""
+    """Return values of all response tokens as a column of the batch; nothing on ranks that have none."""
     if values_T is None:
         return None
     column = jagged(values_T.float().cpu(), batch.lengths("responses"))
@@ -142,6 +138,6 @@ def response_column(batch: DataProto, name: str, values_T: Tensor | None) -> Dat
 
 
 def optional_values(batch: DataProto, *names: str) -> dict[str, Tensor]:
-    """The jagged columns of these names that are there."""
+    """Return the jagged columns of these names that are there."""
     present = batch.columns()
     return {name: batch.values(name) for name in names if name in present}

@@ -15,11 +15,9 @@ from mrl.workers.model_worker import ModelWorker, token_rows
 
 
 class RewardModelWorker(ModelWorker):
-    """A rank of the reward model."""
-
     @register_call(step_calls.RM_SCORE)
     def compute_rm_score(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """The score of each response, which is the head's output at its last token."""
+        """Compute the score of each response, which is the head's output at its last token."""
         whole = token_rows(batch, {})
         rows = replace(whole, response_lengths=np.ones_like(whole.response_lengths), columns={}, before=False)
         scores = self.forward(rows, sizes, ScoreRequest())

@@ -16,11 +16,9 @@ from mrl.workers.model_worker import ModelWorker, token_rows
 
 
 class SftWorker(ModelWorker):
-    """A rank of the model."""
-
     @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), optional=("response_mask",))
     def update_sft(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
-        """One optimizer step towards these responses; prompts are read and not learnt."""
+        """Make one optimizer step towards these responses; prompts are read and not learned."""
         rows = token_rows(batch, {})
         mask_T = rows.columns["response_mask"]
         totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), mask_T, self.sum_over_shards)
@@ -28,7 +26,7 @@ class SftWorker(ModelWorker):
 
 
 def likelihood_loss(norm: LossNormalizer, batch: LossInput) -> LossOutput:
-    """Minus the mean log-prob of the response tokens."""
+    """Return minus the mean log-prob of the response tokens."""
     log_probs_T = batch.scores.log_probs_T
     assert log_probs_T is not None, "a language model gives log-probs"
     rows = Rows.of(torch.from_numpy(batch.response_lengths), log_probs_T.device)

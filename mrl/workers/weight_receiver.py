@@ -42,5 +42,5 @@ class WeightReceiver(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int, workers: list[int]) -> ReshardReport:
-        """This rank's part of bringing these workers to a version."""
+        """Take this rank's part in bringing these workers to a version."""
         return self._resharder.send(version, workers)

@@ -161,8 +161,8 @@ def test_group_advantages(name: str, expected: list[float]) -> None:
 def test_reinforce_plus_plus_baseline() -> None:
     # The reference's batch has a group of one, centered to its raw .25: take its centered scores as given.
     rows = Rows.of(LENGTHS)
-    centred_T = rows.expand(tensor([0.5, -0.5, 0.0, -0.5, 0.5, 0.25]))
-    found_T = whiten(centred_T, torch.ones(rows.num_tokens, dtype=torch.bool))
+    centered_T = rows.expand(tensor([0.5, -0.5, 0.0, -0.5, 0.5, 0.25]))
+    found_T = whiten(centered_T, torch.ones(rows.num_tokens, dtype=torch.bool))
     expected = [1.1547005, -1.1547005, 0.0, -1.1547005, 1.1547005, 0.5773503]
     assert found_T[rows.starts_B].tolist() == pytest.approx(expected, abs=5e-7)
 

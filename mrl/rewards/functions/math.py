@@ -8,10 +8,10 @@ from mrl.rewards.sample import Sample
 
 
 def score(sample: Sample) -> dict[str, float]:
-    """1 where the answer in the last `\\boxed{...}` is the ground truth after normalisation, else 0.
+    """1 where the answer in the last `\\boxed{...}` is the ground truth after normalization, else 0.
 
     Without a box, what stands after the last `####` is the answer. Numbers are compared exactly as fractions;
-    anything else as normalised text. The ground truth may be boxed too. `found` says whether there was an answer.
+    anything else as normalized text. The ground truth may be boxed too. `found` says whether there was an answer.
     """
     answer = last_boxed(sample.response) or after_hashes(sample.response)
     if answer is None:
