@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def findings(resolved: Resolved[Config], arguments: argparse.Namespace) -> Iterator[CheckResult]:
-    """Yield every check, from the cheap to the dear."""
+    """Yield every check, the cheap ones first."""
     config = resolved.config
     yield from check_configuration(resolved)
     yield from check_batch(config)

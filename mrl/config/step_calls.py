@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from mrl.config.arithmetic import needs_old_log_probs, updates_per_step
+from mrl.config.arithmetic import has_reference, needs_old_log_probs, updates_per_step
 from mrl.config.schema import Config
 
 Columns = tuple[str, ...]
@@ -78,7 +78,7 @@ REF_LOG_PROB = StepCall(
     role="actor",
     method="compute_ref_log_prob",
     when="`algorithm.kl.where` is not `none`",
-    is_made=lambda config: config.algorithm.kl.where != "none",
+    is_made=has_reference,
     reads=("prompts", "responses"),
     writes=("ref_log_probs",),
 )

@@ -13,9 +13,6 @@ from mrl.config.sources import read_chain, read_overrides
 from mrl.config.values import ENVIRONMENT_VARIABLE, KeyPath, dotted, merge
 from mrl.errors import ConfigError, Problem
 
-KNOWN_DATASETS = frozenset({"toy", "reasoning_gym"})
-"""What stands before the colon of a dataset that mrl brings along: no module."""
-
 
 @dataclass(frozen=True)
 class JobBundle:
@@ -45,6 +42,9 @@ def pack(resolved: Resolved[Config], overrides: Sequence[str]) -> JobBundle:
 
 def user_modules(config: Config) -> Iterator[str]:
     """Yield the modules of the user's own that the configuration names as `package.module:attribute`."""
+    # With pyarrow, which only a job of Ray needs here.
+    from mrl.data.sources import DATASETS
+
     names = [function.name for function in config.reward.functions.values()]
     names += [source.dataset for source in (*config.data.train.values(), *config.data.validation.values())]
     algorithm = config.algorithm
@@ -52,7 +52,7 @@ def user_modules(config: Config) -> Iterator[str]:
     names += [algorithm.kl.in_reward, algorithm.kl.in_loss]
     for name in names:
         module, colon, _ = name.partition(":")
-        if colon and module not in KNOWN_DATASETS and all(part.isidentifier() for part in module.split(".")):
+        if colon and module not in DATASETS and all(part.isidentifier() for part in module.split(".")):
             yield module
 
 

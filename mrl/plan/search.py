@@ -233,8 +233,8 @@ def _in_order(choices: list[Placement]) -> Iterator[tuple[float, Placement, dict
 
 
 def placements(subject: PlanInput, lengths: Lengths) -> Iterator[Placement]:
-    """Yield the four kinds: everything together; the actor's guests apart; the engines apart; everybody apart."""
-    config, guests = subject.config, [role for role in subject.specs if role != "actor"]
+    """Yield the four kinds: everything together; the other models apart; the engines apart; everybody apart."""
+    config, others = subject.config, [role for role in subject.specs if role != "actor"]
     total = config.cluster.nodes * config.cluster.devices_per_node
     kinds: list[tuple[str, dict[str, int], dict[str, str]]] = [
         ("colocated", {"all": total}, dict.fromkeys(subject.specs, "all"))
@@ -245,12 +245,12 @@ def placements(subject: PlanInput, lengths: Lengths) -> Iterator[Placement]:
             continue
         together = dict.fromkeys(subject.specs, "train")
         kinds.append(("split", {"train": part, "rollout": rest}, {**together, "rollout": "rollout"}))
-        if not guests:
+        if not others:
             continue
-        beside = dict.fromkeys(guests, guests[0])
-        kinds.append(("hybrid", {"actor": part, guests[0]: rest}, {"actor": "actor", **beside}))
-        if (each := rest // (len(guests) + 1)) > 0:
-            own = {"actor": part, **dict.fromkeys(guests, each), "rollout": rest - each * len(guests)}
+        beside = dict.fromkeys(others, others[0])
+        kinds.append(("hybrid", {"actor": part, others[0]: rest}, {"actor": "actor", **beside}))
+        if (each := rest // (len(others) + 1)) > 0:
+            own = {"actor": part, **dict.fromkeys(others, each), "rollout": rest - each * len(others)}
             kinds.append(("standalone", own, {name: name for name in own}))
     for name, pools, roles in kinds:
         changes = {"placement.pools": pools, "placement.roles": roles, "rollout.replicas": None}
