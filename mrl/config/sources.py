@@ -17,7 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mrl.config.values import COMMAND_LINE, ConfigLayer, KeyPath, dotted, merge
+from mrl.config.values import COMMAND_LINE, MAX_LEVELS, ConfigLayer, KeyPath, dotted, merge
 from mrl.errors import Problem
 from mrl.redaction import is_secret_key
 
@@ -26,9 +26,8 @@ _MAX_FILE_BYTES = 1 << 20
 _OVERRIDE_KEY = re.compile(r"[^\s.=+~]+(\.[^\s.=+~]+)*")
 _STANDARD = "tag:yaml.org,2002:"
 _KNOWN_TAGS = {_STANDARD + name for name in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")}
-_MAX_LEVELS = 20
 _MAX_VALUES = 10_000  # a configuration has some dozens; aliases of aliases reach any number
-_TOO_DEEP = f"more than {_MAX_LEVELS} levels deep"
+_TOO_DEEP = f"more than {MAX_LEVELS} levels deep"
 
 
 class SourceError(Exception):
@@ -96,7 +95,7 @@ class _Structure:
                 self._report(node, path, f"aliases make more than {_MAX_VALUES} values of it")
         elif node in above:
             self._report(node, path, "an alias that holds itself")
-        elif len(above) > _MAX_LEVELS:
+        elif len(above) > MAX_LEVELS:
             self._report(node, path[:2], _TOO_DEEP)
         elif node.tag not in _KNOWN_TAGS:
             tag = node.tag.replace(_STANDARD, "!!")
@@ -170,7 +169,7 @@ def read_overrides(overrides: Iterable[str]) -> tuple[ConfigLayer, list[Problem]
     for override in overrides:
         key, equals, text = override.partition("=")
         path = tuple(key.split("."))
-        if not equals or not _OVERRIDE_KEY.fullmatch(key) or len(path) > _MAX_LEVELS:
+        if not equals or not _OVERRIDE_KEY.fullmatch(key) or len(path) > MAX_LEVELS:
             problems.append(_malformed_override(key, has_value=bool(equals)))
             continue
         if path[0] == _EXTENDS:

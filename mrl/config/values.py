@@ -16,6 +16,7 @@ from mrl.redaction import REDACTED, is_secret_key, redact_text
 
 KeyPath = tuple[str, ...]
 COMMAND_LINE = "command line"
+MAX_LEVELS = 20
 UNUSABLE = object()  # a value that is wrong in itself and already reported
 
 
@@ -63,9 +64,6 @@ def holds(values: Any, path: KeyPath) -> bool:
             return False
         values = values[name]
     return True
-
-
-_MAX_LEVELS = 20
 
 
 # --- secrets ----------------------------------------------------------------------------------------------------------
@@ -176,7 +174,7 @@ class _Walk:
         return values
 
     def _value(self, value: Any, written: Any, path: KeyPath) -> Any:
-        if len(path) > _MAX_LEVELS:
+        if len(path) > MAX_LEVELS:
             raise RecursionError("the section holds itself")
         if isinstance(value, DictConfig):
             return self.section(value, path)
