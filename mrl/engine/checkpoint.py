@@ -86,16 +86,16 @@ def save(engine: MegatronEngine, directory: str | Path, extra: Mapping[str, Any]
         raise
 
 
-def load(engine: MegatronEngine, directory: str | Path, verify_hashes: bool = True) -> dict[str, Any]:
+def load(engine: MegatronEngine, directory: str | Path) -> dict[str, Any]:
     """Restore the state of training on all ranks of any layout; the caller's `extra` comes back.
 
-    Sizes of files are always compared with the manifest; hashes, each file's on one rank, where that is wanted.
+    Sizes and hashes of files are compared with the manifest, each file's on one rank.
     """
     optimizer = _optimizer(engine)
     with raise_on_all_ranks("loading"):
         saved = SavedFiles(Path(directory))
         saved.check_model(hf_tensors(engine.request.spec, engine.request.head))
-        saved.check_files(dist.get_rank(), dist.get_world_size(), verify_hashes)
+        saved.check_files(dist.get_rank(), dist.get_world_size())
     with raise_on_all_ranks("loading"):
         optimizer.begin_at(saved.manifest["num_steps"])
         for shard, parameter in _held(engine):

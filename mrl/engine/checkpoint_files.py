@@ -83,7 +83,7 @@ class SavedFiles:
         if other := sorted(set(found.items()) ^ set(shapes.items())):
             raise EngineError(f"is the checkpoint of another model: {other[0][0]}", where=str(self.path))
 
-    def check_files(self, rank: int, num_ranks: int, hashes: bool) -> None:
+    def check_files(self, rank: int, num_ranks: int) -> None:
         """Refuse files that are not as they were written; each rank looks at its share of them."""
         for name in list(self.manifest["files"])[rank::num_ranks]:
             path, expected = self.path / name, self.manifest["files"][name]
@@ -91,7 +91,7 @@ class SavedFiles:
                 raise EngineError("is missing", where=str(path))
             if path.stat().st_size != expected["bytes"]:
                 raise EngineError(f"has {path.stat().st_size} bytes, not {expected['bytes']}", where=str(path))
-            if hashes and files.sha256(path) != expected["sha256"]:
+            if files.sha256(path) != expected["sha256"]:
                 raise EngineError("is damaged: it is not what was written (sha256)", where=str(path))
 
     def read(self, name: str, box: Region, views: State) -> None:

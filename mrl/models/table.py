@@ -1,7 +1,7 @@
 """Which slice of which Hugging Face tensor each local Megatron parameter is, for one rank of a layout.
 
 One table serves reading and writing checkpoints, the reshard into the rollout engine, and the memory model.
-Names are those of Megatron's local layer spec; `te_name` and `local_name` translate Transformer Engine's.
+Names are those of Megatron's local layer spec; `local_name` translates Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from mrl.models.spec import ModelSpec
 Head = Literal["lm", "score"]
 EMBEDDING, NORM, LM_HEAD, SCORE = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "score.weight"
 
-_FUSED_NORMS = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+_UNFUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-_UNFUSED_NORMS = {fused: plain for plain, fused in _FUSED_NORMS.items()}
-_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
 _TE_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 
@@ -112,17 +110,6 @@ def hf_tensors(spec: ModelSpec, head: Head) -> dict[str, Shape]:
     elif not spec.tied:
         tensors[LM_HEAD] = (spec.vocab, spec.hidden)
     return tensors
-
-
-def te_name(name: str, expert_layer: bool) -> str:
-    """What Transformer Engine's layer spec calls a parameter: norms fused into linears, experts grouped.
-
-    A norm before experts stays on its own, so the name alone does not say.
-    """
-    for plain, fused in _FUSED_NORMS.items():
-        if name.endswith(f".{plain}") and not (expert_layer and plain.startswith("pre_mlp")):
-            return name.removesuffix(plain) + fused
-    return _LOCAL_EXPERT.sub(r"mlp.experts.\2.weight\1", name)
 
 
 def local_name(name: str) -> str:

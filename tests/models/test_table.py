@@ -18,7 +18,7 @@ from mrl.models.layout import Layout, RankPlace
 from mrl.models.parameters import padded_vocab
 from mrl.models.regions import slices
 from mrl.models.spec import ModelSpec
-from mrl.models.table import Head, Shard, local_name, shards_of, te_name
+from mrl.models.table import Head, Shard, local_name, shards_of
 from tests.models import published
 from tests.models.conftest import Tiny
 from tests.models.tiny_models import MOE_FAMILIES, TINY_FAMILIES
@@ -171,25 +171,22 @@ def test_experts_cannot_be_split_where_there_are_none(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_names_of_transformer_engine_lead_back(tiny: Tiny, family: str) -> None:
-    spec = read_spec(tiny(family))
-    names = [shard.name for shard in shards_of(spec, Layout(), RankPlace(), "lm")]
-    translated = [
-        te_name(name, name.startswith("decoder.layers.") and spec.has_experts(int(name.split(".")[2])))
-        for name in names
-    ]
-    assert [local_name(name) for name in translated] == names
+def test_local_names_stay_as_they_are(tiny: Tiny, family: str) -> None:
+    names = [shard.name for shard in shards_of(read_spec(tiny(family)), Layout(), RankPlace(), "lm")]
     assert [local_name(name) for name in names] == names
-    assert len(set(translated)) == len(names)
 
 
-def test_names_of_transformer_engine() -> None:
-    layer = "decoder.layers.3."
-    assert te_name(f"{layer}input_layernorm.weight", True) == f"{layer}self_attention.linear_qkv.layer_norm_weight"
-    assert te_name(f"{layer}pre_mlp_layernorm.weight", False) == f"{layer}mlp.linear_fc1.layer_norm_weight"
-    assert te_name(f"{layer}pre_mlp_layernorm.weight", True) == f"{layer}pre_mlp_layernorm.weight"
-    expert = f"{layer}mlp.experts.local_experts.12.linear_fc2.weight"
-    assert te_name(expert, True) == f"{layer}mlp.experts.linear_fc2.weight12"
+@pytest.mark.parametrize(
+    ("name", "local"),
+    [
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        ("pre_mlp_layernorm.weight", "pre_mlp_layernorm.weight"),  # before experts it stays on its own
+        ("mlp.experts.linear_fc2.weight12", "mlp.experts.local_experts.12.linear_fc2.weight"),
+    ],
+)
+def test_names_of_transformer_engine(name: str, local: str) -> None:
+    assert local_name(f"decoder.layers.3.{name}") == f"decoder.layers.3.{local}"
 
 
 def test_a_rank_of_a_model_with_many_experts_has_its_table_at_once() -> None:
