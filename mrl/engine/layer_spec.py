@@ -40,7 +40,7 @@ class RmsNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron's mark
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalised `x`, in its own dtype."""
+        """The normalized `x`, in its own dtype."""
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * scaled.to(x.dtype)

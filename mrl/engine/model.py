@@ -58,7 +58,7 @@ def transformer_config(request: ModelRequest, groups: ParallelGroups) -> Transfo
         # Micro-batches differ in length, so stages tell each other their shapes.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # With two stages both neighbours are the same rank; only unbatched messages keep their order then.
+        # With two stages both neighbors are the same rank; only unbatched messages keep their order then.
         "batch_p2p_comm": False,
         "overlap_p2p_comm": parallel.vpp > 1,
         # The loss is a share of the global batch already: Megatron must neither divide it by the number of

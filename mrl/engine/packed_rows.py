@@ -118,7 +118,13 @@ class MicroBatch:
 
 
 def pack(rows: TokenRows, cut: SequenceSharding, device: torch.device) -> MicroBatch:
-    """The micro-batch of these rows."""
+    """Return the micro-batch of these rows."""
+    # Rows of 5 and 3 tokens, abcde and fgh, whose responses are their last 2 and 1, on rank 1 of two context ranks:
+    #   stored    8 4                        multiples of 2 x cp
+    #   tokens    a b c d e . . . f g h .    of all ranks together, at places 0 to 11
+    #   here      2 3 4 5 9 10               the second and the third quarter of each row are this rank's: c d e . g h
+    #   answers   3 4 10                     places of the response tokens d e h
+    #   score_at  0 1 4                      what stands before each, c d g, by its place among this rank's
     stored = round_up(rows.lengths, cut.row_multiple)
     missing = -int(stored.sum()) % cut.pack_multiple
     if missing or not len(stored):  # a micro-batch without rows still goes through the pipeline

@@ -59,9 +59,9 @@ def take_device(local_rank: int) -> str:
 
 @contextmanager
 def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[ParallelGroups]:
-    """Megatron's groups for the time of the block. torch.distributed must be initialised, and no groups may stand."""
+    """Megatron's groups for the time of the block. torch.distributed must be initialized, and no groups may stand."""
     if not torch.distributed.is_initialized():
-        raise EngineError("torch.distributed is not initialised", fix="call init_process_group first")
+        raise EngineError("torch.distributed is not initialized", fix="call init_process_group first")
     if parallel_state.model_parallel_is_initialized():
         raise EngineError("this process already holds Megatron groups: one model layout per process")
     on_gpu = torch.cuda.is_available()

@@ -87,6 +87,10 @@ class Segments:
         return groups
 
     def _block(self, rows: Lengths, reach: int | None) -> Block:
+        # Segments of 2 queries with 4 keys and of 1 query with 3, each beginning where the one before ends:
+        #   query_BS  0 1      key_BS  0 1 2 3     kept  0 1 2 (the fourth place is filled, not real)
+        #             2 0              4 5 6 0
+        #   The queries of the first see keys up to 2 and 3 of its row; that of the second, which comes last, all three.
         queries, keys = self.query_lengths[rows], self.key_lengths[rows]
         query_at, key_at = np.arange(queries.max()), np.arange(keys.max())
         real_BS = query_at < queries[:, None]

@@ -33,7 +33,7 @@ def spec_of(config: HfConfig) -> ModelSpec:
     if not known.issuperset(named):
         raise config.error("architectures", f"{', '.join(named)}: only {' and '.join(sorted(known))} are supported")
     if "quantization_config" in config:
-        raise config.error("quantization_config", "quantised weights cannot be trained", "use the full-precision model")
+        raise config.error("quantization_config", "quantized weights cannot be trained", "use the full-precision model")
     try:
         return family.read(config)
     except ModelError as error:

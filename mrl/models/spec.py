@@ -56,7 +56,7 @@ class ModelSpec:
         if moe.experts_per_token > moe.num_experts:
             raise ModelError(f"{moe.experts_per_token} experts per token, but there are only {moe.num_experts}")
         if moe.experts_per_token == 1 and moe.norm_topk:
-            raise ModelError("one expert per token with normalised weights gives its router no gradient")
+            raise ModelError("one expert per token with normalized weights gives its router no gradient")
         if len(moe.dense_layers) == self.num_layers:
             raise ModelError(f"experts are described, but none of the {self.num_layers} layers has any")
 
@@ -106,7 +106,7 @@ class ModelSpec:
             "moe_ffn_hidden_size": moe.expert_ffn,
             "moe_layer_freq": [int(self.has_experts(layer)) for layer in range(self.num_layers)],
             "moe_router_score_function": moe.scoring,
-            # A softmax over the chosen logits is the full softmax over them, normalised.
+            # A softmax over the chosen logits is the full softmax over them, normalized.
             "moe_router_pre_softmax": not moe.norm_topk,
             "moe_router_dtype": "fp32",
             # The loss is the algorithm's alone; `aux_loss_coef` is there for who wants to add a balancing term.

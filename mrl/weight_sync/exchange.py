@@ -55,7 +55,11 @@ def message_schedule(plan: RankPlan, bucket: PlannedBucket, limit: int) -> list[
 
 
 def split_messages(transfers: Sequence[Transfer], limit: int) -> list[list[Transfer]]:
-    """The same transfers in runs of at most `limit` elements; what does not fit into a run is cut between rows."""
+    """Return the same transfers in runs of at most `limit` elements; what does not fit into a run is cut between rows.
+
+    A matrix of 3 rows and 4 columns and a vector of 5, in messages of 8: rows 0 and 1 of the matrix; its row 2 and four
+    elements of the vector; the last one.
+    """
     runs: list[list[Transfer]] = []
     room = 0
     for transfer in transfers:

@@ -68,7 +68,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Neighbouring tensors with one site: a layer, the embedding, or what follows the layers.
+    """Neighboring tensors with one site: a layer, the embedding, or what follows the layers.
 
     Tied embeddings have two sites, the first and the last stage: each may be nearer to somebody.
     """
@@ -251,6 +251,8 @@ class ReshardPlanner:
 
         Receiver and sender come to the same order, so a message needs no table of contents.
         """
+        # Four ranks of tp 2 with an engine of tp 1 on each device: to worker 0, beside rank 0, a layer's qkv comes in
+        # two regions. That of tp 0 is rank 0's own; that of tp 1 is held by ranks 1 and 3, which take turns by layer.
         tp_rank, host = worker % self.rollout.sizes.tp, self.rollout.hosts[worker]
         stage = None if sender is None else self._stage(sender)
         owners = None if sender is None else self._owners(sender)

@@ -358,5 +358,5 @@ def test_parameters_say_who_splits_them_and_with_whom_they_are_reduced(ranks: li
 
 
 def test_without_a_world_there_are_no_groups() -> None:
-    with pytest.raises(EngineError, match=r"torch\.distributed is not initialised"), model_parallel(Layout(), seed=1):
+    with pytest.raises(EngineError, match=r"torch\.distributed is not initialized"), model_parallel(Layout(), seed=1):
         pass
