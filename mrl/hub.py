@@ -34,7 +34,7 @@ class HubName:
 
     @classmethod
     def parse(cls, name: str) -> HubName | None:
-        """What a name means on the hub; None where a directory has it, or it cannot be one of the hub's."""
+        """Return what a name means on the hub; None where a directory has it, or it cannot be one of the hub's."""
         repository, at, revision = name.partition("@")
         if (
             _directory(name) is not None
@@ -69,20 +69,20 @@ def local_files(name: str) -> Path | None:
 
 
 def neither(name: str) -> str:
-    """What was looked for, and where, when a name means nothing."""
+    """Return what was looked for, and where, when a name means nothing."""
     directory = os.path.abspath(os.path.expanduser(name))
     return f'there is no directory {directory}, and "{name}" is no name on the hub (organisation/name[@revision])'
 
 
 def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE forbids to ask the hub."""
+    """Return whether HF_HUB_OFFLINE forbids to ask the hub."""
     from huggingface_hub import constants
 
     return constants.is_offline_mode()
 
 
 def model_directory(name: str, *, download: bool = False) -> Path:
-    """The directory of a model, of which a snapshot in the hub's cache has to be whole.
+    """Return the directory of a model, of which a snapshot in the hub's cache has to be whole.
 
     `download` fetches what is not there, with progress on stderr, unless HF_HUB_OFFLINE is set.
     """
@@ -104,7 +104,7 @@ def model_directory(name: str, *, download: bool = False) -> Path:
 
 
 def missing_files(directory: Path) -> list[str]:
-    """The files without which no model can be loaded that are not there; links to nothing count as such."""
+    """Return the files without which no model can be loaded that are not there; links to nothing count as such."""
     try:
         index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
         weights = sorted(set(index["weight_map"].values()))
@@ -116,7 +116,7 @@ def missing_files(directory: Path) -> list[str]:
 
 
 def node_copy(directory: str, *, download: bool = False) -> Path:
-    """Where this node has the model that the driver has in `directory`.
+    """Return where this node has the model that the driver has in `directory`.
 
     There as well, where nodes share a file system; else the same commit in this node's own cache of the hub, for the
     path of a snapshot says which model and commit it holds.
@@ -129,7 +129,7 @@ def node_copy(directory: str, *, download: bool = False) -> Path:
 
 
 def node_lacks(directories: Sequence[str], download: bool) -> str:
-    """Why this node cannot have the driver's models; nothing where it has them, downloaded if need be."""
+    """Return why this node cannot have the driver's models; nothing where it has them, downloaded if need be."""
     try:
         lacking = [name for name in directories if not node_copy(name, download=download).is_dir()]
     except MrlError as error:
@@ -190,7 +190,7 @@ def _download(hub: HubName) -> Path:
 
 
 def _explained(hub: HubName, error: Exception) -> tuple[str, str]:
-    """Why a download failed, and what would mend it."""
+    """Return why a download failed, and what would mend it."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -29,7 +29,7 @@ REDACTED = "<redacted>"
 
 
 def is_secret_key(key: str) -> bool:
-    """Whether a configuration key or environment variable of this name holds a secret."""
+    """Return whether a configuration key or environment variable of this name holds a secret."""
     return bool(_SECRET_KEY.search(key)) and not _ORDINARY_KEY.search(key)
 
 

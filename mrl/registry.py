@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def load_attribute(path: str) -> Any:
-    """The object that `package.module:attribute` names; a typed error says which half was wrong."""
+    """Return the object that `package.module:attribute` names; a typed error says which half was wrong."""
     module_name, _, attribute = path.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
@@ -53,7 +53,7 @@ class Registry(Generic[T]):
         return add
 
     def resolve(self, name: str) -> T:
-        """The entry of that name, or the object at `package.module:attribute`."""
+        """Return the entry of that name, or the object at `package.module:attribute`."""
         if name in self._entries:
             return self._entries[name]
         if ":" in name:

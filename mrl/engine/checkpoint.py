@@ -207,7 +207,7 @@ def raise_on_all_ranks(what: str) -> Iterator[None]:
 
 
 def random_states() -> dict[str, Tensor]:
-    """Copies of them, by name: torch's own on the CPU and the GPU, and those that Megatron keeps beside."""
+    """Return copies of all random generators' states: torch's own on the CPU and the GPU, and those of Megatron."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["gpu"] = torch.cuda.get_rng_state()

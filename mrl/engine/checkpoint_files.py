@@ -27,12 +27,11 @@ State = dict[str, Tensor]
 
 
 def file_name(rank: int) -> str:
-    """Of what one rank has written."""
     return f"rank-{rank:05}.safetensors"
 
 
 def entry(kind: str, name: str, box: Region) -> str:
-    """What a box of a tensor is called in a file."""
+    """Return what a box of a tensor is called in a file."""
     return f"{kind}/{name}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
@@ -108,7 +107,7 @@ class SavedFiles:
             raise EngineError(f"lacks {missing} elements of {name} {box}", where=str(self.path))
 
     def random_states(self, rank: int) -> dict[str, Tensor]:
-        """What that rank's random generators were."""
+        """Return what that rank's random generators were."""
         handle = self._handle(file_name(rank))
         names = [name for name in handle.keys() if name.startswith(RANDOM)]  # noqa: SIM118  # no dictionary
         return {name.removeprefix(RANDOM): handle.get_tensor(name) for name in names}
@@ -129,7 +128,7 @@ class SavedFiles:
 
 
 def flat_shard_regions(shard: Shard, start: int, state: State) -> Iterator[tuple[str, Region, State]]:
-    """The Hugging Face boxes in a run of a parameter's elements, each with views of what the run has of it."""
+    """Yield the Hugging Face boxes in a run of a parameter's elements, each with views of what the run has of it."""
     length = len(next(iter(state.values())))
     for place, first, last in _rectangles(shard.shape, start, start + length):
         views = {name: flat[first - start : last - start].view(extent(place)) for name, flat in state.items()}
@@ -141,7 +140,7 @@ def flat_shard_regions(shard: Shard, start: int, state: State) -> Iterator[tuple
 
 
 def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[tuple[Region, int, int]]:
-    """A run of elements of a tensor in row order as the end of a row, whole rows, and the beginning of a row."""
+    """Yield a run of elements of a tensor in row order as the end of a row, whole rows, and the beginning of a row."""
     if len(shape) == 1:
         yield ((start, stop),), start, stop
         return

@@ -21,7 +21,7 @@ from mrl.engine.core_attention import PackedAttention
 
 
 def has_transformer_engine() -> bool:
-    """Whether layers come from Transformer Engine: it is installed, and there is a GPU for it."""
+    """Return whether layers come from Transformer Engine: it is installed, and there is a GPU for it."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -40,14 +40,14 @@ class RmsNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron's mark
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalized `x`, in its own dtype."""
+        """Return the normalized `x`, in its own dtype."""
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * scaled.to(x.dtype)
 
 
 def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules | ModuleSpec:
-    """The layers of one pipeline chunk."""
+    """Return the layers of one pipeline chunk."""
     if has_transformer_engine():
         if config.num_moe_experts is None:
             return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)

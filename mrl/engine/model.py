@@ -98,12 +98,12 @@ class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no typ
             self.score = torch.nn.Linear(spec.hidden, 1, bias=False, dtype=config.params_dtype, device=groups.device)
 
     def run(self, batch: MicroBatch) -> Tensor:
-        """Hidden states of the micro-batch; on the last stage of all its tokens [1, tokens, hidden]."""
+        """Return the hidden states of the micro-batch; on the last stage of all its tokens [1, tokens, hidden]."""
         hidden: Tensor = self(batch.tokens, None, None, packed_seq_params=batch.params)
         return hidden
 
     def head_input(self, hidden_1TH: Tensor, places: Tensor) -> Tensor:
-        """The hidden states at these places [places, hidden], as the head takes them.
+        """Return the hidden states at these places [places, hidden], as the head takes them.
 
         With the vocabulary split over tensor ranks each of them has a part of the gradient: it is added up here. A
         score head is the same on every tensor rank, and so is its gradient.

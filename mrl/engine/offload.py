@@ -111,7 +111,7 @@ class DeviceMemory:
             part.host_is_current = False
 
     def copy_weights(self) -> WeightCopy:
-        """The present weights, to be kept for `weights_of`."""
+        """Return the present weights, to be kept for `weights_of`."""
         self.need("parameters")
         part = self._parts["parameters"]
         copy = WeightCopy(part.new_host_buffer())
@@ -194,7 +194,6 @@ class HostMirroredStorage:
 
     @property
     def device_bytes(self) -> int:
-        """What the storages occupy now."""
         return sum(storage.nbytes() for storage in self._storages)
 
     @property
@@ -226,7 +225,6 @@ class HostMirroredStorage:
         self._copy(self._contents(), self._slots(host))
 
     def zero(self) -> None:
-        """Forget the contents."""
         for contents in self._contents():
             contents.zero_()
 
@@ -269,7 +267,7 @@ class HostMirroredStorage:
 
 
 def _flatten(models: Sequence[TokenModel]) -> list[Tensor]:
-    """One buffer for each dtype, with all parameters as views of it; a trained model has this from Megatron."""
+    """Return one buffer for each dtype, with all parameters as views of it; a trained model has this from Megatron."""
     buffers = []
     parameters = [parameter for model in models for parameter in model.parameters()]
     for dtype in {parameter.dtype for parameter in parameters}:

@@ -98,7 +98,6 @@ class Optimizer:
         return max((float(group["lr"]) for group in self.optimizer.param_groups), default=0.0)
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -143,11 +142,10 @@ class Optimizer:
 
     @property
     def num_steps(self) -> int:
-        """Steps that were applied."""
         return int(self.schedule.num_steps)
 
     def owned(self, parameter: Tensor) -> OwnedState | None:
-        """What this rank owns of one of the model's parameters; moments come into being with the first step."""
+        """Return what this rank owns of one of the model's parameters; moments come into being with the first step."""
         for part in self._parts:
             if parameter in part.model_param_gbuf_map:
                 tensors = part._get_main_param_and_optimizer_states(parameter)

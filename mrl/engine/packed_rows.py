@@ -57,7 +57,7 @@ class TokenRows:
                 )
 
     def take(self, rows: npt.ArrayLike) -> TokenRows:
-        """The rows at these positions, in this order."""
+        """Return the rows at these positions, in this order."""
         index = np.asarray(rows, dtype=np.int64)
         answers = _pick(self.response_lengths, index)
         return TokenRows(
@@ -159,7 +159,7 @@ def pack(rows: TokenRows, cut: SequenceSharding, device: torch.device) -> MicroB
 
 
 def _places(starts: Lengths, lengths: Lengths) -> Lengths:
-    """All positions of the ranges [start, start + length), one range after another."""
+    """Return all positions of the ranges [start, start + length), one range after another."""
     ends = np.cumsum(lengths)
     places: Lengths = np.repeat(starts - (ends - lengths), lengths) + np.arange(int(lengths.sum()))
     return places

@@ -32,7 +32,6 @@ class ParallelGroups:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank embeds tokens."""
         return self.at.pp == 0
 
     @property

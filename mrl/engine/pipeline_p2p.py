@@ -52,7 +52,7 @@ class OrderedP2PCommunicator(P2PCommunicator):  # type: ignore[misc]  # Megatron
 
 
 def pipeline_arguments(config: TransformerConfig, groups: ParallelGroups) -> dict[str, Any]:
-    """What the interleaved schedule over two stages is called with; the others know by themselves."""
+    """Return what the interleaved schedule over two stages is called with; the others know by themselves."""
     if groups.parallel.pp != 2 or groups.parallel.vpp == 1:
         return {}
     collection = ProcessGroupCollection()

@@ -58,7 +58,7 @@ LossFunction = Callable[[LossInput], LossOutput]
 
 
 def score(model: TokenModel, batch: MicroBatch, hidden_1TH: Tensor, request: ScoreRequest) -> Scores:
-    """The scores of a micro-batch's response tokens, whole on every context rank."""
+    """Return the scores of a micro-batch's response tokens, whole on every context rank."""
     hidden_SH = model.head_input(hidden_1TH, batch.score_at)
     if model.head == "score":
         return Scores(values_T=_gather_context_parallel(model.score(hidden_SH)[:, 0].float(), batch, model))
@@ -75,7 +75,7 @@ def score(model: TokenModel, batch: MicroBatch, hidden_1TH: Tensor, request: Sco
 
 
 def _gather_context_parallel(mine: Tensor, batch: MicroBatch, model: TokenModel) -> Tensor:
-    """All context ranks' values in row order. Each token is scored by one rank."""
+    """Return all context ranks' values in row order. Each token is scored by one rank."""
     context = model.pg_collection.cp
     if context.size() == 1:
         return mine

@@ -83,7 +83,7 @@ class _Tiles:
         return logits_TC if self.temperature == 1 else logits_TC.div_(self.temperature)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """A matrix product, added up and kept in `dtype`."""
+        """Multiply two matrices; the products are added up and kept in `dtype`."""
         if self.operand_dtype == self.dtype:
             return left @ right
         return torch.mm(left, right, out_dtype=self.dtype)
@@ -172,7 +172,7 @@ def _combine(logsumexp_KT: Tensor, entropy_KT: Tensor | None) -> tuple[Tensor, T
 def _reduce_over_ranks(
     label_logits_T: Tensor, logsumexp_T: Tensor, entropy_T: Tensor | None, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same three over the whole vocabulary, in one collective."""
+    """Return the same three over the whole vocabulary, in one collective."""
     mine = torch.stack([label_logits_T, logsumexp_T] if entropy_T is None else [label_logits_T, logsumexp_T, entropy_T])
     everyones = mine.new_empty(group.size() * len(mine), mine.shape[1])
     dist.all_gather_into_tensor(everyones, mine, group=group)
@@ -183,7 +183,7 @@ def _reduce_over_ranks(
 def _through_softmax(
     log_probs_TC: Tensor, d_log_probs_T: Tensor, d_entropy_T: Tensor | None, entropy_T: Tensor | None
 ) -> Tensor:
-    """The gradient of the logits but for what reaches the label's own; overwrites its first argument."""
+    """Return the gradient of the logits but for what reaches the label's own; overwrites its first argument."""
     if d_entropy_T is None or entropy_T is None:
         return log_probs_TC.exp_().mul_(-d_log_probs_T.unsqueeze(1))
     probs_TC = log_probs_TC.exp()

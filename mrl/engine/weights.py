@@ -17,7 +17,7 @@ from mrl.models.table import SCORE, Head, Shard, local_name, shards_of
 
 
 def rank_shards(spec: ModelSpec, head: Head, groups: ParallelGroups) -> list[Shard]:
-    """What this rank holds, according to the table."""
+    """Return what this rank holds, according to the table."""
     place = RankPlace(tp=groups.at.tp, pp=groups.at.pp, ep=groups.at.ep, etp=groups.at.etp)
     return shards_of(spec, Layout.of(groups.parallel), place, head)
 
@@ -25,7 +25,7 @@ def rank_shards(spec: ModelSpec, head: Head, groups: ParallelGroups) -> list[Sha
 def held_tensors(
     chunks: Sequence[TokenModel], spec: ModelSpec, head: Head, groups: ParallelGroups
 ) -> Iterator[tuple[Shard, Tensor]]:
-    """Each shard of the table beside the parameter that holds it; either without the other is an error."""
+    """Yield each shard of the table beside the parameter that holds it; either without the other is an error."""
     parameters = {
         (number, local_name(name)): parameter
         for number, chunk in enumerate(chunks)

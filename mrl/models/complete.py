@@ -24,7 +24,7 @@ def check_complete(spec: ModelSpec, layout: Layout, head: Head) -> None:
 
 
 def _everything(spec: ModelSpec, layout: Layout, head: Head) -> Placed:
-    """Every shard of every place: tp ranks for the dense parameters, ep and etp ranks for the experts."""
+    """Return every shard of every place: tp ranks for the dense parameters, ep and etp ranks for the experts."""
     placed: Placed = []
     for pp in range(layout.pp):
         for tp in range(layout.tp):

@@ -39,7 +39,7 @@ class Family:
     names: ExpertNames = ExpertNames()
 
     def architecture(self, head: Literal["lm", "score"]) -> str:
-        """The transformers class of a model with that head."""
+        """Return the transformers class of a model with that head."""
         return self.class_prefix + {"lm": "ForCausalLM", "score": "ForSequenceClassification"}[head]
 
     def tensors(self, spec: ModelSpec, layer: int) -> dict[str, Shape]:
@@ -84,7 +84,7 @@ class Family:
 
 
 def read_decoder(config: HfConfig, **own: Any) -> ModelSpec:
-    """The spec of a Llama-like model from what all of their files hold, and what is the family's own."""
+    """Return the spec of a Llama-like model from what all of their files hold, and what is the family's own."""
     hidden, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     config = config.defaulting(head_dim=hidden // num_heads, tie_word_embeddings=False)
     config.require("hidden_act", "silu")

@@ -18,12 +18,12 @@ FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, MIXTRAL, QW
 
 
 def read_spec(path: str | Path) -> ModelSpec:
-    """What the `config.json` in a model directory describes."""
+    """Return what the `config.json` in a model directory describes."""
     return spec_of(HfConfig.read(path))
 
 
 def spec_of(config: HfConfig) -> ModelSpec:
-    """What a `config.json` describes; a typed error where mrl cannot train such a model exactly."""
+    """Return what a `config.json` describes; a typed error where mrl cannot train such a model exactly."""
     model_type = config.text("model_type")
     if model_type not in FAMILIES:
         raise config.error("model_type", f'"{model_type}" is not supported', did_you_mean(model_type, FAMILIES))

@@ -21,7 +21,7 @@ class HfConfig:
 
     @classmethod
     def read(cls, path: str | Path) -> HfConfig:
-        """The `config.json` of a model directory."""
+        """Return the `config.json` of a model directory."""
         file = Path(path) / "config.json"
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
@@ -36,43 +36,42 @@ class HfConfig:
         return cls(values, str(file))
 
     def defaulting(self, **values: Any) -> HfConfig:
-        """The same, with what this kind of file means where it says nothing."""
+        """Return the same, with what this kind of file means where it says nothing."""
         return HfConfig({**values, **self.values}, self.where)
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
 
     def integer(self, *names: str) -> int:
-        """A whole number above zero, under whichever of its names the file uses."""
+        """Return a whole number above zero, under whichever of its names the file uses."""
         value = self._value(names)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(names[0], f"{value!r} is not a whole number above zero")
         return value
 
     def number(self, name: str) -> float:
-        """A number that is not negative."""
+        """Return a number that is not negative."""
         value = self._value((name,))
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise self.error(name, f"{value!r} is not a number from zero")
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """True or false."""
         return self._typed(bool, name)
 
     def text(self, *names: str) -> str:
-        """A string, under whichever of its names the file uses."""
+        """Return a string, under whichever of its names the file uses."""
         return self._typed(str, *names)
 
     def items(self, name: str, kind: type) -> list[Any]:
-        """A list of values of one type."""
+        """Return a list of values of one type."""
         values = self._typed(list, name)
         if not all(isinstance(value, kind) for value in values):
             raise self.error(name, f"{values!r} does not hold {kind.__name__} alone")
         return values
 
     def section(self, name: str) -> HfConfig:
-        """The keys and values below a key."""
+        """Return the keys and values below a key."""
         return HfConfig(self._typed(dict, name), f"{self.where}: {name}")
 
     def require(self, name: str, only: Any, why: str = "") -> None:
@@ -84,7 +83,7 @@ class HfConfig:
             raise self.error(name, f"{value!r} is not supported, only {only!r}{reason}", fix)
 
     def error(self, name: str, what: str, fix: str = "") -> ModelError:
-        """A mistake at one key."""
+        """Return the error for a mistake at one key."""
         return ModelError(f"{name}: {what}", where=self.where, fix=fix)
 
     def _typed(self, kind: type[T], *names: str) -> T:

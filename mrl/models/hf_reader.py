@@ -35,7 +35,7 @@ class HfReader:
         return name in self._file_of
 
     def read(self, name: str, box: Region) -> torch.Tensor:
-        """A box of one tensor; nothing else of it is read."""
+        """Return a box of one tensor; nothing else of it is read."""
         tensor: torch.Tensor = self._slice(name)[slices(box)]
         return tensor
 
@@ -113,7 +113,7 @@ class HfReader:
 
 
 def load_shard(reader: HfReader, shard: Shard, dtype: torch.dtype) -> torch.Tensor:
-    """One local parameter, padding as zeros."""
+    """Return one local parameter, padding as zeros."""
     tensor = torch.empty(shard.shape, dtype=dtype)
     for box in shard.padding:
         tensor[slices(box)] = 0

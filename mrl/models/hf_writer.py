@@ -119,7 +119,7 @@ class HfWriter:
         self._write_json("config.json", config)
 
     def _make_files(self, dtype: torch.dtype, max_file_bytes: int) -> dict[str, torch.Tensor]:
-        """The files at their full length, and every tensor as a view of its place in them."""
+        """Return the files at their full length, and every tensor as a view of its place in them."""
         groups = _grouped(self._shapes, dtype.itemsize, max_file_bytes)
         if len(groups) == 1:
             return _mapped_file(self._staged / SINGLE_FILE, groups[0], dtype)
@@ -152,7 +152,7 @@ def _grouped(shapes: Mapping[str, Shape], item_bytes: int, max_file_bytes: int) 
 
 
 def _mapped_file(path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A safetensors file of those tensors, and views of it to be filled."""
+    """Return a safetensors file of those tensors, and views of it to be filled."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     kind = SAFETENSORS_NAMES[dtype_name(dtype)]
     end = 0

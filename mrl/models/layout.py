@@ -34,7 +34,7 @@ class Layout:
 
     @classmethod
     def of(cls, sizes: ParallelConfig) -> Layout:
-        """The layout of a role."""
+        """Return the layout of a role."""
         return cls(
             tp=sizes.tp,
             pp=sizes.pp,
@@ -46,7 +46,7 @@ class Layout:
         )
 
     def layers_of_chunk(self, num_layers: int, pp: int, chunk: int) -> range:
-        """The layers of one chunk: with two stages of two chunks, stage 0 holds the first and third quarter."""
+        """Return the layers of one chunk: with two stages of two chunks, stage 0 holds the first and third quarter."""
         stages = [num_stage // self.vpp for num_stage in self.layers_per_stage(num_layers)]
         start = chunk * sum(stages) + sum(stages[:pp])
         return range(start, start + stages[pp])

@@ -8,7 +8,7 @@ from mrl.models.spec import ModelSpec
 
 
 def read(config: HfConfig) -> ModelSpec:
-    """A Llama's sizes; the first files leave out the number of key heads and the rotary base."""
+    """Return a Llama's sizes; the first files leave out the number of key heads and the rotary base."""
     config.require("attention_bias", False, "it puts a bias on the output projection, which Megatron has not")
     config.require("mlp_bias", False, "it would be a bias on Megatron's every linear layer")
     config = config.defaulting(num_key_value_heads=config.integer("num_attention_heads"), rope_theta=10_000.0)

@@ -8,7 +8,7 @@ from mrl.models.spec import ModelSpec
 
 
 def read(config: HfConfig) -> ModelSpec:
-    """A Mistral's sizes; a window of null is none."""
+    """Return a Mistral's sizes; a window of null is none."""
     config.require("layer_types", None, "a window of some layers would become one of all")
     window = config.integer("sliding_window") if "sliding_window" in config else None
     return read_decoder(config.defaulting(rope_theta=10_000.0), family="mistral", sliding_window=window)

@@ -15,7 +15,7 @@ NAMES = ExpertNames(
 
 
 def read(config: HfConfig) -> ModelSpec:
-    """A Mixtral's sizes; the weights of the chosen experts always sum to one."""
+    """Return a Mixtral's sizes; the weights of the chosen experts always sum to one."""
     config.require("router_jitter_noise", 0.0, "log-probs would not repeat")
     moe = MoeSpec(
         num_experts=config.integer("num_local_experts", "num_experts"),

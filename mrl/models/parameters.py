@@ -43,7 +43,7 @@ class Parameter:
     padded: bool = False  # rows of nothing at the end, up to a multiple of the ranks
 
     def share(self, rank: int, num_ranks: int) -> tuple[Shape, tuple[Piece, ...], tuple[Region, ...]]:
-        """Shape, pieces and padding of what one of `num_ranks` ranks holds."""
+        """Return shape, pieces and padding of what one of `num_ranks` ranks holds."""
         columns = None if self.columns is None else (0, self.columns)
         if columns and self.split == "columns":
             columns = _share(columns[1], rank, num_ranks)
@@ -71,7 +71,7 @@ class Parameter:
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
-    """Rows of the embedding over all ranks: the least multiple of `tp`, which is all that Megatron asks for.
+    """Return the rows of the embedding over all ranks: the least multiple of `tp`, which is all that Megatron asks for.
 
     More would cost memory and time in every head, and a size that only hardware likes does not belong to the model.
     """
@@ -84,7 +84,7 @@ def _share(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def _cut(part: tuple[RowRange, ...], first: int, last: int) -> Iterator[tuple[RowRange, int]]:
-    """What of a part lies in its rows `first` to `last`, and at which of them it starts."""
+    """Yield what of a part lies in its rows `first` to `last`, and at which of them it starts."""
     position = 0
     for rows in part:
         end = position + rows.stop - rows.start

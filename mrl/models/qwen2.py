@@ -8,13 +8,12 @@ from mrl.models.spec import ModelSpec
 
 
 def read(config: HfConfig) -> ModelSpec:
-    """A Qwen2's sizes."""
     window = uniform_window(config)
     return read_decoder(config.defaulting(rope_theta=10_000.0), family="qwen2", qkv_bias=True, sliding_window=window)
 
 
 def uniform_window(config: HfConfig) -> int | None:
-    """The window of all layers, or None: Qwen's files name one also where it is switched off."""
+    """Return the window of all layers, or None: Qwen's files name one also where it is switched off."""
     if not config.defaulting(use_sliding_window=False).flag("use_sliding_window"):
         return None
     if "layer_types" in config:

@@ -9,7 +9,7 @@ from mrl.models.spec import ModelSpec
 
 
 def read(config: HfConfig) -> ModelSpec:
-    """A Qwen3's sizes; a missing head dimension means 128 here."""
+    """Return a Qwen3's sizes; a missing head dimension means 128 here."""
     config.require("attention_bias", False, "it puts a bias on the output projection, which Megatron has not")
     config = config.defaulting(head_dim=128, rope_theta=10_000.0)
     return read_decoder(config, family="qwen3", qk_norm=True, sliding_window=uniform_window(config))

@@ -8,7 +8,6 @@ from mrl.models.spec import ModelSpec, MoeSpec
 
 
 def read(config: HfConfig) -> ModelSpec:
-    """A Qwen3-MoE's sizes."""
     config.require("attention_bias", False, "it puts a bias on the output projection, which Megatron has not")
     config.require("use_sliding_window", False)
     config = config.defaulting(decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=False, rope_theta=10_000.0)

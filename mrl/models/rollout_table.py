@@ -53,14 +53,14 @@ class Fused:
 
 
 def rollout_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> list[Fused]:
-    """Every parameter of that rank, by vLLM's names."""
+    """Return every parameter of that rank, by vLLM's names."""
     sizes.check(spec)
     layers = (fused for layer in range(spec.num_layers) for fused in layer_tensors(spec, sizes, rank, layer))
     return [*embedding_tensors(spec, sizes, rank), *layers, *head_tensors(spec, sizes, rank)]
 
 
 def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:
-    """What stands before the layers; it is the head too where the two are tied."""
+    """Yield what stands before the layers; it is the head too where the two are tied."""
     if sizes.whole:
         yield from _unfused({EMBEDDING: (spec.vocab, spec.hidden)})
     else:
@@ -68,7 +68,7 @@ def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterato
 
 
 def head_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:
-    """What stands behind the layers."""
+    """Yield what stands behind the layers."""
     if sizes.whole:
         yield from _unfused({NORM: (spec.hidden,)} | ({} if spec.tied else {LM_HEAD: (spec.vocab, spec.hidden)}))
         return
@@ -78,7 +78,7 @@ def head_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fus
 
 
 def layer_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) -> Iterator[Fused]:
-    """The parameters of one layer."""
+    """Yield the parameters of one layer."""
     if sizes.whole:
         yield from _unfused(FAMILIES[spec.family].tensors(spec, layer))
         return

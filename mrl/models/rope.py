@@ -19,7 +19,7 @@ class LinearScaling:
     factor: float
 
     def apply(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """The frequencies after scaling."""
+        """Return the frequencies after scaling."""
         return frequencies / self.factor
 
 
@@ -33,7 +33,7 @@ class Llama3Scaling:
     original_max_positions: int
 
     def apply(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """The frequencies after scaling."""
+        """Return the frequencies after scaling."""
         import torch
 
         wavelengths = 2 * math.pi / frequencies
@@ -57,7 +57,7 @@ class Rope:
     scaling: LinearScaling | Llama3Scaling | None = None
 
     def inverse_frequencies(self) -> torch.Tensor:
-        """One angle per position step for each pair of dimensions, equal to transformers' to the bit."""
+        """Return one angle per position step for each pair of dimensions, equal to transformers' to the bit."""
         import torch
 
         exponents = torch.arange(0, self.dim, 2, dtype=torch.int64).to(torch.float32) / self.dim

@@ -15,7 +15,7 @@ _POSITIONS = 512
 
 
 def small_config(values: Mapping[str, Any], parallel: ParallelConfig) -> dict[str, Any]:
-    """The `config.json` of a model that a layout divides as it divides the one with these values.
+    """Return the `config.json` of a model that a layout divides as it divides the one with these values.
 
     Query groups stay groups, and key-value heads that are fewer than the tensor-parallel ranks stay fewer.
     """

@@ -61,7 +61,7 @@ class ModelSpec:
             raise ModelError(f"experts are described, but none of the {self.num_layers} layers has any")
 
     def has_experts(self, layer: int) -> bool:
-        """Whether that layer (counted over the whole model, from 0) routes its tokens to experts."""
+        """Return whether that layer (counted over the whole model, from 0) routes its tokens to experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
     @property

@@ -41,13 +41,13 @@ class Shard:
 
 
 def shards_of(spec: ModelSpec, layout: Layout, place: RankPlace, head: Head) -> list[Shard]:
-    """Everything that one rank holds."""
+    """Return everything that one rank holds."""
     layout.check(spec)
     return [*dense_shards(spec, layout, place, head), *expert_shards(spec, layout, place)]
 
 
 def dense_shards(spec: ModelSpec, layout: Layout, place: RankPlace, head: Head) -> Iterator[Shard]:
-    """What a rank holds beside experts: it depends on its place in tp and pp alone."""
+    """Yield what a rank holds beside experts: it depends on its place in tp and pp alone."""
 
     def shard(chunk: int, parameter: Parameter, prefix: str = "") -> Shard:
         return _shard(chunk, prefix + parameter.name, parameter, place.tp, layout.tp)
@@ -62,7 +62,7 @@ def dense_shards(spec: ModelSpec, layout: Layout, place: RankPlace, head: Head) 
 
 
 def expert_shards(spec: ModelSpec, layout: Layout, place: RankPlace) -> Iterator[Shard]:
-    """The experts that a rank holds: they depend on its place in ep, etp and pp alone."""
+    """Yield the experts that a rank holds: they depend on its place in ep, etp and pp alone."""
     if spec.moe is None:
         return
     num_local = spec.moe.num_experts // layout.ep
@@ -100,7 +100,7 @@ def _vocabulary(name: str, hf: str, spec: ModelSpec) -> Parameter:
 
 
 def hf_tensors(spec: ModelSpec, head: Head) -> dict[str, Shape]:
-    """Names and shapes of every tensor of the model in Hugging Face's files."""
+    """Return the names and shapes of every tensor of the model in Hugging Face's files."""
     tensors: dict[str, Shape] = {EMBEDDING: (spec.vocab, spec.hidden)}
     for layer in range(spec.num_layers):
         tensors |= FAMILIES[spec.family].tensors(spec, layer)
@@ -113,7 +113,7 @@ def hf_tensors(spec: ModelSpec, head: Head) -> dict[str, Shape]:
 
 
 def local_name(name: str) -> str:
-    """What the local layer spec, and so a `Shard`, calls a parameter of either spec."""
+    """Return what the local layer spec, and so a `Shard`, calls a parameter of either spec."""
     for fused, plain in _UNFUSED_NORMS.items():
         if name.endswith(f".{fused}"):
             return name.removesuffix(fused) + plain

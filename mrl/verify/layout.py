@@ -55,7 +55,7 @@ _BFLOAT16_ROUNDING = 2.0**-8
 
 
 def tolerance(dtype: str, head: Head, spec: ModelSpec, oracle: Floats) -> Tolerance:
-    """What rounding explains; `oracle` is what transformers computes in float32.
+    """Return what rounding explains; `oracle` is what transformers computes in float32.
 
     In bfloat16 every layer rounds what it adds to the hidden state, anew and at random, so relative errors grow with
     the root of the layers, r = 2^-8 sqrt(layers). Each limit is about twice or more the largest of 112 runs on the CPU:
@@ -106,7 +106,7 @@ class Verified:
 
 
 def fewest_ranks(parallel: ParallelConfig, dp: int) -> int:
-    """The ranks that show a layout whole, with two data-parallel ones where there are more."""
+    """Return the ranks that show a layout whole, with two data-parallel ones where there are more."""
     dense, experts = parallel.tp * parallel.cp * parallel.pp, parallel.etp * parallel.ep * parallel.pp
     return next(size for copies in range(min(dp, 2), dp + 1) if not (size := copies * dense) % experts)
 

@@ -68,7 +68,6 @@ class ParityCase:
 
     @property
     def settings(self) -> TrainedModelConfig:
-        """What the engine is made with."""
         return TrainedModelConfig(
             parallel=self.parallel,
             dtype=self.dtype,
@@ -128,12 +127,12 @@ def make_rows(spec: ModelSpec, case: ParityCase) -> TokenRows:
 
 
 def measure(cases: list[ParityCase]) -> list[RankResult]:
-    """All cases, one after another, on this rank of a world that fits their layouts."""
+    """Measure all cases, one after another, on this rank of a world that fits their layouts."""
     return [measure_one(case) for case in cases]
 
 
 def measure_one(case: ParityCase) -> RankResult:
-    """One case on this rank."""
+    """Measure one case on this rank."""
     spec = read_spec(case.model)
     with model_parallel(case.parallel, seed=1) as groups:
         engine = MegatronEngine(EngineRequest(spec, case.head, case.settings), groups)
@@ -231,7 +230,7 @@ def _value_loss(norm: LossNormalizer, step: int, batch: LossInput) -> LossOutput
 
 
 def merge_ranks(ranks: list[RankResult]) -> ParityResult:
-    """One result from all ranks of a world."""
+    """Put the results of all ranks of a world together."""
 
     def joined(per_rank: list[dict[int, Floats]]) -> Floats:
         rows: dict[int, Floats] = {}
@@ -289,7 +288,7 @@ def _parameter_difference(one: ParityResult, other: ParityResult) -> float:
 
 
 def transformers_scores(path: str | Path, case: ParityCase) -> Floats:
-    """The same log-probs or values by transformers, row by row, in float32."""
+    """Return the same log-probs or values by transformers, row by row, in float32."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     rows = make_rows(read_spec(path), case)

@@ -28,14 +28,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def num_gpus() -> int:
-    """The GPUs that ranks could have, each its own."""
+    """Return how many ranks could have a GPU of their own."""
     return torch.cuda.device_count()
 
 
 def run_distributed(
     num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float, device: Device = "cpu"
 ) -> list[Any]:
-    """What `function(*arguments)` returns on each rank of a new world, which is gone afterwards.
+    """Call `function(*arguments)` on each rank of a new world, which is gone afterwards; return what each rank returns.
 
     The function is importable by name, and what it takes and returns can be sent between processes. With "gpu" there
     are as many ranks as `num_gpus` at most.
@@ -64,7 +64,7 @@ def run_distributed(
 
 
 def _context(device: Device) -> BaseContext:
-    """How processes begin: from one that has loaded all that takes seconds to load, or on GPUs from nothing.
+    """Return how processes begin: from one that has loaded all that takes seconds to load, or on GPUs from nothing.
 
     A process whose parent has as much as asked how many GPUs there are cannot use any.
     """

@@ -38,7 +38,6 @@ class Digests:
             self._found[name] = content.hexdigest()[:_LETTERS]
 
     def read(self) -> dict[str, str]:
-        """All digests by name."""
         if self._sums:
             counts = [sums.numel() for _, sums in self._sums.values()]
             parts = torch.split(torch.cat([sums for _, sums in self._sums.values()]).cpu(), counts)
@@ -50,14 +49,13 @@ class Digests:
 
 
 def digest(tensor: Tensor) -> str:
-    """Of one tensor."""
     digests = Digests()
     digests.add("", tensor)
     return digests.read()[""]
 
 
 def weighted_sums(flat: Tensor) -> Tensor:
-    """A sum for each chunk. One element or any order that differs shows.
+    """Return a sum for each chunk. One element or any order that differs shows.
 
     Weights are odd, so a chunk in which one element differs always has another sum; sums wrap around by intent.
     """
@@ -69,7 +67,7 @@ def weighted_sums(flat: Tensor) -> Tensor:
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """A pseudo-random odd number for every position of a chunk: moved content gets other weights."""
+    """Return a pseudo-random odd number for every position of a chunk: moved content gets other weights."""
     mixed = torch.arange(1, _CHUNK_ELEMENTS + 1, dtype=torch.int64, device=device)
     for factor in (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9):
         mixed = mixed * factor

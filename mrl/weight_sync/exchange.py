@@ -36,7 +36,7 @@ class MessageRound(NamedTuple):
 
 
 def message_schedule(plan: RankPlan, bucket: PlannedBucket, limit: int) -> list[MessageRound]:
-    """The messages of a bucket, of at most `limit` elements each.
+    """Return the messages of a bucket, of at most `limit` elements each.
 
     Every rank goes around the circle: it sends to the one `shift` places on and receives from the one as far back. All
     do so in the same order and nobody waits in another, so nobody waits for ever.
@@ -162,7 +162,7 @@ def _finish(
 
 @cache
 def _contiguous(box: Region) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Shape, strides and elements of a box that lies by itself."""
+    """Return shape, strides and elements of a box that lies by itself."""
     shape = extent(box)
     strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     return shape, strides, math.prod(shape)
@@ -188,7 +188,7 @@ class WorldTransport:
         self.rank, self.device = dist.get_rank(), device
 
     def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Sequence[dist.Work]:
-        """As one batch."""
+        """Send and receive as one batch."""
         messages = [dist.P2POp(dist.isend, buffer, rank) for rank, buffer in outgoing.items()]
         messages += [dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in incoming.items()]
         return dist.batch_isend_irecv(messages) if messages else []
@@ -218,7 +218,7 @@ class JoinedTransport:
             self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Sequence[dist.Work]:
-        """One by one: each pair of ranks has a connection of its own, so none waits for another."""
+        """Send and receive one by one: each pair of ranks has a connection of its own, so none waits for another."""
         works = [self._group.send([buffer], rank, 0) for rank, buffer in outgoing.items()]
         return works + [self._group.recv([buffer], rank, 0) for rank, buffer in incoming.items()]
 

@@ -55,7 +55,7 @@ class ShardIntersections:
         self._held = cache(lambda kind: tuple(self._find_held(kind)))
 
     def _find_regions(self, kind: Kind, tp_rank: int, owners: frozenset[ShardOwner] | None) -> FusedRegions:
-        """What a tensor rank of an engine needs; only what some owners have of it, if asked."""
+        """Return what a tensor rank of an engine needs; only what some owners have of it, if asked."""
         held: dict[str, list[tuple[ShardOwner, str, Region, Region]]] = defaultdict(list)
         for owner, name, shard in self._held(kind):
             if owners is None or owner in owners:
@@ -89,7 +89,7 @@ class ShardIntersections:
         return layer_tensors(spec, sizes, tp_rank, self._example(kind))
 
     def _find_held(self, kind: Kind) -> Iterator[tuple[ShardOwner, str, list[tuple[str, Region, Region]]]]:
-        """Every local parameter of every place of a stage, and the pieces of Hugging Face tensors in it."""
+        """Yield every local parameter of every place of a stage, and the pieces of Hugging Face tensors in it."""
         spec, family = self.spec, FAMILIES[self.spec.family]
         if kind == "embedding":
             yield from self._split(_vocabulary("weight", EMBEDDING, spec))

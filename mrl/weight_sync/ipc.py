@@ -64,11 +64,10 @@ class TensorView:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, buffer: Tensor) -> Tensor:
-        """The tensor itself, in the buffer's memory."""
+        """Return the tensor itself, in the buffer's memory."""
         return buffer[self.offset : self.offset + self.num_bytes].view(self.dtype).view(self.shape)
 
 
@@ -115,7 +114,7 @@ class IpcSender:
         line.receive("welcome", self._deadline_s)
 
     def slot(self) -> SharedBuffer:
-        """A buffer that the receiver does not read; waits until it has read one."""
+        """Return a buffer that the receiver does not read; wait until there is one."""
         if not self._free:
             done, _ = self._connected().receive("done", self._deadline_s)
             self._free.append(self._slots[done["slot"]])
@@ -164,7 +163,7 @@ class IpcReceiver:
         self._line: _Channel | None = None
 
     def buckets(self) -> Iterator[Bucket]:
-        """What the sender sends, until it says that this was all; then it waits for `reply`."""
+        """Yield what the sender sends, until it says that this was all; then it waits for `reply`."""
         self._hang_up()
         self._line = line = _Channel(self._accept(), "the trainer")
         hello, descriptors = line.receive("hello", self._deadline_s, NUM_SLOTS)
@@ -319,7 +318,7 @@ def _short_address(path: Path) -> Iterator[str]:
 
 
 def _share(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, Any], int | None]:
-    """A new buffer, how another process finds it, and on a CPU the descriptor that goes with it."""
+    """Return a new buffer, how another process finds it, and on a CPU the descriptor that goes with it."""
     if device.type == "cuda":
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         parts = buffer.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
@@ -333,7 +332,7 @@ def _share(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, Any]
 
 
 def _map(handle: dict[str, Any], descriptors: list[int]) -> Tensor:
-    """The buffer that another process shares."""
+    """Return the buffer that another process shares."""
     if "cuda" in handle:
         device = torch.device("cuda", torch.cuda.current_device())
         if handle["uuid"] != _uuid(device):
@@ -357,7 +356,7 @@ def _uuid(device: torch.device) -> str:
 
 
 def _placed(row: list[Any], buffer: Tensor) -> TensorView:
-    """A row of a bucket frame, if it lies in the buffer."""
+    """Return the tensor that a row of a bucket frame describes; refuse one that does not lie in the buffer."""
     name, dtype, shape, offset = row
     if dtype not in _DTYPES:
         raise RolloutError(f"{name} has dtype {dtype}; known: {', '.join(_DTYPES)}")

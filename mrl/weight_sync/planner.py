@@ -123,7 +123,7 @@ class RankPlan:
     buckets: tuple[PlannedBucket, ...]
 
     def num_received(self) -> int:
-        """Elements that come from other ranks."""
+        """Return how many elements come from other ranks."""
         return sum(
             transfer.region.num_elements
             for bucket in self.buckets
@@ -147,7 +147,7 @@ class ReshardPlanner:
         self._sources = cache(self._find_sources)
 
     def plan(self, rank: int, sizes: BucketSizes) -> RankPlan:
-        """What `rank` sends, receives and keeps."""
+        """Return what `rank` sends, receives and keeps."""
         own, worker = self._stage(rank), self._worker_of.get(rank)
         tensors = self._buckets(own, sizes, 0 if worker is None else worker % self.rollout.sizes.tp)
         others = {*map(self._stage, self.rollout.hosts)} - {own}
@@ -169,7 +169,7 @@ class ReshardPlanner:
         return RankPlan(rank, len(self.rollout.nodes), worker, self._worker_of, planned)
 
     def largest_tensor(self) -> int:
-        """Elements of the largest fused tensor: no bucket can be smaller."""
+        """Return how many elements the largest fused tensor has: no bucket can be smaller."""
         shapes = [
             fused.shape for kind in {group.kind for group in self.groups} for fused, _ in self._regions(kind, 0, None)
         ]
@@ -239,7 +239,7 @@ class ReshardPlanner:
         return buckets
 
     def _stage(self, rank: int) -> int:
-        """The stage that a rank holds, or, for a receiver, the one that it begins with."""
+        """Return the stage that a rank holds, or, for a receiver, the one that it begins with."""
         return rank // self._ranks_per_stage % self.mesh.pp
 
     # --- transfers --------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class ReshardPlanner:
     def _transfers(
         self, worker: int, sender: int | None, places: dict[tuple[int, int], tuple[int, int]]
     ) -> Iterator[tuple[int, int, Transfer]]:
-        """What a worker needs, or what of it one rank sends: bucket, source, and the transfer.
+        """Yield what a worker needs, or what of it one rank sends: bucket, source, and the transfer.
 
         Receiver and sender come to the same order, so a message needs no table of contents.
         """
@@ -300,7 +300,7 @@ def _places(buckets: list[list[PlannedTensor]]) -> dict[tuple[int, int], tuple[i
 
 
 def _name(fused: Fused, group: LayerGroup) -> str:
-    """What a tensor of the example of a kind is called in another group."""
+    """Return what a tensor of the example of a kind is called in another group."""
     if group.kind in ("embedding", "head"):
         return fused.name
     return f"model.layers.{group.layer}.{fused.name.split('.', 3)[3]}"

@@ -58,7 +58,7 @@ class ModuleParameters:
 
 
 def full_tensor_reason(model: Module) -> str:
-    """Why a model's modules cannot be written directly; empty where they can."""
+    """Return why a model's modules cannot be written directly; empty where they can."""
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if method is None or type(method) in _PLAIN:
@@ -102,7 +102,7 @@ class ParameterWriter:
             _pack(owner)
 
     def finish(self) -> dict[str, str]:
-        """The digest of what each parameter holds, once all are written."""
+        """Return the digest of what each parameter holds, once all are written."""
         if self._missing:
             some = ", ".join(sorted(self._missing)[:5])
             raise RolloutError(f"{len(self._missing)} of the model's parameters were not sent: {some}")

@@ -25,11 +25,11 @@ class WorkerExtension:
     """Methods that vLLM's workers get beside their own."""
 
     def full_tensor_reason(self) -> str:
-        """Why this worker's model cannot be written directly; empty where it can."""
+        """Return why this worker's model cannot be written directly; empty where it can."""
         return full_tensor_reason(self.model_runner.model)  # type: ignore[attr-defined]
 
     def last_update_error(self) -> str:
-        """Why this worker did not take the last version; empty where it did."""
+        """Return why this worker did not take the last version; empty where it did."""
         receiver: IpcTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
         return receiver.refused_because
 
@@ -64,7 +64,6 @@ class IpcTransferEngine(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: ReceiverInfo) -> None:
-        """Listen."""
         self.refused_because = ""
         path = socket_path(Path(init_info.sockets), init_info.replica, get_tensor_model_parallel_rank())
         self._ipc = IpcReceiver(path)
@@ -95,7 +94,6 @@ class IpcTransferEngine(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type
         """Nothing to finish: modules are packed as soon as all of theirs has arrived."""
 
     def shutdown(self) -> None:
-        """Stop listening."""
         self._ipc.close()
 
     def _tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:
