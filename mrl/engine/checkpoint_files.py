@@ -16,6 +16,7 @@ from torch import Tensor
 from mrl import files
 from mrl.dtypes import SAFETENSORS_NAMES, dtype_name
 from mrl.errors import EngineError
+from mrl.models.hf_writer import safetensors_head
 from mrl.models.regions import Region, Shape, extent, intersection, moved, num_elements, relative, slices
 from mrl.models.table import Shard
 
@@ -37,16 +38,10 @@ def entry(kind: str, name: str, box: Region) -> str:
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write one tensor after another, on disk when this returns; the hash of the file."""
-    header: dict[str, Any] = {}
-    end = 0
     tensors = dict(sorted(tensors.items()))  # equal states are equal files
     for name, tensor in tensors.items():
-        if (dtype := SAFETENSORS_NAMES.get(dtype_name(tensor.dtype))) is None:
+        if dtype_name(tensor.dtype) not in SAFETENSORS_NAMES:
             raise EngineError(f"{name}: {tensor.dtype} cannot be saved", fix="leave optimizer state in float32")
-        start, end = end, end + tensor.numel() * tensor.itemsize
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     sha256 = hashlib.sha256()
     with path.open("wb") as file:
 
@@ -54,7 +49,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
             sha256.update(data)
             file.write(data)
 
-        put(len(text).to_bytes(8, "little") + text)
+        put(safetensors_head({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}))
         for tensor in tensors.values():
             # A copy always: memory that numpy has seen can never leave the device again.
             put(tensor.detach().flatten().to("cpu", copy=True).view(torch.uint8).numpy())

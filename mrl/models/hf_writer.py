@@ -152,24 +152,29 @@ def _grouped(shapes: Mapping[str, Shape], item_bytes: int, max_file_bytes: int) 
 
 
 def _mapped_file(path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return a safetensors file of those tensors, and views of it to be filled."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    kind = SAFETENSORS_NAMES[dtype_name(dtype)]
+    """Return a safetensors file of those tensors as views to be filled."""
+    head = safetensors_head({name: (dtype, shape) for name, shape in shapes.items()}, {"format": "pt"})
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape in shapes.values()]
+    num_bytes = len(head) + sum(sizes)
+    with path.open("wb") as file:
+        file.write(head)
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk is an error here, and not a crash in the map
+    mapped = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
+    parts = torch.split(mapped[len(head) :], sizes)
+    return {name: part.view(dtype).view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
+
+
+def safetensors_head(
+    tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Return what stands before the data of these tensors in a safetensors file; the data follow in the same order."""
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
-    for name, shape in shapes.items():
+    for name, (dtype, shape) in tensors.items():
         start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        kind = SAFETENSORS_NAMES[dtype_name(dtype)]
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors behind it are aligned
-    data = 8 + len(text)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.flush()
-        os.posix_fallocate(file.fileno(), 0, data + end)  # a full disk is an error here, and not a crash in the map
-    whole = torch.from_file(str(path), shared=True, size=data + end, dtype=torch.uint8)
-    return {
-        name: whole[data + header[name]["data_offsets"][0] : data + header[name]["data_offsets"][1]]
-        .view(dtype)
-        .view(shape)
-        for name, shape in shapes.items()
-    }
+    return len(text).to_bytes(8, "little") + text
