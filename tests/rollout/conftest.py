@@ -13,6 +13,7 @@ import pytest
 
 from mrl.rollout.engine import EngineSettings, RolloutEngine, engine_class
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling, request_seed
+from tests.models.conftest import tiny  # noqa: F401  # a fixture of tests here too
 from tests.rollout.small_models import VOCAB, make_small
 
 if TYPE_CHECKING:
