@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from mrl.config.mesh import Mesh
+from mrl.config.schema import ParallelConfig as Layout
 from mrl.models.families import spec_of
 from mrl.models.hf_config import HfConfig
-from mrl.models.layout import Layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.weight_sync.planner import BucketSizes, RankPlan, ReshardPlanner, RolloutLayout
 from tests.models.published import LLAMA_31_70B, QWEN3_235B

@@ -26,7 +26,7 @@ from mrl.dtypes import dtype_name
 from mrl.errors import RolloutError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader, load_shard
-from mrl.models.layout import Layout, RankPlace
+from mrl.models.layout import RankPlace
 from mrl.models.regions import slices
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.table import shards_of
@@ -91,7 +91,7 @@ def measure_one(case: ReshardCase) -> RankOutcome:
         rollout, sockets, dtype_name(case.dtype), dtype_name(case.train_dtype), case.bucket_bytes, LIMIT_S
     )
     with holding(case, mesh) as held:
-        planner = ReshardPlanner(spec, Layout.of(case.parallel), mesh, rollout)
+        planner = ReshardPlanner(spec, case.parallel, mesh, rollout)
         resharder = Resharder(planner, wires_of(case), held, told)
         return carry_out(case, resharder, held)
 
@@ -172,7 +172,7 @@ def holding(case: ReshardCase, mesh: Mesh) -> Iterator[dict[tuple[int, str], Ten
         return
     if not case.megatron:
         at = mesh.coordinates(dist.get_rank())
-        shards = shards_of(spec, Layout.of(case.parallel), RankPlace(at.tp, at.pp, at.ep, at.etp), "lm")
+        shards = shards_of(spec, case.parallel, RankPlace(at.tp, at.pp, at.ep, at.etp), "lm")
         yield {(shard.chunk, shard.name): load_shard(reader, shard, case.train_dtype) for shard in shards}
         return
     from mrl.engine import weights

@@ -11,7 +11,7 @@ from mrl.engine.model import TokenModel
 from mrl.engine.parallel import ParallelGroups
 from mrl.errors import EngineError
 from mrl.models.hf_reader import HfReader, load_shard
-from mrl.models.layout import Layout, RankPlace
+from mrl.models.layout import RankPlace
 from mrl.models.spec import ModelSpec
 from mrl.models.table import SCORE, Head, Shard, local_name, shards_of
 
@@ -19,7 +19,7 @@ from mrl.models.table import SCORE, Head, Shard, local_name, shards_of
 def rank_shards(spec: ModelSpec, head: Head, groups: ParallelGroups) -> list[Shard]:
     """Return what this rank holds, according to the table."""
     place = RankPlace(tp=groups.at.tp, pp=groups.at.pp, ep=groups.at.ep, etp=groups.at.etp)
-    return shards_of(spec, Layout.of(groups.parallel), place, head)
+    return shards_of(spec, groups.parallel, place, head)
 
 
 def held_tensors(

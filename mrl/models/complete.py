@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import product
 
+from mrl.config.schema import ParallelConfig
 from mrl.errors import ModelError, problem_list
-from mrl.models.layout import Layout, RankPlace
+from mrl.models.layout import RankPlace, check_layout
 from mrl.models.regions import Region, extent, tiling_problems
 from mrl.models.spec import ModelSpec
 from mrl.models.table import EMBEDDING, Head, Shard, dense_shards, expert_shards, hf_tensors
@@ -15,15 +16,15 @@ from mrl.models.table import EMBEDDING, Head, Shard, dense_shards, expert_shards
 Placed = list[tuple[RankPlace, Shard]]
 
 
-def check_complete(spec: ModelSpec, layout: Layout, head: Head) -> None:
+def check_complete(spec: ModelSpec, layout: ParallelConfig, head: Head) -> None:
     """Refuse a table that leaves out, doubles or invents anything, with a list of it."""
-    layout.check(spec)
+    check_layout(layout, spec)
     shards = _everything(spec, layout, head)
     if problems := [*_local_problems(shards), *_hf_problems(spec, layout, head, shards)]:
         raise ModelError(f"the table of {spec.family} is not complete for {layout}:{problem_list(problems)}")
 
 
-def _everything(spec: ModelSpec, layout: Layout, head: Head) -> Placed:
+def _everything(spec: ModelSpec, layout: ParallelConfig, head: Head) -> Placed:
     """Return every shard of every place: tp ranks for the dense parameters, ep and etp ranks for the experts."""
     placed: Placed = []
     for pp in range(layout.pp):
@@ -46,7 +47,7 @@ def _local_problems(shards: Placed) -> Iterator[str]:
                 yield f"{shard.name} on {place}: {piece.source} of {piece.hf} does not fit into {piece.target}"
 
 
-def _hf_problems(spec: ModelSpec, layout: Layout, head: Head, shards: Placed) -> Iterator[str]:
+def _hf_problems(spec: ModelSpec, layout: ParallelConfig, head: Head, shards: Placed) -> Iterator[str]:
     holders: dict[str, dict[Region, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     num_copies: dict[str, int] = {}
     for place, shard in shards:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mrl.config.schema import ParallelConfig
 from mrl.errors import ModelError
 from mrl.models.families import FAMILIES
-from mrl.models.layout import Layout
+from mrl.models.layout import check_layout
 from mrl.models.parameters import Parameter, Piece, RowRange, padded_vocab
 from mrl.models.regions import Region, Shape, whole
 from mrl.models.spec import ModelSpec, MoeSpec
@@ -36,8 +37,8 @@ class EngineSizes:
                 f"ep {self.ep} is neither 1 nor the engine's tp {self.tp}",
                 fix="vLLM spreads experts over all ranks of an engine, or splits each over all of them",
             )
-        expert_axes = {"ep": self.ep, "etp": self.tp // self.ep} if spec.moe else {"ep": self.ep}
-        Layout(tp=self.tp, **expert_axes).check(spec)
+        etp = self.tp // self.ep if spec.moe else 1
+        check_layout(ParallelConfig(tp=self.tp, ep=self.ep, etp=etp), spec)
         if (rows := _padded(spec.vocab)) % self.tp:
             raise ModelError(f"tp {self.tp} does not divide the {rows} rows of vLLM's vocabulary")
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from mrl.config.schema import ParallelConfig
 from mrl.models.families import FAMILIES
-from mrl.models.layout import Layout, RankPlace
+from mrl.models.layout import RankPlace, check_layout, layers_of_chunk
 from mrl.models.parameters import Parameter, Piece, RowRange
 from mrl.models.regions import Region, Shape
 from mrl.models.spec import ModelSpec
@@ -40,13 +41,13 @@ class Shard:
     split: bool  # whether the ranks of tp (of etp for an expert) hold different parts
 
 
-def shards_of(spec: ModelSpec, layout: Layout, place: RankPlace, head: Head) -> list[Shard]:
+def shards_of(spec: ModelSpec, layout: ParallelConfig, place: RankPlace, head: Head) -> list[Shard]:
     """Return everything that one rank holds."""
-    layout.check(spec)
+    check_layout(layout, spec)
     return [*dense_shards(spec, layout, place, head), *expert_shards(spec, layout, place)]
 
 
-def dense_shards(spec: ModelSpec, layout: Layout, place: RankPlace, head: Head) -> Iterator[Shard]:
+def dense_shards(spec: ModelSpec, layout: ParallelConfig, place: RankPlace, head: Head) -> Iterator[Shard]:
     """Yield what a rank holds beside experts: it depends on its place in tp and pp alone."""
 
     def shard(chunk: int, parameter: Parameter, prefix: str = "") -> Shard:
@@ -61,7 +62,7 @@ def dense_shards(spec: ModelSpec, layout: Layout, place: RankPlace, head: Head) 
         yield from (shard(layout.vpp - 1, parameter) for parameter in _after_layers(spec, layout, head))
 
 
-def expert_shards(spec: ModelSpec, layout: Layout, place: RankPlace) -> Iterator[Shard]:
+def expert_shards(spec: ModelSpec, layout: ParallelConfig, place: RankPlace) -> Iterator[Shard]:
     """Yield the experts that a rank holds: they depend on its place in ep, etp and pp alone."""
     if spec.moe is None:
         return
@@ -73,14 +74,14 @@ def expert_shards(spec: ModelSpec, layout: Layout, place: RankPlace) -> Iterator
                 yield _shard(chunk, expert_prefix + parameter.name, parameter, place.etp, layout.etp, expert=True)
 
 
-def _layers(spec: ModelSpec, layout: Layout, place: RankPlace) -> Iterator[tuple[int, str, int]]:
+def _layers(spec: ModelSpec, layout: ParallelConfig, place: RankPlace) -> Iterator[tuple[int, str, int]]:
     """Chunk, name in the chunk, and number in the model of each layer of a rank."""
     for chunk in range(layout.vpp):
-        for local, layer in enumerate(layout.layers_of_chunk(spec.num_layers, place.pp, chunk)):
+        for local, layer in enumerate(layers_of_chunk(layout, spec.num_layers, place.pp, chunk)):
             yield chunk, f"decoder.layers.{local}.", layer
 
 
-def _after_layers(spec: ModelSpec, layout: Layout, head: Head) -> Iterator[Parameter]:
+def _after_layers(spec: ModelSpec, layout: ParallelConfig, head: Head) -> Iterator[Parameter]:
     yield Parameter("decoder.final_layernorm.weight", ((RowRange(NORM, 0, spec.hidden),),))
     if head == "score":
         yield Parameter("score.weight", ((RowRange(SCORE, 0, 1),),), spec.hidden)

@@ -43,7 +43,7 @@ from typing import Any, Literal
 
 from mrl.config.schema import MegatronModelConfig
 from mrl.dtypes import ITEM_BYTES
-from mrl.models.layout import Layout
+from mrl.models.layout import layers_of_chunk
 from mrl.models.parameters import padded_vocab
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
@@ -96,9 +96,9 @@ def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) 
 
 def stage_activations(spec: ModelSpec, model: MegatronModelConfig, stage: int, num_micro_batches: int) -> int:
     """Return what the layers of a pipeline stage keep at their worst moment, and make again."""
-    layout, tokens = Layout.of(model.parallel), model.max_tokens_per_device
+    layout, tokens = model.parallel, model.max_tokens_per_device
     pp, vpp = layout.pp, layout.vpp
-    chunks = [layout.layers_of_chunk(spec.num_layers, stage, chunk) for chunk in range(vpp)]
+    chunks = [layers_of_chunk(layout, spec.num_layers, stage, chunk) for chunk in range(vpp)]
     kept, working = 0.0, 0.0
     for layers in chunks:
         bytes_of = {kind: layer_bytes(spec, model, kind) for kind in {spec.has_experts(layer) for layer in layers}}

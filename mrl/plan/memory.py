@@ -24,7 +24,6 @@ from mrl.config.hardware import DEFAULT_UTILIZATION, Hardware
 from mrl.config.schema import Config
 from mrl.dtypes import ITEM_BYTES
 from mrl.errors import PlacementError
-from mrl.models.layout import Layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
@@ -178,7 +177,7 @@ def _role(config: Config, spec: ModelSpec, name: str, stage: int) -> Role:
     ]
     score = [item("activations", forward_activations(spec, model), f"{tokens}, one layer at a time")]
     head_of = partial(head_bytes, spec, model, head, device=config.cluster.device)
-    if stage == Layout.of(model.parallel).pp - 1:
+    if stage == model.parallel.pp - 1:
         train.append(item("head", head_of(backward=True), f"{tokens}, if all are scored"))
         score.append(item("head", head_of(backward=False), f"{tokens}, if all are scored"))
     return Role(name, stage, held, tuple(train) if name in config.trained_roles() else (), tuple(score))

@@ -13,7 +13,7 @@ from mrl.config.model_rules import ModelShape, check_model_rules
 from mrl.config.rules import check_rules
 from mrl.config.schema import Config
 from mrl.errors import ConfigError, ModelError, Problem
-from mrl.models.layout import Layout
+from mrl.models.layout import check_layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.known_models import model_spec
@@ -43,7 +43,7 @@ class PlanInput:
     def check_layouts(self) -> None:
         """Refuse layouts that the tables cannot tell."""
         for role, spec in self.specs.items():
-            Layout.of(self.config.model_roles()[role].parallel).check(spec)
+            check_layout(self.config.model_roles()[role].parallel, spec)
         EngineSizes(self.config.rollout.tp).check(self.specs["actor"])
 
     def with_changes(self, changes: Mapping[str, Any]) -> PlanInput | None:

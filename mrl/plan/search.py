@@ -19,7 +19,7 @@ from mrl.config.hardware import DEFAULT, DEFAULT_UTILIZATION
 from mrl.config.load import Resolved
 from mrl.config.schema import Config, MegatronModelConfig, ParallelConfig, RolloutConfig
 from mrl.errors import ModelError
-from mrl.models.layout import Layout
+from mrl.models.layout import check_layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.memory import MemoryPlan, Role, gib, plan_memory, role_stages
@@ -293,7 +293,7 @@ def _layouts(placed: PlanInput, spec: ModelSpec, role: str, devices: int) -> Ite
         if samples_per_step(config.batch) % dp or (role in config.trained_roles() and samples_per_update % dp):
             continue
         try:
-            Layout.of(ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep)).check(spec)
+            check_layout(ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep), spec)
         except ModelError:
             continue
         yield {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "ep": ep, "etp": 1, "sequence_parallel": tp > 1}

@@ -21,9 +21,9 @@ from mrl.config.arithmetic import (
     updates_per_step,
 )
 from mrl.config.mesh import Mesh
-from mrl.config.schema import Config
+from mrl.config.schema import Config, ParallelConfig
 from mrl.dtypes import ITEM_BYTES
-from mrl.models.layout import Layout
+from mrl.models.layout import layers_of_chunk
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS
@@ -44,7 +44,7 @@ class RankTraffic:
 class ReshardTraffic:
     """Count what a training layout and the engines of one size on the same devices exchange."""
 
-    def __init__(self, spec: ModelSpec, layout: Layout, mesh: Mesh, tp: int, devices_per_node: int) -> None:
+    def __init__(self, spec: ModelSpec, layout: ParallelConfig, mesh: Mesh, tp: int, devices_per_node: int) -> None:
         self._spec, self._mesh, self._tp, self._devices_per_node = spec, mesh, tp, devices_per_node
         self._groups = _groups(spec, layout)
         self._regions = ShardIntersections(spec, layout, EngineSizes(tp)).regions
@@ -85,7 +85,7 @@ class ReshardTraffic:
         return False
 
 
-def _groups(spec: ModelSpec, layout: Layout) -> Counter[tuple[Kind, tuple[int, ...]]]:
+def _groups(spec: ModelSpec, layout: ParallelConfig) -> Counter[tuple[Kind, tuple[int, ...]]]:
     """Return how many groups of each kind the stages have; tied embeddings have two."""
     last = layout.pp - 1
     groups: Counter[tuple[Kind, tuple[int, ...]]] = Counter()
@@ -93,7 +93,7 @@ def _groups(spec: ModelSpec, layout: Layout) -> Counter[tuple[Kind, tuple[int, .
     groups["head", (last,)] += 1
     for stage in range(layout.pp):
         for chunk in range(layout.vpp):
-            for layer in layout.layers_of_chunk(spec.num_layers, stage, chunk):
+            for layer in layers_of_chunk(layout, spec.num_layers, stage, chunk):
                 groups["experts" if spec.has_experts(layer) else "dense", (stage,)] += 1
     return groups
 
@@ -295,7 +295,7 @@ def _weights(subject: PlanInput) -> dict[str, float]:
         elements, _ = engine_elements(spec, tp)
         senders = min(1.0, mesh.world_size / (num_engines(config) * tp))
         return {"reshard": elements * item / device.network_bytes_per_s / senders}
-    traffic = ReshardTraffic(spec, Layout.of(model.parallel), mesh, tp, config.cluster.devices_per_node).busiest()
+    traffic = ReshardTraffic(spec, model.parallel, mesh, tp, config.cluster.devices_per_node).busiest()
     inside, outside = traffic.link / device.link_bytes_per_s, traffic.network / device.network_bytes_per_s
     parts = {"reshard": max(inside, outside) * item}
     if config.sync.offload:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from mrl.config.mesh import Mesh
-from mrl.config.schema import MegatronModelConfig, TrainedModelConfig
+from mrl.config.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.models.families import FAMILIES
-from mrl.models.layout import Layout, RankPlace
+from mrl.models.layout import RankPlace, layers_of_chunk
 from mrl.models.rollout_table import EngineSizes, embedding_tensors, head_tensors, layer_tensors
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, dense_shards
@@ -55,7 +55,7 @@ def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head:
     """Return what a rank of that pipeline stage holds; of a trained model with Megatron's distributed optimizer."""
     item = ITEM_BYTES[model.dtype]
     if not isinstance(model, TrainedModelConfig):
-        layout = Layout.of(model.parallel)
+        layout = model.parallel
         held = [elements for _, elements in _dense(spec, layout, stage, head)]
         held += [elements for chunk in range(layout.vpp) for elements in _experts(spec, layout, stage, chunk)]
         return WeightBytes(sum(held) * item, 0, 0, 0)
@@ -64,14 +64,14 @@ def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head:
     # float32 weights beside those of the model, and Adam's two moments.
     owned = sum(min(buffer.num_padded // buffer.num_owners, buffer.num_elements) for buffer in found)
     gradient_item = 4 if model.ddp.get("grad_reduce_in_fp32", True) else item
-    largest = max(elements for _, elements in _dense(spec, Layout.of(model.parallel), stage, head))
+    largest = max(elements for _, elements in _dense(spec, model.parallel, stage, head))
     return WeightBytes(padded * item, padded * gradient_item, owned * (12 if item < 4 else 8), largest * item)
 
 
 def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, stage: int) -> list[Buffer]:
     """Return Megatron's buffers on a rank: for each chunk one of the dense parameters, and one of experts that are
     reduced over other ranks."""
-    layout, dense_owners = Layout.of(model.parallel), mesh.dp * mesh.cp
+    layout, dense_owners = model.parallel, mesh.dp * mesh.cp
     apart = mesh.ep > 1 or mesh.etp != mesh.tp
     made = []
     for chunk in range(layout.vpp):
@@ -112,7 +112,7 @@ def engine_elements(spec: ModelSpec, tp: int) -> tuple[int, int]:
 
 
 @cache
-def _dense(spec: ModelSpec, layout: Layout, stage: int, head: Head) -> tuple[tuple[int, int], ...]:
+def _dense(spec: ModelSpec, layout: ParallelConfig, stage: int, head: Head) -> tuple[tuple[int, int], ...]:
     """Return chunk and elements of each dense parameter, in the table's order; the first of tp and pp stands for
     all."""
     place = RankPlace(pp=stage)
@@ -121,11 +121,11 @@ def _dense(spec: ModelSpec, layout: Layout, stage: int, head: Head) -> tuple[tup
 
 
 @cache
-def _experts(spec: ModelSpec, layout: Layout, stage: int, chunk: int) -> tuple[int, ...]:
+def _experts(spec: ModelSpec, layout: ParallelConfig, stage: int, chunk: int) -> tuple[int, ...]:
     """Return the elements of each parameter of the experts that one rank holds in a chunk."""
     if spec.moe is None:
         return ()
-    layers = [n for n in layout.layers_of_chunk(spec.num_layers, stage, chunk) if spec.has_experts(n)]
+    layers = [n for n in layers_of_chunk(layout, spec.num_layers, stage, chunk) if spec.has_experts(n)]
     if not layers:
         return ()
     expert = FAMILIES[spec.family].expert(spec, layers[0], 0)

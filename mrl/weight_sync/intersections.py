@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Literal, NamedTuple
 
+from mrl.config.schema import ParallelConfig
 from mrl.models.families import FAMILIES
-from mrl.models.layout import Layout
 from mrl.models.parameters import Parameter, RowRange
 from mrl.models.regions import Region, intersection, moved, num_elements
 from mrl.models.rollout_table import EngineSizes, Fused, embedding_tensors, head_tensors, layer_tensors
@@ -49,7 +49,7 @@ FusedRegions = tuple[tuple[Fused, dict[ShardOwner, ShardRegion]], ...]
 class ShardIntersections:
     """The two tables of a model, one upon the other; what was found is remembered."""
 
-    def __init__(self, spec: ModelSpec, layout: Layout, sizes: EngineSizes) -> None:
+    def __init__(self, spec: ModelSpec, layout: ParallelConfig, sizes: EngineSizes) -> None:
         self.spec, self.layout, self.sizes = spec, layout, sizes
         self.regions = cache(self._find_regions)
         self._held = cache(lambda kind: tuple(self._find_held(kind)))

@@ -15,8 +15,9 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from mrl.config.mesh import Mesh
+from mrl.config.schema import ParallelConfig
 from mrl.errors import PlacementError
-from mrl.models.layout import Layout, RankPlace
+from mrl.models.layout import RankPlace, check_layout, layers_of_chunk
 from mrl.models.regions import Region, intersection, num_elements
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.spec import ModelSpec
@@ -136,8 +137,8 @@ class RankPlan:
 class ReshardPlanner:
     """Plans for any rank of a training layout and the engines beside it."""
 
-    def __init__(self, spec: ModelSpec, layout: Layout, mesh: Mesh, rollout: RolloutLayout) -> None:
-        layout.check(spec)
+    def __init__(self, spec: ModelSpec, layout: ParallelConfig, mesh: Mesh, rollout: RolloutLayout) -> None:
+        check_layout(layout, spec)
         rollout.check(spec, mesh.world_size)
         self.spec, self.layout, self.mesh, self.rollout = spec, layout, mesh, rollout
         self._ranks_per_stage = mesh.world_size // mesh.pp
@@ -211,7 +212,7 @@ class ReshardPlanner:
         groups = [LayerGroup("embedding", 0, tuple(sites))]
         for stage in range(layout.pp):
             for chunk in range(layout.vpp):
-                for local, layer in enumerate(layout.layers_of_chunk(spec.num_layers, stage, chunk)):
+                for local, layer in enumerate(layers_of_chunk(layout, spec.num_layers, stage, chunk)):
                     site = ParameterSite(stage, chunk, f"decoder.layers.{local}.")
                     groups.append(LayerGroup("experts" if spec.has_experts(layer) else "dense", layer, (site,)))
         return [*groups, LayerGroup("head", 0, (last,))]

@@ -17,7 +17,6 @@ from mrl.config.algorithm import AlgorithmConfig
 from mrl.controller import Dispatch, RankInfo, register, register_call
 from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
 from mrl.engine.weights import held_tensors
-from mrl.models.layout import Layout
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.weight_sync.planner import ReshardPlanner
@@ -80,7 +79,7 @@ class ActorRolloutRefWorker(ModelWorker):
         groups, spec = self.engine.groups, self.engine.request.spec
         shards = held_tensors(self.engine.models, spec, "lm", groups)
         held = {(shard.chunk, shard.name): tensor for shard, tensor in shards}
-        planner = ReshardPlanner(spec, Layout.of(groups.parallel), groups.mesh, route.layout)
+        planner = ReshardPlanner(spec, groups.parallel, groups.mesh, route.layout)
         transport = route.transport(self.rank, groups.device)
         self._resharder = Resharder(planner, transport, held, route)
 

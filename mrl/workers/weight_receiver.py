@@ -11,7 +11,6 @@ from mrl.config.schema import ParallelConfig
 from mrl.controller import Dispatch, RankInfo, Rendezvous, Worker, register
 from mrl.hub import node_copy
 from mrl.models.families import read_spec
-from mrl.models.layout import Layout
 from mrl.weight_sync.planner import ReshardPlanner
 from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
 
@@ -37,7 +36,7 @@ class WeightReceiver(Worker):
         route = replace(route, rendezvous=self.place.rendezvous)
         transport = route.transport(num_trainers + self.rank, torch.device(device))
         spec = read_spec(node_copy(model))
-        planner = ReshardPlanner(spec, Layout.of(parallel), make_mesh(parallel, num_trainers), route.layout)
+        planner = ReshardPlanner(spec, parallel, make_mesh(parallel, num_trainers), route.layout)
         self._resharder = Resharder(planner, transport, {}, route)
 
     @register(Dispatch.ONE_TO_ALL)

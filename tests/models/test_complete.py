@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from mrl.config.schema import ParallelConfig as Layout
 from mrl.errors import ModelError
 from mrl.models.complete import check_complete
 from mrl.models.decoder import Family
 from mrl.models.families import FAMILIES, spec_of
 from mrl.models.hf_config import HfConfig
-from mrl.models.layout import Layout
 from mrl.models.parameters import Parameter, RowRange
 from mrl.models.regions import Shape
 from mrl.models.spec import ModelSpec

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mrl.config.schema import ParallelConfig as Layout
 from mrl.errors import ModelError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader, load_shard
-from mrl.models.layout import Layout, RankPlace
+from mrl.models.layout import RankPlace
 from mrl.models.table import shards_of
 from tests.models.conftest import Tiny
 from tests.models.tiny_models import make_tiny

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from mrl.config.schema import ParallelConfig as Layout
 from mrl.errors import ModelError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader, load_shard
 from mrl.models.hf_writer import HfWriter
-from mrl.models.layout import Layout, RankPlace
+from mrl.models.layout import RankPlace
 from mrl.models.regions import slices
 from mrl.models.table import shards_of
 from tests.models.conftest import Tiny

@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mrl.config.schema import ParallelConfig as Layout
 from mrl.errors import ModelError
 from mrl.models.complete import check_complete
 from mrl.models.families import read_spec, spec_of
 from mrl.models.hf_config import HfConfig
 from mrl.models.hf_reader import HfReader, load_shard
-from mrl.models.layout import Layout, RankPlace
+from mrl.models.layout import RankPlace, layers_of_chunk
 from mrl.models.parameters import padded_vocab
 from mrl.models.regions import slices
 from mrl.models.spec import ModelSpec
@@ -139,10 +140,10 @@ def test_only_the_rows_of_the_vocabulary_are_padded(tiny: Tiny) -> None:
 
 def test_chunks_and_stages_hold_layers_in_megatrons_order() -> None:
     layout = Layout(pp=2, vpp=2)
-    held = [[list(layout.layers_of_chunk(8, pp, chunk)) for chunk in range(2)] for pp in range(2)]
+    held = [[list(layers_of_chunk(layout, 8, pp, chunk)) for chunk in range(2)] for pp in range(2)]
     assert held == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
     uneven = Layout(pp=4, vpp=2, first_stage_layers=2, last_stage_layers=4)
-    held = [[list(uneven.layers_of_chunk(14, pp, chunk)) for chunk in range(2)] for pp in range(4)]
+    held = [[list(layers_of_chunk(uneven, 14, pp, chunk)) for chunk in range(2)] for pp in range(4)]
     assert held == [[[0], [7]], [[1, 2], [8, 9]], [[3, 4], [10, 11]], [[5, 6], [12, 13]]]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mrl.config.arithmetic import make_mesh
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
-from mrl.models.layout import Layout, RankPlace
+from mrl.models.layout import RankPlace
 from mrl.models.rollout_table import EngineSizes, rollout_tensors
 from mrl.models.table import hf_tensors, shards_of
 from mrl.plan.activations import head_bytes, layer_bytes, stage_activations
@@ -64,7 +64,7 @@ def test_parameters_are_those_of_the_table() -> None:
         model = trained(parallel=at)
         for stage in range(at.pp):
             found = buffers(spec, model, make_mesh(at, 16), "lm", stage)
-            shards = shards_of(spec, Layout.of(model.parallel), RankPlace(pp=stage), "lm")
+            shards = shards_of(spec, model.parallel, RankPlace(pp=stage), "lm")
             assert sum(buffer.num_elements for buffer in found) == sum(math.prod(shard.shape) for shard in shards)
 
 

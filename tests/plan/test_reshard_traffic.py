@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from mrl.config.mesh import Mesh
-from mrl.models.layout import Layout
+from mrl.config.schema import ParallelConfig as Layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.known_models import model_spec

@@ -7,7 +7,6 @@ import math
 import pytest
 
 from mrl.config.arithmetic import role_mesh
-from mrl.models.layout import Layout
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.memory import RESERVE, engine_memory
 from mrl.plan.plan_input import PlanInput
@@ -135,7 +134,7 @@ def test_weights_go_to_the_engines_and_the_trainers_memory_to_the_host_and_back(
     of = subject(rollout__tp=2)
     spec, device, model = of.specs["actor"], of.hardware, of.config.actor
     mesh = role_mesh(of.config, "actor")
-    traffic = ReshardTraffic(spec, Layout.of(model.parallel), mesh, 2, NODE).busiest()
+    traffic = ReshardTraffic(spec, model.parallel, mesh, 2, NODE).busiest()
     slowest = max(traffic.link / device.link_bytes_per_s, traffic.network / device.network_bytes_per_s)
     held = stage_weights(spec, model, mesh, "lm", 0)
     assert phase(of, "weights").parts == pytest.approx(

@@ -9,7 +9,6 @@ import pytest
 
 from mrl.config.arithmetic import make_mesh
 from mrl.config.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
-from mrl.models.layout import Layout
 from mrl.models.table import hf_tensors
 from mrl.plan.known_models import model_spec
 from mrl.plan.weights import Buffer, WeightBytes, _padded_buckets, buffers, stage_weights
@@ -83,7 +82,7 @@ def test_the_experts_of_a_rank_are_owned_by_those_that_hold_them() -> None:
 def test_tied_embeddings_have_a_bucket_of_their_own_on_both_ends() -> None:
     model = trained(parallel=ParallelConfig(pp=2))
     mesh = make_mesh(model.parallel, 4)
-    assert Layout.of(model.parallel).pp == 2
+    assert model.parallel.pp == 2
     embedding = 151936 * 896
     for stage in (0, 1):
         (buffer,) = buffers(TIED, model, mesh, "lm", stage)

@@ -14,7 +14,7 @@ from mrl.cli.main import main
 from mrl.config.schema import ParallelConfig
 from mrl.models.families import spec_of
 from mrl.models.hf_config import HfConfig
-from mrl.models.layout import Layout
+from mrl.models.layout import check_layout
 from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
 from mrl.verify import layout
@@ -34,7 +34,7 @@ def test_a_small_model_is_divided_as_the_large_one(name: str, parallel: Parallel
     values = model_values(name)
     large = spec_of(HfConfig(values, name))
     small = spec_of(HfConfig(small_config(values, parallel), name))
-    Layout.of(parallel).check(small)
+    check_layout(parallel, small)
     assert small.family == large.family
     assert small.tied == large.tied
     assert (small.num_kv_heads < parallel.tp) == (large.num_kv_heads < parallel.tp)

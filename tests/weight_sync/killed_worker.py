@@ -14,7 +14,6 @@ import torch.distributed as dist
 from benchmarks.reshard_ranks import LIMIT_S, ReshardCase, StandIn, holding, mesh_of, rollout_of
 from mrl.dtypes import dtype_name
 from mrl.models.families import read_spec
-from mrl.models.layout import Layout
 from mrl.weight_sync.exchange import WorldTransport
 from mrl.weight_sync.ipc import IpcReceiver
 from mrl.weight_sync.planner import ReshardPlanner
@@ -34,7 +33,7 @@ def send_while_one_dies(case: ReshardCase) -> tuple[list[ReshardReport], list[st
     rollout = rollout_of(case, mesh)
     sockets = tuple(Path(case.sockets, f"{worker}.sock") for worker in range(len(rollout.hosts)))
     with holding(case, mesh) as held:
-        planner = ReshardPlanner(spec, Layout.of(case.parallel), mesh, rollout)
+        planner = ReshardPlanner(spec, case.parallel, mesh, rollout)
         told = WeightSyncSpec(
             rollout, sockets, dtype_name(case.dtype), dtype_name(case.train_dtype), case.bucket_bytes, LIMIT_S
         )

@@ -20,7 +20,6 @@ from mrl.engine.packed_rows import TokenRows
 from mrl.engine.parallel import model_parallel
 from mrl.engine.scores import ScoreRequest
 from mrl.engine.weights import held_tensors
-from mrl.models.layout import Layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.weight_sync.exchange import WorldTransport
 from mrl.weight_sync.ipc import socket_path
@@ -75,7 +74,7 @@ def send_and_score_one(case: SamplingCase) -> Differences | None:
         held = {(shard.chunk, shard.name): tensor for shard, tensor in held_tensors(engine.models, spec, "lm", groups)}
         rollout = RolloutLayout(case.sizes, tuple(range(case.sizes.tp)), (0,) * num_ranks)
         sockets = tuple(socket_path(Path(case.sockets), case.replica, rank) for rank in range(case.sizes.tp))
-        planner = ReshardPlanner(spec, Layout.of(case.parallel), groups.mesh, rollout)
+        planner = ReshardPlanner(spec, case.parallel, groups.mesh, rollout)
         told = WeightSyncSpec(rollout, sockets, "float32", "float32", 1 << 18, LIMIT_S)
         resharder = Resharder(planner, WorldTransport(torch.device("cpu")), held, told)
 

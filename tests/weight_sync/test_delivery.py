@@ -12,11 +12,12 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from mrl.config.mesh import Mesh
+from mrl.config.schema import ParallelConfig as Layout
 from mrl.dtypes import dtype_name, torch_dtype
 from mrl.errors import EngineError, RolloutError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader, load_shard
-from mrl.models.layout import Layout, RankPlace
+from mrl.models.layout import RankPlace
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.table import shards_of
 from mrl.weight_sync.digest import Digests

@@ -10,10 +10,11 @@ import numpy.typing as npt
 import pytest
 
 from mrl.config.mesh import Mesh
+from mrl.config.schema import ParallelConfig as Layout
 from mrl.errors import ModelError, PlacementError
 from mrl.models.families import read_spec, spec_of
 from mrl.models.hf_config import HfConfig
-from mrl.models.layout import Layout, RankPlace
+from mrl.models.layout import RankPlace
 from mrl.models.regions import slices
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.spec import ModelSpec

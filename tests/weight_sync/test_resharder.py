@@ -11,8 +11,8 @@ import torch
 from benchmarks.reshard_ranks import FAULTS, RankOutcome, ReshardCase, measure
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
+from mrl.config.schema import ParallelConfig as Layout
 from mrl.models.families import read_spec
-from mrl.models.layout import Layout
 from mrl.models.regions import num_elements
 from mrl.models.rollout_table import EngineSizes
 from mrl.verify.spawn import run_distributed
