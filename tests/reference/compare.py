@@ -20,6 +20,8 @@ CLOCK = ("timing_s/", "perf/", "sync/", "reward/seconds", "step", "val/")
 COUNTED = ("perf/total_num_tokens",)
 SUMS = (" loss", "/loss", "/pg_loss", "/kl_loss", "/vf_loss", "/entropy")
 """What adds up tokens, weighted."""
+BY_ADVANTAGE = ("actor loss", "actor/loss", "actor/pg_loss")
+"""What adds up advantages: as exact as the largest of them, which whitening makes large."""
 TOLERANCE, NORM_TOLERANCE = 1e-5, 5e-5
 """What float32 may differ by. A norm has the rounding of all gradients in it, and of the updates behind them."""
 Differences = dict[str, float]
@@ -36,8 +38,13 @@ def hold(config: dict[str, Any], recorded: Mapping[str, Any], function: str) -> 
         differences = _of_step(step, expected) | _of_metrics(lines[number - 1], expected["metrics"], number)
         for role, directory in step["weights"].items():
             differences[f"{role} weights"] = _of_weights(directory, getattr(reference, role))
+        advantage = max(
+            (abs(value) for row in expected["columns"]["advantages"].values() for value in row), default=0.0
+        )
         for name, value in differences.items():
-            found[name] = max(found[name], value / _weight(config) if name.endswith(SUMS) else value)
+            size = _weight(config) if name.endswith(SUMS) else 1.0
+            size *= max(1.0, advantage) if name.endswith(BY_ADVANTAGE) else 1.0
+            found[name] = max(found[name], value / size)
     return dict(found)
 
 
