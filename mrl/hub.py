@@ -1,4 +1,4 @@
-"""Names of models: a directory, or `organisation/name[@revision]` on the hub, and where its files are on this machine.
+"""Names of models: a directory, or `organization/name[@revision]` on the hub, and where its files are on this machine.
 
 The hub's library takes a second to load, so that what only looks for a file knows the layout of its cache.
 """
@@ -71,7 +71,7 @@ def local_files(name: str) -> Path | None:
 def neither(name: str) -> str:
     """Return what was looked for, and where, when a name means nothing."""
     directory = os.path.abspath(os.path.expanduser(name))
-    return f'there is no directory {directory}, and "{name}" is no name on the hub (organisation/name[@revision])'
+    return f'there is no directory {directory}, and "{name}" is no name on the hub (organization/name[@revision])'
 
 
 def is_offline() -> bool:
@@ -124,8 +124,8 @@ def node_copy(directory: str, *, download: bool = False) -> Path:
     snapshot = _SNAPSHOT.fullmatch("/".join(Path(directory).parts[-3:]))
     if snapshot is None or (os.path.isdir(directory) and not missing_files(Path(directory))):
         return Path(directory)
-    organisation, name, commit = snapshot.groups()
-    return model_directory(f"{organisation}/{name}@{commit}", download=download)
+    organization, name, commit = snapshot.groups()
+    return model_directory(f"{organization}/{name}@{commit}", download=download)
 
 
 def node_lacks(directories: Sequence[str], download: bool) -> str:

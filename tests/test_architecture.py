@@ -25,6 +25,7 @@ RULES_OF_THE_WHOLE = (
     house_rules.import_cycles,
     house_rules.two_way_packages,
     house_rules.usual_sizes,
+    house_rules.sizes_of_the_whole,
     house_rules.type_names,
     house_rules.stale_permissions,
 )
@@ -217,6 +218,19 @@ def test_long_files_and_functions_may_not_become_usual() -> None:
     assert list(house_rules.usual_sizes(long_files)) == ["the median file has 151 lines; aim at 150"]
     long_functions = [Source("mrl/a.py", "def f(): ...\n" * 8 + ("def g():\n" + "    x = 1\n" * 34) * 2)]
     assert list(house_rules.usual_sizes(long_functions)) == ["8 of 10 functions are shorter than 35 lines; aim at 90%"]
+
+
+def test_the_whole_may_not_grow_unnoticed() -> None:
+    large = [Source("mrl/engine/a.py", "x = 1\n" * 13_501), Source("mrl/plan/b.py", "class A: ...\n" * 376)]
+    assert list(house_rules.sizes_of_the_whole(large)) == [
+        "13501 lines of the core; at most 13500",
+        "376 classes; at most 375",
+    ]
+    stubs = [Source(f"mrl/plan/{number}.py", "x = 1\n") for number in range(241)]
+    assert list(house_rules.sizes_of_the_whole(stubs)) == [
+        "241 files; at most 240",
+        "the median file has 1 lines; at least 110",
+    ]
 
 
 def test_two_public_types_of_one_name_are_found() -> None:

@@ -136,7 +136,7 @@ class ModelConfig:
     """The model to train."""
 
     path: Text
-    """A Hugging Face model directory, or a model on the hub: `organisation/name` or `organisation/name@revision`."""
+    """A Hugging Face model directory, or a model on the hub: `organization/name` or `organization/name@revision`."""
     critic: Text | None = None
     """The same for the critic, with a value head (`score.weight`); null starts from `path` with a new head."""
 

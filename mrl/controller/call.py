@@ -122,7 +122,7 @@ class Call:
             if rank not in unanswered and fault is None:
                 continue
             if views[rank].is_gone and (fault is None or fault.kind == "raised"):
-                # With a lost node one process can see its neighbour end before it ends itself.
+                # With a lost node one process can see its neighbor end before it ends itself.
                 fault = RankFailure(rank, "died", "its process is gone")
             faults.append(fault or self._unheard(rank, views[rank].is_stopped))
         return faults
@@ -159,7 +159,7 @@ class Call:
 def root_causes(faults: Sequence[RankFailure]) -> list[RankFailure]:
     """Return the faults that explain the others.
 
-    A death explains the broken connections that its neighbours report, and so does whoever raised first. A stopped
+    A death explains the broken connections that its neighbors report, and so does whoever raised first. A stopped
     process explains those that wait for it; so does one that is busy elsewhere while the rest sit in a collective.
     """
     for kind in ("died", "raised", "stopped"):

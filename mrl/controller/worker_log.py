@@ -65,7 +65,7 @@ class _RedactingStream(io.TextIOBase):
 
 
 def redirect_output(log: Path) -> None:
-    """Send this process's output, a crash's traceback, and stacks on request, to the log and its neighbour.
+    """Send this process's output, a crash's traceback, and stacks on request, to the log and its neighbor.
 
     The file descriptors themselves are redirected, so that what C code prints while it dies is kept too.
     """

@@ -24,7 +24,7 @@ def check_invariants(
         clipped = updates[0].get("pg_clipfrac", 0.0)
         _check(step, "nothing is clipped in the first update", clipped <= tolerance, f"{100 * clipped:.3g} % clipped")
         seen, wanted = round(sum(update["tokens"] for update in updates)), num_tokens * config.batch.epochs_per_step
-        _check(step, "every response token is learnt from once", seen == wanted, f"{seen} of {wanted}")
+        _check(step, "every response token is learned from once", seen == wanted, f"{seen} of {wanted}")
     if step == 1 and "reward/kl" in metrics:
         kl = abs(metrics["reward/kl"])
         _check(step, "the KL to the reference is 0 before training", kl <= tolerance, f"it is {kl:.3g}")

@@ -156,7 +156,7 @@ class RayPPOTrainer:
         return figures
 
     def compare_engines(self, step: int, answers: Answers) -> None:
-        """See that the engines that were asked compute what the trainer computes, before anything is learnt."""
+        """See that the engines that were asked compute what the trainer computes, before anything is learned."""
         if answers:
             with self.clock("probe"):
                 self.components.engine_probe.compare(step, answers)

@@ -1,4 +1,4 @@
-"""The part of a configuration that decides what is learnt: a checkpoint holds it, and a resumed run compares it."""
+"""The part of a configuration that decides what is learned: a checkpoint holds it, and a resumed run compares it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mrl.config.sft import AnyConfig
 from mrl.redaction import redact
 
 _MAY_CHANGE = ("run", "cluster", "deadlines", "placement", "training", "validation", "sync", "reward")
-"""Sections that a resumed run may have otherwise than before without a word: they do not decide what is learnt."""
+"""Sections that a resumed run may have otherwise than before without a word: they do not decide what is learned."""
 
 
 def resume_config(config: AnyConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the engine that PPO uses: packed rows, prompts read and not learnt."""
+"""Supervised fine-tuning on the engine that PPO uses: packed rows, prompts read and not learned."""
 
 from __future__ import annotations
 

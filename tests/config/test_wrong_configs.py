@@ -136,12 +136,12 @@ def test_alias_bomb_is_refused_in_bounded_time(write: Callable[..., str]) -> Non
         (
             "model.path=~nobody-of-this-name/model",
             "command line: model.path: there is no directory $PWD/~nobody-of-this-name/model, and "
-            '"~nobody-of-this-name/model" is no name on the hub (organisation/name[@revision])',
+            '"~nobody-of-this-name/model" is no name on the hub (organization/name[@revision])',
         ),
         (
             "model.path=./" + "x" * 300,
             f'command line: model.path: there is no directory $PWD/{"x" * 300}, and "./{"x" * 300}" is no name on the '
-            "hub (organisation/name[@revision])",
+            "hub (organization/name[@revision])",
         ),
         ('run.dir="a\\0b"', 'command line: run.dir: must be one line of text, not "a\\u0000b"'),
         ('run.dir="a\\nb"', 'command line: run.dir: must be one line of text, not "a\\nb"'),
