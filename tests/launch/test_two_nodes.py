@@ -119,8 +119,8 @@ def test_the_demo_as_a_job_of_a_ray_cluster_of_two_nodes(small: Place, monkeypat
     """
     settings = DemoSettings(small.directory / "runs", tp=1, pp=2, steps=3)
     config = small.directory / "demo.yaml"
-    config.write_text(demo_yaml(settings, small.directory / "model", config))
-    rewrite(config, "{name: digits}", '{name: "own_rewards:shortness", options: {last_number: false}}')
+    reward = 'reward: {functions: {answer: {name: "own_rewards:shortness", options: {last_number: false}}}}\n'
+    config.write_text(demo_yaml(settings, small.directory / "model", config) + reward)
     token = small.directory / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
