@@ -71,7 +71,9 @@ def main() -> int:
         directory = Path(made)
         model, config = make_model(directory / "model", seed=1), directory / "demo.yaml"
         config.write_text(
-            demo_yaml(DemoSettings(directory, steps=1), model, config).replace(", critic_warmup_steps: 2", "")
+            demo_yaml(DemoSettings(directory, steps=1), model, config).replace(
+                "training: {", "training: {critic_warmup_steps: 0, "
+            )
         )
         runs = [measure(directory, config, number) for number in range(arguments.repeats)]
     for milestone in sorted(runs[0], key=lambda name: runs[0][name]):

@@ -69,7 +69,7 @@ def demo_config(directory: Path, steps: int) -> Path:
 
     config = directory / "demo.yaml"
     text = demo_yaml(DemoSettings(directory, steps=steps), make_model(directory / "model", seed=1), config)
-    config.write_text(text.replace(", critic_warmup_steps: 2", ""))
+    config.write_text(text.replace("training: {", "training: {critic_warmup_steps: 0, "))
     return config
 
 
