@@ -126,9 +126,9 @@ def test_a_run_and_the_same_run_resumed(config: Path) -> None:
 
 @pytest.mark.slow
 def test_the_layouts_of_the_actor_give_the_same_numbers(config: Path) -> None:
-    """Five steps on one rank, and spread over two and four. Sums in another order differ in the seventh digit, and ten
-    updates carry that on; the tokens that are sampled are the same."""
-    common = ("training.steps=5", "training.save_every=0", "cluster.devices_per_node=4")
+    """Three steps on one rank, and spread over two and four. Sums in another order differ in the seventh digit, and six
+    updates carry that on, to 1e-3 on some processors; the tokens that are sampled are the same."""
+    common = ("training.steps=3", "training.save_every=0", "cluster.devices_per_node=4")
     alone, _ = train(config, "one-rank", *common, "placement.pools.all=1", "actor.parallel.tp=1")
     for name, (parallel, num_ranks) in LAYOUTS.items():
         actor = [f"actor.parallel.{axis}={size}" for axis, size in ({"tp": 1} | parallel).items()]

@@ -72,7 +72,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_model(tmp_path: Path) -> Non
     assert stopped.returncode == EXIT_STOPPED, printed
     done = len(read_metrics(tmp_path / "stopped" / "metrics.jsonl"))
     assert 1 <= done < 40
-    assert f"SIGTERM: saved and stopped after {done} updates" in printed
+    assert f"SIGTERM: saving and stopping\nstopped after {done} updates; the same command goes on\n" in printed
     assert not (tmp_path / "stopped" / "model").exists()
 
     resumed = started(config, "stopped")
