@@ -51,7 +51,7 @@ test-extras: install ## the tests of what is optional, with all of it installed 
 
 test-py312: ## parity table, engine and twins of presets once more: Python 3.12, megatron-core 0.19, torch for CUDA
 	@$(PYTHON312) -I launch/install.py .venv-py312
-	.venv-py312/bin/python -m pytest tests/engine tests/models tests/presets/test_training.py
+	.venv-py312/bin/python -m pytest tests/engine tests/models tests/verify tests/presets/test_training.py
 	.venv-py312/bin/python benchmarks/parity.py --json benchmarks/results/parity-py312.json
 
 lint: ## style and the rules of the house, in an environment of their own
