@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -29,3 +31,25 @@ def test_the_digest_is_of_what_a_parameter_holds_and_not_of_what_came(monkeypatc
     assert writing.finish() == expected.read()
     assert torch.equal(exact.weight, sent)
     assert expected.read()["exact.weight"] != expected.read()["rounded.weight"]
+
+
+def test_whole_tensors_are_kept_although_the_sender_uses_its_buffer_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM holds on to what it is given until it has all of a module's tensors."""
+    from mrl.weight_sync import vllm_parameters
+
+    for name in ("initialize_layerwise_reload", "finalize_layerwise_reload"):
+        monkeypatch.setattr(vllm_parameters, name, lambda *_: None)
+    kept: list[tuple[str, torch.Tensor]] = []
+    model = torch.nn.Module()
+    model.load_weights = kept.extend  # type: ignore[assignment]
+
+    def sent() -> Iterator[tuple[str, torch.Tensor]]:
+        buffer = torch.empty(4)
+        for number in range(3):
+            yield f"tensor {number}", buffer.fill_(number)
+
+    expected = Digests()
+    for number in range(3):
+        expected.add(f"tensor {number}", torch.full((4,), float(number)))
+    assert vllm_parameters.load_full_tensors(model, None, sent()) == expected.read()
+    assert [tensor.tolist() for _, tensor in kept] == [[float(number)] * 4 for number in range(3)]
