@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from mrl.controller import RunContext
+from mrl.controller import RunContext, nodes
 from mrl.controller.nodes import free_devices, offered_nodes, run_on_nodes, wait_for_nodes
 from mrl.errors import PlacementError
 from tests.conftest import NUM_DEVICES
@@ -32,3 +32,11 @@ def test_nodes_that_are_absent_or_short_are_named(run_context: RunContext) -> No
 def test_a_node_that_cannot_answer_is_an_error(run_context: RunContext) -> None:
     with pytest.raises(PlacementError, match="a node does not answer"):
         run_on_nodes([offered_nodes("cpu")[0].node_id], "socket:gethostbyname", ["a..b"], 60)
+
+
+def test_a_node_that_has_died_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray lists the nodes that it has lost as well."""
+    known = {"Resources": {"CPU": 4.0}, "NodeManagerAddress": "10.0.0.1"}
+    listed = [{"NodeID": name, "NodeName": name, "Alive": name != "b", **known} for name in ("c", "b", "a")]
+    monkeypatch.setattr(nodes.ray, "nodes", lambda: listed)
+    assert [(offer.name, offer.devices) for offer in offered_nodes("cpu")] == [("a", 4), ("c", 4)]

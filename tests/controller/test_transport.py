@@ -121,6 +121,23 @@ def test_large_columns_are_stored_once_and_small_ones_ride_along(monkeypatch: py
     assert plain(assemble_shard(plan, kept)) == plain(batch)
 
 
+def test_a_stored_batch_is_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[ColumnStore] = []
+
+    def put(bundle: ColumnStore) -> str:
+        kept.append(bundle)
+        return "put"
+
+    monkeypatch.setattr(transport.ray, "put", put)
+    monkeypatch.setattr(transport.ray, "get", lambda references, timeout: kept)
+    batch = answer_of(0)
+    stored = transport.store(batch)
+    assert stored.meta_info == batch.meta_info != {}
+    fetched = transport.fetch(stored, 1.0)
+    assert fetched.row_ids.tolist() == batch.row_ids.tolist()
+    assert plain(_without_meta(fetched)) == plain(_without_meta(batch))
+
+
 def test_an_answer_is_what_was_promised_for_the_rows_that_were_given() -> None:
     made = answer_of(1)
     with pytest.raises(BatchError, match=r"generate promises to write .*; missing \['scores'\]"):

@@ -1,0 +1,55 @@
+"""A group's end: whoever outlives Ray's word is ended by its node's agent."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.config.mesh import Mesh
+from mrl.config.schema import DeadlinesConfig
+from mrl.controller import processes
+from mrl.controller.node_agent import ProcessId, ProcessView
+from mrl.controller.processes import NodeView, RankProcess, RankProcesses
+from mrl.events import EventLog
+
+
+class Agent:
+    """Notes what it is asked for; process 11 is gone already."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, list[int]] = defaultdict(list)
+
+    def __getattr__(self, question: str) -> Any:
+        return Question(self.asked[question])
+
+
+class Question:
+    """A method as Ray calls it."""
+
+    def __init__(self, asked: list[int]) -> None:
+        self._asked = asked
+
+    def remote(self, of: list[ProcessId]) -> list[ProcessView]:
+        self._asked += [process.pid for process in of]
+        return [ProcessView(None if process.pid == 11 else "S") for process in of]
+
+
+def test_the_agents_see_that_every_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    monkeypatch.setattr(processes.ray, "kill", lambda actor, *, no_restart: ended.append((actor, no_restart)))
+    monkeypatch.setattr(processes.ray, "get", lambda answer, timeout: answer)
+    agents = [Agent(), Agent()]
+    unknown: Any = None
+    nodes = [NodeView(f"id{n}", f"node{n}", agent, unknown, unknown) for n, agent in enumerate(agents)]
+    events = EventLog(tmp_path / "events.jsonl")
+    group = RankProcesses("actor", Mesh(3), tmp_path, events, DeadlinesConfig())
+    group.add([RankProcess(f"actor{n}", ProcessId(10 + n, 1), nodes[n // 2]) for n in range(3)])
+    assert group.kill_all("a rank died") == [0, 2], "those that still ran"
+    assert ended == [(f"actor{number}", True) for number in range(3)]
+    assert [agent.asked["kill_all"] for agent in agents] == [[10, 11], [12]]
+    assert group.kill_all("again") == [], "once is enough"
+    assert len(ended) == 3
+    events.close()
