@@ -1,0 +1,32 @@
+"""Which calls a step makes, and which columns they cannot do without."""
+
+from __future__ import annotations
+
+import pytest
+
+from mrl.config import step_calls
+from mrl.config.load import load_config
+from mrl.config.schema import Config
+
+KL_COLUMNS = {"old_log_probs", "ref_log_probs"}
+
+
+def config_of(*overrides: str) -> Config:
+    return load_config("configs/laptop-ppo.yaml", overrides).config
+
+
+@pytest.mark.parametrize(
+    ("where", "by_advantages", "by_actor"),
+    [
+        ("none", set(), set()),
+        ("reward", KL_COLUMNS, set()),
+        ("loss", set(), {"ref_log_probs"}),
+        ("both", KL_COLUMNS, {"ref_log_probs"}),
+    ],
+)
+def test_the_kl_is_charged_where_it_is_wanted(where: str, by_advantages: set[str], by_actor: set[str]) -> None:
+    config = config_of(f"algorithm.kl.where={where}")
+    made = step_calls.step_calls(config)
+    assert (step_calls.REF_LOG_PROB in made) == (where != "none")
+    assert {*step_calls.CRITIC_ADVANTAGES.needs(config)} == by_advantages | {"values"}
+    assert {*step_calls.UPDATE_ACTOR.needs(config)} - {"old_log_probs"} == by_actor
