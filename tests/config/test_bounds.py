@@ -20,7 +20,11 @@ EDGES = [
 ]
 
 
-@pytest.mark.parametrize(("annotation", "allowed", "refused"), EDGES, ids=str)
+def _named(value: Any) -> str:
+    return str(value if isinstance(value, list) else get_args(value)[1])
+
+
+@pytest.mark.parametrize(("annotation", "allowed", "refused"), EDGES, ids=_named)
 def test_a_bound_is_kept_to_its_edge(annotation: Any, allowed: list[Any], refused: list[Any]) -> None:
     bound = get_args(annotation)[1]
     assert [value for value in allowed if not bound.allows(value)] == []
