@@ -22,6 +22,7 @@ from mrl.config.load import load_config
 from mrl.config.schema import Config
 from mrl.config.step_calls import STEP
 from mrl.errors import ConfigError
+from mrl.preflight import machine
 from mrl.preflight.findings import CheckResult, column_problems, refuse
 from mrl.preflight.machine import check_disk, check_nodes, check_slurm
 from mrl.preflight.node_facts import node_facts
@@ -392,3 +393,38 @@ def test_slurm_partitions(
     (found,) = check_slurm(dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, nodes=nodes)))
     assert found.verdict == verdict
     assert said in found.what
+
+
+def test_gpu_nodes_need_shared_memory_beside_the_columns() -> None:
+    """NCCL and vLLM take theirs from it as well."""
+    config = config_of()
+    on_gpus = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device="gpu"))
+    enough = 2 * machine._SHM_FLOOR_BYTES
+    found = [machine._shared_memory(of, free).verdict for of in (config, on_gpus) for free in (enough, enough // 4)]
+    assert found == ["ok", "ok", "ok", "fail"]
+
+
+def test_the_hard_limit_of_open_files_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("mrl.preflight.node_facts.resource.getrlimit", lambda which: (1024, 65536))
+    assert node_facts(str(tmp_path / "canary"), False)["max_files"] == 65536
+
+
+@pytest.mark.parametrize(("num_bad", "verdict"), [(1, "warn"), (2, "warn"), (3, "fail")])
+def test_as_many_bad_rows_as_are_allowed_are_a_warning(num_bad: int, verdict: str) -> None:
+    from mrl.data.rlhf_dataset import Prompt, SkippedRow
+    from mrl.data.sampler import Draw
+    from mrl.errors import BadRow
+    from mrl.preflight import data
+
+    config = config_of("data.max_bad_rows=2")
+    good: Any = object.__new__(Prompt)
+    object.__setattr__(good, "ids", [1, 2])
+    bad = [
+        SkippedRow(Draw(row, "sums", 0, row), error=BadRow("is empty", where=f"row {row}")) for row in range(num_bad)
+    ]
+    source = {"sums": config.data.train["sums"]}
+    tokenizer: Any = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "open_dataset", lambda *_: [good, *bad])
+        found = list(data._check_source(config, source, tokenizer, lambda dataset: dataset, []))
+    assert {each.verdict for each in found if "is empty" in each.what} == {verdict}

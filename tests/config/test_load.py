@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mrl.config.load import Resolved, load_config, load_sft_config
+from mrl.config.model_rules import ModelShape, read_model_shape
 from mrl.config.schema import Config, DeadlinesConfig, ParallelConfig
 from mrl.config.sft import SftConfig
 from mrl.errors import ConfigError
@@ -244,3 +246,17 @@ def test_mistakes_in_an_sft_configuration(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_sft_config(str(preset), [override])
     assert message in str(caught.value)
+
+
+def test_sft_says_which_files_are_not_here() -> None:
+    missing = "data.train={sums: {dataset: nowhere/rows.parquet}}"
+    warnings = load_sft_config("configs/laptop-sft.yaml", [missing]).warnings
+    assert 'data.train.sums: no file "nowhere/rows.parquet" on this machine' in warnings
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_every_name_of_the_number_of_experts_is_known(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({name: 8}))
+    shape = read_model_shape("model.path", str(tmp_path))
+    assert isinstance(shape, ModelShape)
+    assert shape.experts == 8

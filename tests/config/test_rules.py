@@ -63,3 +63,9 @@ def test_a_proposed_value_puts_its_rule_right(seed: int, valid: str, write: Call
 def same_rule(what: str, other: str) -> bool:
     """Whether two problems are the same one with other numbers."""
     return re.sub(r"\d+", "", what) == re.sub(r"\d+", "", other)
+
+
+def test_expert_layouts_divide_the_pool_with_etp() -> None:
+    layout = ["cluster.devices_per_node=3", "placement.pools.laptop=3", "actor.parallel={tp: 1, etp: 2}"]
+    with pytest.raises(ConfigError, match="etp x ep x pp = 2 does not divide the 3 devices"):
+        load_config("configs/laptop-grpo.yaml", layout)

@@ -246,3 +246,11 @@ def test_what_overflows_is_named_and_the_advice_fits(changes: dict[str, object],
         assert varied is not None, "the advice keeps to the rules"
         assert not plan_memory(varied).shortages
         assert subject.overrides(advised)
+
+
+@pytest.mark.parametrize(("missing", "fits"), [(0, True), (1, False)])
+def test_a_cache_holds_at_least_one_sample_of_full_length(missing: int, fits: bool) -> None:
+    plan = plan_memory(subject_of("grpo-qwen2.5-7b-1n8g"))
+    cache = plan.engine.sample_bytes - missing
+    short = dataclasses.replace(plan, engine=dataclasses.replace(plan.engine, cache_bytes=cache))
+    assert (short.shortages == plan.shortages) == fits

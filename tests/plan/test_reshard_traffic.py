@@ -55,3 +55,10 @@ def test_traffic_is_the_planners(spec: ModelSpec, mesh: Mesh, tp: int) -> None:
     assert [one.link + one.network for one in everybody] == [planner.least_received(rank) for rank in range(8)]
     assert sum(one.link + one.network for one in everybody) > 0
     assert traffic.busiest() in everybody
+
+
+def test_the_busiest_rank_is_the_one_that_waits_for_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    received = {0: RankTraffic(link=100, network=1), 1: RankTraffic(link=1, network=2)}
+    monkeypatch.setattr(ReshardTraffic, "__init__", lambda self: setattr(self, "_mesh", Mesh(2)))
+    monkeypatch.setattr(ReshardTraffic, "received", lambda self, rank: received[rank])
+    assert ReshardTraffic().busiest() == received[1]  # type: ignore[call-arg]

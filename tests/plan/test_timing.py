@@ -110,3 +110,16 @@ def test_published_runs_are_predicted_as_well_as_the_benchmark_says() -> None:
     errors = [abs(line["error"]) for line in published.predictions()]
     assert len(errors) == 9
     assert sum(error <= published.TOLERANCE for error in errors) >= published.MIN_WITHIN
+
+
+def test_prompts_are_prefilled_once_unless_vllm_is_told_not_to_cache() -> None:
+    """Prefix caching is vLLM's default."""
+    subject = subject_of(DENSE)
+
+    def prefill(**settings: bool) -> float:
+        rollout = dataclasses.replace(subject.config.rollout, vllm=settings)
+        changed = dataclasses.replace(subject, config=dataclasses.replace(subject.config, rollout=rollout))
+        return phase(plan_time(changed, LENGTHS), "rollout").parts["prefill"]
+
+    assert prefill() == prefill(enable_prefix_caching=True)
+    assert prefill(enable_prefix_caching=False) == pytest.approx(prefill() * subject.config.batch.samples_per_prompt)
