@@ -7,6 +7,7 @@ The sources are copied to a temporary folder, one fault is put into the copy, an
 fails, in a process that has the heavy libraries loaded already; without the fault that test must pass. With `--slow`
 the slow ones follow where the quick ones have let a fault pass. With `--verdicts`, each verdict is written down at
 once, and those that stand there are not sought again: all faults take hours, which need not be in one piece.
+`results/seeded_faults_verdicts.jsonl` is such a file; it counts for faults that still read as they did.
 `further.toml` holds faults that were planted only after the tests had been finished.
 """
 
