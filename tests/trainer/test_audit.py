@@ -37,7 +37,7 @@ def test_a_right_step_passes() -> None:
     [
         ({}, {"ppo_kl": 0.01}, "the ratio is 1 in the first update"),
         ({}, {"pg_clipfrac": 0.1}, "nothing is clipped in the first update"),
-        ({}, {"tokens": 59.0}, "every response token is learnt from once: 119 of 120"),
+        ({}, {"tokens": 59.0}, "every response token is learned from once: 119 of 120"),
         ({"reward/kl": 0.01}, {}, "the KL to the reference is 0 before training"),
         ({"mismatch/log_prob_abs_diff_mean": 0.1}, {}, "the engines sample from the trainer's weights"),
     ],

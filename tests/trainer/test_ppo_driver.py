@@ -190,7 +190,7 @@ def test_steps_are_numbered_from_one_and_draw_other_seeds(tmp_path: Path) -> Non
 def test_a_step_that_learns_from_too_few_tokens_is_refused(tmp_path: Path) -> None:
     with scene(make_config(tmp_path, batch=TWO_BY_TWO), tmp_path) as found:
         found.trainer.updates = lambda batch: [batch.take([0, 1])] * 2  # type: ignore[method-assign]
-        with pytest.raises(AuditFailed, match="every response token is learnt from once: 10 of 22"):
+        with pytest.raises(AuditFailed, match="every response token is learned from once: 10 of 22"):
             found.trainer.step()
         assert found.trainer.num_steps_done == 0
 
