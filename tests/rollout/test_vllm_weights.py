@@ -132,12 +132,12 @@ def test_experts_that_stay_behind_are_seen_in_the_log_probs(
     make_engine: Make, small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's own way to update leaves the packed experts as they were; digests of parameters do not show that."""
-    from mrl.rollout import model_weights  # loads vLLM
+    from mrl.weight_sync import vllm_parameters  # loads vLLM
 
     engine = make_engine("vllm", small("qwen3_moe"))
     oracle = make_engine("transformers", small("qwen3_moe"))
     with monkeypatch.context() as patch:
-        patch.setattr(model_weights, "_pack", lambda owner: owner.fresh.clear())
+        patch.setattr(vllm_parameters, "_pack", lambda owner: owner.fresh.clear())
         update(engine, small("qwen3_moe", 1), 1)
     update(oracle, small("qwen3_moe", 1), 1)
     with pytest.raises(AssertionError):
