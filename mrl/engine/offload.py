@@ -8,11 +8,14 @@ place of the actor's weights for a while.
 from __future__ import annotations
 
 import ctypes
+import mmap
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -211,7 +214,9 @@ class HostMirroredStorage:
 
     def new_host_buffer(self) -> Tensor:
         """Host memory for all contents."""
-        return torch.empty(self.host_buffer_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+        if self._stream is None:
+            return torch.empty(self.host_buffer_bytes, dtype=torch.uint8)
+        return pinned_memory(self.host_buffer_bytes)
 
     def copy_to(self, host: Tensor) -> None:
         """Copy the contents to a host buffer; the device goes on with the storages only afterwards."""
@@ -278,6 +283,26 @@ def _flatten(models: Sequence[TokenModel]) -> list[Tensor]:
             parameter.data = view.view_as(parameter)
         buffers.append(flat)
     return buffers
+
+
+def pinned_memory(num_bytes: int) -> Tensor:
+    """Return host memory that a GPU copies to and from by itself, of this size: torch rounds up to a power of two.
+
+    Whole pages are pinned, so that no two buffers pin the same one; they are let go of with the buffer.
+    """
+    pages = round_up(num_bytes, mmap.PAGESIZE)
+    memory = np.empty(pages + mmap.PAGESIZE, dtype=np.uint8)
+    offset = -memory.ctypes.data % mmap.PAGESIZE
+    address = memory.ctypes.data + offset
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if pages:
+        if (code := int(runtime.cudaHostRegister(address, pages, 0))) != 0:
+            raise EngineError(
+                f"CUDA cannot pin {num_bytes:,} bytes of host memory (cudaHostRegister: error {code})",
+                fix="give processes more locked memory (ulimit -l unlimited), or set sync.offload=false",
+            )
+        weakref.finalize(memory, runtime.cudaHostUnregister, address)
+    return torch.from_numpy(memory)[offset : offset + num_bytes]
 
 
 def free_unused_memory(device: torch.device) -> None:

@@ -14,7 +14,14 @@ import torch
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine import offload
-from mrl.engine.offload import CopyStats, DeviceMemory, HostMirroredStorage, PartName, free_unused_memory
+from mrl.engine.offload import (
+    CopyStats,
+    DeviceMemory,
+    HostMirroredStorage,
+    PartName,
+    free_unused_memory,
+    pinned_memory,
+)
 from mrl.engine.parallel import model_parallel
 from mrl.errors import EngineError
 from mrl.verify.spawn import run_distributed
@@ -268,6 +275,40 @@ def test_a_host_buffer_is_used_again() -> None:
     held.host_is_current = False
     held.save_to_host()
     assert held.host is first
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4096, 5_000_000])
+def test_pinned_memory_is_of_its_size_in_pages_of_its_own_and_let_go_of(
+    num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: dict[int, int] = {}
+
+    def pin(address: int, size: int, flags: int) -> int:
+        pinned[address] = size
+        return flags
+
+    runtime = SimpleNamespace(cudaHostRegister=pin, cudaHostUnregister=pinned.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    buffer, other = pinned_memory(num_bytes), pinned_memory(num_bytes)
+    assert buffer.numel() == num_bytes
+    assert sorted(pinned) == sorted([buffer.data_ptr(), other.data_ptr()])
+    pages = math.ceil(num_bytes / 4096) * 4096
+    assert set(pinned.values()) == {pages}, "not the next power of two"
+    assert all(address % 4096 == 0 for address in pinned)
+    assert abs(buffer.data_ptr() - other.data_ptr()) >= pages
+    view, at = buffer[:1], other.data_ptr()
+    del buffer
+    view.fill_(7)
+    assert len(pinned) == 2, "a view holds it as well"
+    del view
+    assert list(pinned) == [at]
+
+
+def test_memory_that_cannot_be_pinned_says_how_much_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    with pytest.raises(EngineError, match=r"cannot pin 5,000 bytes .*error 2\)\n  fix: .*ulimit -l"):
+        pinned_memory(5_000)
 
 
 def test_memory_that_numpy_has_seen_stays() -> None:
