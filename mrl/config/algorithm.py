@@ -44,6 +44,8 @@ class LossConfig:
     """With a negative advantage a token's loss is at most the advantage times this; null sets no bound."""
     entropy_coef: Amount = 0.0
     """Reward for entropy in the loss."""
+    log_entropy: bool = True
+    """Whether `actor/entropy_mean` is computed where the loss has no entropy: half of the head's work going forward."""
     value_clip: Share | None = 0.5
     """How far the critic may move from its old value in one step before it is clipped; null never clips."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mrl.engine.model import TokenModel
 from mrl.engine.packed_rows import MicroBatch
-from mrl.engine.vocab_head import HeadOptions, token_log_probs
+from mrl.engine.vocab_head import EntropyUse, HeadOptions, token_log_probs
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ScoreRequest:
     """How log-probs are to be taken. The temperature is the one that the tokens were sampled at."""
 
     temperature: float = 1.0
-    entropy: Literal["none", "value", "grad"] = "none"
+    entropy: EntropyUse = "none"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,9 @@ from torch.autograd.function import once_differentiable
 TILE_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}  # half of a usual L3 cache; enough for a GPU to be busy with one tile
 MIN_COLUMNS = 512  # narrower products wait for memory, which counts from 8,192 tokens (CPU) on
 
+EntropyUse = Literal["none", "value", "grad"]
+"""Not computed, computed as a number, or computed and differentiated."""
+
 
 @dataclass(frozen=True)
 class HeadOptions:
@@ -31,8 +34,7 @@ class HeadOptions:
     """Without padding: columns from here on are no tokens, they have probability 0 and no gradient."""
     temperature: float
     """Divides the logits."""
-    entropy: Literal["none", "value", "grad"]
-    """Not computed, computed as a number, or computed and differentiated."""
+    entropy: EntropyUse
     group: dist.ProcessGroup | None = None
     """Among whom the rows of the weight are divided, evenly and in the order of ranks; None where one rank has all."""
     tile_columns: int | None = None
@@ -88,6 +90,13 @@ class _Tiles:
             return left @ right
         return torch.mm(left, right, out_dtype=self.dtype)
 
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add the product of two matrices to a total of `dtype`, in the multiplication itself."""
+        if self.operand_dtype == self.dtype:
+            total.addmm_(left, right)
+        else:
+            torch.addmm(total, left, right, out_dtype=self.dtype, out=total)
+
     def labels(self, columns: slice) -> tuple[Tensor, Tensor]:
         """For each token whether its label is in the tile, and in which column; some column where it is not."""
         is_here_T = (self.labels_T >= columns.start) & (self.labels_T < columns.stop)
@@ -136,7 +145,7 @@ class _TokenLogProbs(torch.autograd.Function):
             tile_TC.scatter_add_(1, column_T1, (d_log_probs_T * is_here_T).unsqueeze(1))
             d_logits_TC = tile_TC.to(tiles.operand_dtype)
             if d_hidden_TH is not None:
-                d_hidden_TH += tiles.product(d_logits_TC, weight_CH)
+                tiles.add_product(d_hidden_TH, d_logits_TC, weight_CH)
             if d_weight_VH is not None:
                 d_weight_VH[columns] = d_logits_TC.t() @ tiles.hidden_TH
         return None if d_hidden_TH is None else d_hidden_TH.to(hidden_TH.dtype), d_weight_VH, None, None

@@ -16,6 +16,7 @@ from mrl.config import step_calls
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.controller import Dispatch, RankInfo, register, register_call
 from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
+from mrl.engine.vocab_head import EntropyUse
 from mrl.engine.weights import held_tensors
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
@@ -70,7 +71,9 @@ class ActorRolloutRefWorker(ModelWorker):
         mask_T = rows.columns["response_mask"]
         totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), mask_T, self.sum_over_shards)
         norm = LossNormalizer(self._algorithm.loss.aggregation, totals, self._horizon_tokens)
-        request = ScoreRequest(self._temperature, "grad" if self._algorithm.loss.entropy_coef else "value")
+        loss = self._algorithm.loss
+        entropy: EntropyUse = "grad" if loss.entropy_coef else "value" if loss.log_entropy else "none"
+        request = ScoreRequest(self._temperature, entropy)
         return self.update(rows, sizes, partial(policy_loss, self._algorithm, norm), request)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -114,8 +117,7 @@ def _means(batch: LossInput, norm: LossNormalizer) -> dict[str, Tensor]:
     """Return means over the update's tokens of what the loss itself does not report."""
     mask_T, log_probs_T, entropy_T = batch.columns["response_mask"], batch.scores.log_probs_T, batch.scores.entropy_T
     assert log_probs_T is not None, "a policy gives log-probs"
-    assert entropy_T is not None, "updates ask for the entropy"
-    means_T = {"entropy_mean": entropy_T.detach()}
+    means_T = {} if entropy_T is None else {"entropy_mean": entropy_T.detach()}
     if "rollout_log_probs" in batch.columns:
         means_T["rollout_diff"] = (log_probs_T.detach() - batch.columns["rollout_log_probs"]).abs()
     num_tokens = max(norm.totals.num_tokens, 1.0)

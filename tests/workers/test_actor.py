@@ -17,6 +17,7 @@ from mrl.algos.rollout_correction import RATIO_LEVELS
 from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 from mrl.controller.dispatch import registered_methods
 from mrl.engine.scores import ScoreRequest, Scores
+from mrl.engine.vocab_head import EntropyUse
 from mrl.workers.actor import ActorRolloutRefWorker
 from mrl.workers.messages import UpdateReport
 from tests.workers.by_hand import Row, actor_loss, correction_reports, mismatch_of
@@ -174,13 +175,18 @@ def test_the_horizon_is_that_of_the_configuration_or_the_longest_response() -> N
     check(config_of(loss), horizon=HORIZON, num_shards=2)
 
 
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
-def test_an_update_asks_for_the_temperature_and_for_the_entropy_that_it_needs(entropy_coef: float) -> None:
+@pytest.mark.parametrize(
+    ("entropy_coef", "is_logged", "use"),
+    [(0.0, True, "value"), (0.01, True, "grad"), (0.01, False, "grad"), (0.0, False, "none")],
+)
+def test_an_update_asks_for_the_temperature_and_for_the_entropy_that_it_needs(
+    entropy_coef: float, is_logged: bool, use: EntropyUse
+) -> None:
     rows = make_rows(*ALL)
-    config = config_of(replace(LOSS, entropy_coef=entropy_coef))
+    config = config_of(replace(LOSS, entropy_coef=entropy_coef, log_entropy=is_logged))
     _, ((report, worker),) = update(rows, config, scores_of(rows), 1)
     (call,) = worker.engine.calls  # type: ignore[attr-defined]
-    assert call.request == ScoreRequest(TEMPERATURE, "grad" if entropy_coef else "value")
+    assert call.request == ScoreRequest(TEMPERATURE, use)
     assert call.micro_batches == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert call.rows.columns.keys() == {"response_mask", *ALL}
     assert call.rows.before
