@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrl.dtypes import torch_dtype
-from mrl.engine.layer_spec import block_spec
+from mrl.engine.layer_spec import block_spec, has_transformer_engine
 from mrl.engine.packed_rows import MicroBatch
 from mrl.engine.parallel import ParallelGroups
 from mrl.models.parameters import padded_vocab
@@ -54,7 +54,8 @@ def transformer_config(request: ModelRequest, groups: ParallelGroups) -> Transfo
         "bf16": dtype is torch.bfloat16,
         "use_cpu_initialization": groups.device.type == "cpu",
         "perform_initialization": False,
-        "gradient_accumulation_fusion": False,
+        # What it caches is of 8 bits; without it fused gradients of the first micro-batch are added like all others.
+        "disable_parameter_transpose_cache": True,
         # Micro-batches differ in length, so stages tell each other their shapes.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
@@ -65,7 +66,8 @@ def transformer_config(request: ModelRequest, groups: ParallelGroups) -> Transfo
         # micro-batches nor multiply it by the context parallel size, nor average gradients over ranks.
         "calculate_per_token_loss": True,
     }
-    return TransformerConfig(**settings | request.megatron)
+    fused = request.spec.fused_kernels() if has_transformer_engine() else {"gradient_accumulation_fusion": False}
+    return TransformerConfig(**settings | fused | request.megatron)
 
 
 class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no type information here
@@ -78,6 +80,11 @@ class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no typ
         if request.head == "score":
             arguments["share_embeddings_and_output_weights"] = False
         number = chunk if vpp > 1 else None
+        fused = config.gradient_accumulation_fusion
+        if (
+            has_transformer_engine()
+        ):  # its layers need no Apex; Megatron's output layer would, but never multiplies here
+            config.gradient_accumulation_fusion = False
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(config, number),
@@ -88,6 +95,10 @@ class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no typ
             vp_stage=number,
             **arguments,
         )
+        config.gradient_accumulation_fusion = fused
+        for layer in self.decoder.modules():
+            if hasattr(layer, "fuse_wgrad_accumulation"):  # those of Transformer Engine
+                layer.fuse_wgrad_accumulation = fused
         self.rotary_pos_emb.inv_freq = spec.rope.inverse_frequencies().to(groups.device)
         self.head, self.vocab = request.head, spec.vocab
         self.sequence_parallel = config.sequence_parallel

@@ -114,6 +114,16 @@ class ModelSpec:
             "moe_aux_loss_coeff": 0.0,
         }
 
+    def fused_kernels(self) -> dict[str, bool]:
+        """Arguments of `TransformerConfig` that make one kernel of several, all experts of a layer included.
+
+        Transformer Engine has these kernels, on GPUs; engines and plans take them wherever the user says nothing else.
+        """
+        names = ["apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion"]
+        if self.moe is not None:
+            names += ["moe_grouped_gemm", "moe_permute_fusion"]
+        return dict.fromkeys(names, True)
+
     def gpt_model_arguments(self) -> dict[str, Any]:
         """Arguments of Megatron's `GPTModel` that describe the model; the vocabulary is the layout's to pad.
 
@@ -146,6 +156,11 @@ class ModelSpec:
         active_experts = self.moe.experts_per_token if self.moe else 0
         layers = self.num_layers * self._attention_weights + self._mlp_weights(active_experts)
         return 2 * (layers + self.vocab * self.hidden)
+
+    @property
+    def mlp_share(self) -> float:
+        """Of that work, what the MLPs do."""
+        return 2 * self._mlp_weights(self.moe.experts_per_token if self.moe else 0) / self.flops_per_token
 
     @property
     def attention_flops_per_token_pair(self) -> int:

@@ -103,7 +103,7 @@ def _ladders(subject: PlanInput) -> Iterator[list[Changes]]:
     caches = [min(engine.cache_bytes, 8_000_000_000) // part for part in (2, 4, 8, 16)]
     fewest = _MIN_SAMPLES * engine.sample_bytes
     yield [{"rollout.vllm.kv_cache_memory_bytes": each} for each in caches if each >= fewest]
-    yield from activation_ladders(config)
+    yield from activation_ladders(subject)
     yield [{"rollout.replicas": fewer} for fewer in range(num_engines(config) - 1, 0, -1)]
     pools = config.placement.pools.items()
     yield [{f"placement.pools.{pool}": -(-size // part) for pool, size in pools} for part in (2, 4)]

@@ -92,11 +92,18 @@ def make_plan_input(resolved: Resolved[Config], hardware_name: str, model: str |
         wrong = Problem("", "cluster.device", "this is about GPUs, not CPU slots", "cluster.device=gpu")
         raise ConfigError([resolved.located(wrong)])
     specs = {role: model_spec(model or config.model_of(role)[1]) for role in config.model_roles()}
-    subject = PlanInput(config, specs, hardware(hardware_name))
+    subject = PlanInput(_with_fused_kernels(config, specs), specs, hardware(hardware_name))
     if problems := list(subject.problems()):
         raise ConfigError([resolved.located(problem) for problem in problems])
     subject.check_layouts()
     return subject
+
+
+def _with_fused_kernels(config: Config, specs: Mapping[str, ModelSpec]) -> Config:
+    """Return the configuration as engines run it, on GPUs with Transformer Engine."""
+    for role, model in config.model_roles().items():
+        config = _replaced(config, [role, "megatron"], specs[role].fused_kernels() | model.megatron)
+    return config
 
 
 def _replaced(node: AnyNode, path: Sequence[str], value: Any) -> AnyNode:

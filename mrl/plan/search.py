@@ -31,6 +31,7 @@ _MAX_CHANGES_TRIED = 1000
 Changes = dict[str, Any]
 Plan = TypeVar("Plan")
 FULL_RECOMPUTATION = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+NO_RECOMPUTATION = dict.fromkeys((*FULL_RECOMPUTATION, "recompute_modules"))
 
 
 def advise(subject: PlanInput, max_found: int = 4) -> list[tuple[Changes, MemoryPlan]]:
@@ -75,7 +76,7 @@ def _ladders(subject: PlanInput) -> Iterator[list[Changes]]:
     yield [{"rollout.vllm.gpu_memory_utilization": each} for each in lower if each >= 0.3]
     yield [{"rollout.vllm.gpu_memory_utilization": each} for each in (0.7, 0.8, 0.9) if each > utilization]
     yield [{f"{role}.parallel.sequence_parallel": True for role, model in roles.items() if model.parallel.tp > 1}]
-    yield from activation_ladders(config)
+    yield from activation_ladders(subject)
     yield [{"rollout.tp": config.rollout.tp * factor} for factor in (2, 4, 8)]
     for axis in ("tp", "pp"):
         yield [_split_more(subject, axis, factor) for factor in (2, 4, 8)]
@@ -84,8 +85,9 @@ def _ladders(subject: PlanInput) -> Iterator[list[Changes]]:
     yield [_more_nodes(subject, factor) for factor in (2, 4, 8)]
 
 
-def activation_ladders(config: Config) -> Iterator[list[Changes]]:
-    """Yield smaller micro-batches, and layers that are computed again."""
+def activation_ladders(subject: PlanInput) -> Iterator[list[Changes]]:
+    """Yield smaller micro-batches, and layers that are computed again, in part or as a whole."""
+    config = subject.config
     longest = longest_sample_tokens(config.rollout)
     shares = (0.75, 0.5, 0.25, 0.125, 0.0)
     yield [
@@ -97,13 +99,20 @@ def activation_ladders(config: Config) -> Iterator[list[Changes]]:
         }
         for share in shares
     ]
+    by_role = {role: _recomputations(subject, role) for role in config.trained_roles()}
     yield [
-        {
-            f"{role}.megatron.{key}": value
-            for role in config.trained_roles()
-            for key, value in FULL_RECOMPUTATION.items()
-        }
+        {f"{role}.megatron.{key}": value for role, ways in by_role.items() for key, value in ways[cost].items()}
+        for cost in (1, 2)
     ]
+
+
+def _recomputations(subject: PlanInput, role: str) -> tuple[Changes, Changes, Changes]:
+    """Return Megatron's settings to keep all activations, to make a part of each layer again, and all of it."""
+    part = "mlp"
+    if subject.specs[role].moe:  # Megatron makes the activation again only where it multiplies all experts at once
+        part = "moe_act" if subject.config.model_roles()[role].megatron.get("moe_grouped_gemm") else "moe"
+    selective = NO_RECOMPUTATION | {"recompute_granularity": "selective", "recompute_modules": [part]}
+    return NO_RECOMPUTATION, selective, NO_RECOMPUTATION | FULL_RECOMPUTATION
 
 
 def _split_more(subject: PlanInput, axis: str, factor: int) -> Changes:
@@ -263,11 +272,11 @@ def placements(subject: PlanInput, lengths: Lengths) -> Iterator[Placement]:
 
 
 def _role_options(placed: PlanInput, role: str, lengths: Lengths) -> Iterator[Option]:
-    """Yield the layouts of a role on its pool, with its activations kept and with them computed again."""
+    """Yield the layouts of a role on its pool, with its activations kept or computed again, in part or as a whole."""
     config, memory_bytes = placed.config, placed.hardware.memory_bytes
     devices = config.placement.pools[config.placement.roles[role]]
     for layout in _layouts(placed, placed.specs[role], role, devices):
-        ways = (dict.fromkeys(FULL_RECOMPUTATION), FULL_RECOMPUTATION) if role in config.trained_roles() else ({},)
+        ways = _recomputations(placed, role) if role in config.trained_roles() else ({},)
         for recomputation in ways:
             changes = {f"{role}.parallel.{name}": size for name, size in layout.items()}
             changes |= {f"{role}.megatron.{name}": value for name, value in recomputation.items()}

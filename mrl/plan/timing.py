@@ -21,7 +21,7 @@ from mrl.config.arithmetic import (
     updates_per_step,
 )
 from mrl.config.mesh import Mesh
-from mrl.config.schema import Config, ParallelConfig
+from mrl.config.schema import Config, MegatronModelConfig, ParallelConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.models.layout import layers_of_chunk
 from mrl.models.rollout_table import EngineSizes
@@ -225,8 +225,8 @@ def _work(subject: PlanInput, role: str, lengths: Lengths, *, trains: bool) -> d
     model, mesh = config.model_roles()[role], role_mesh(config, role)
     num_updates = updates_per_step(config.batch) if trains else 1
     samples = samples_per_step(config.batch) * (config.batch.epochs_per_step if trains else 1)
-    # Backward takes twice the work of forward, and recomputation is a forward pass more.
-    passes = 1 if not trains else 4 if model.megatron.get("recompute_granularity") == "full" else 3
+    # Backward takes twice the work of forward, and what is computed again is forward work once more.
+    passes = 3 + _recomputed_share(spec, model) if trains else 1
     tokens, room = samples * lengths.whole, model.max_tokens_per_device * mesh.cp
     per_update = max(1, math.ceil(tokens / num_updates / mesh.dp / room))
     flops = passes * samples * spec.sequence_flops(math.ceil(lengths.whole))
@@ -239,6 +239,14 @@ def _work(subject: PlanInput, role: str, lengths: Lengths, *, trains: bool) -> d
     if trains:
         parts["gradients and weights over the ranks"] = num_updates * _reduction_s(subject, role, mesh)
     return parts
+
+
+def _recomputed_share(spec: ModelSpec, model: MegatronModelConfig) -> float:
+    """Return the part of a forward pass that backward makes again."""
+    granularity = model.megatron.get("recompute_granularity")
+    if granularity == "selective":
+        return spec.mlp_share if {"mlp", "moe"} & set(model.megatron.get("recompute_modules") or ()) else 0.0
+    return 1.0 if granularity == "full" else 0.0
 
 
 def _layer_launches_s(subject: PlanInput, role: str) -> float:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mrl.config.mesh import Mesh
@@ -15,9 +18,11 @@ from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.layer_spec import RmsNorm, _has_experts
 from mrl.engine.model import ModelRequest, transformer_config
 from mrl.engine.packed_rows import SequenceSharding
-from mrl.engine.parallel import ParallelGroups
+from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.models.families import read_spec
 from mrl.models.spec import ModelSpec
+from mrl.verify.spawn import run_distributed
+from tests.models.tiny_models import make_tiny
 
 LARGE = ParallelConfig(tp=2, cp=2, pp=2, vpp=2, ep=2, etp=1, sequence_parallel=True)
 
@@ -40,8 +45,6 @@ def moe(tiny_spec: dict[str, ModelSpec]) -> ModelSpec:
 
 @pytest.fixture(scope="module")
 def tiny_spec(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSpec]:
-    from tests.models.tiny_models import make_tiny
-
     directory = tmp_path_factory.mktemp("specs")
     return {family: read_spec(make_tiny(family, directory / family)) for family in ("llama", "qwen3_moe", "mistral")}
 
@@ -86,6 +89,50 @@ def test_the_users_settings_win_where_they_may(moe: ModelSpec) -> None:
     config = config_of(moe, LARGE, recompute_granularity="selective", batch_p2p_comm=True)
     assert config.recompute_granularity == "selective"
     assert config.batch_p2p_comm
+
+
+DENSE_KERNELS = {"apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion"}
+EXPERT_KERNELS = {"moe_grouped_gemm", "moe_permute_fusion"}
+
+
+def fused(config: TransformerConfig) -> set[str]:
+    return {name for name in DENSE_KERNELS | EXPERT_KERNELS if getattr(config, name)}
+
+
+def test_kernels_are_fused_where_transformer_engine_is_and_each_can_be_switched_off(
+    tiny_spec: dict[str, ModelSpec], moe: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = replace(LARGE, ep=1)
+    assert not fused(config_of(tiny_spec["llama"], dense)), "on a machine without it"
+    assert not fused(config_of(moe, LARGE))
+    monkeypatch.setattr("mrl.engine.model.has_transformer_engine", lambda: True)
+    monkeypatch.setattr(TransformerConfig, "__post_init__", lambda config: None)  # it looks for the kernels themselves
+    assert fused(config_of(tiny_spec["llama"], dense)) == DENSE_KERNELS
+    assert fused(config_of(moe, LARGE)) == DENSE_KERNELS | EXPERT_KERNELS
+    for name in DENSE_KERNELS | EXPERT_KERNELS:
+        assert fused(config_of(moe, LARGE, **{name: False})) == (DENSE_KERNELS | EXPERT_KERNELS) - {name}
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_linear_layers_add_to_gradients_themselves_and_the_output_layer_asks_for_no_apex(
+    tmp_path: Path, wanted: bool
+) -> None:
+    model = str(make_tiny("llama", tmp_path / "llama"))
+    (found,) = run_distributed(1, fused_linear_layers, model, wanted, timeout_s=120.0)
+    assert found == (wanted, [wanted] * 4 * read_spec(model).num_layers)
+
+
+def fused_linear_layers(path: str, wanted: bool) -> tuple[bool, list[bool]]:
+    """What Megatron's configuration says and what each layer does, on a rank with layers like Transformer Engine's."""
+    megatron = dict.fromkeys(DENSE_KERNELS, False) | {"gradient_accumulation_fusion": wanted}
+    settings = MegatronModelConfig(dtype="float32", max_tokens_per_device=64, megatron=megatron)
+    with pytest.MonkeyPatch.context() as patched, model_parallel(ParallelConfig(), seed=1) as groups:
+        patched.setattr("mrl.engine.model.has_transformer_engine", lambda: True)
+        for linear in (ColumnParallelLinear, RowParallelLinear):
+            patched.setattr(linear, "fuse_wgrad_accumulation", not wanted, raising=False)
+        engine = MegatronEngine(EngineRequest(read_spec(path), "lm", settings), groups)
+        layers = [each for each in engine.models[0].decoder.modules() if hasattr(each, "fuse_wgrad_accumulation")]
+        return engine.config.gradient_accumulation_fusion, [layer.fuse_wgrad_accumulation for layer in layers]
 
 
 def test_experts_stand_in_the_layers_that_the_model_says(moe: ModelSpec, tiny_spec: dict[str, ModelSpec]) -> None:

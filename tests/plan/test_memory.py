@@ -15,7 +15,8 @@ from mrl.models.table import hf_tensors, shards_of
 from mrl.plan.activations import head_bytes, layer_bytes, stage_activations
 from mrl.plan.known_models import model_spec
 from mrl.plan.memory import RESERVE, MemoryPlan, Phase, plan_memory, role_stages
-from mrl.plan.search import advise
+from mrl.plan.plan_input import PlanInput
+from mrl.plan.search import _recomputations, advise
 from mrl.plan.weights import buffers, engine_elements
 from tests.plan.planning import PRESETS, REWARD_MODEL, subject_of
 
@@ -86,6 +87,44 @@ def test_a_layer_keeps_what_its_tensors_hold() -> None:
     assert whole_norms.total - halved.total == 2 * 4 * 4096 / 2
     fused = layer_bytes(LLAMA_8B, trained(megatron={"bias_activation_fusion": True}), has_experts=False)
     assert layer.total - fused.total == 2 * 2 * 14336
+
+
+FUSED = {"apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion"}
+
+
+def test_a_plan_counts_fused_kernels_unless_they_are_switched_off() -> None:
+    dense, experts = subject_of("grpo-qwen2.5-7b-1n8g"), subject_of("grpo-qwen3-30b-a3b-2n8g")
+    assert {name for name, value in dense.config.actor.megatron.items() if value is True} == FUSED
+    assert experts.config.actor.megatron["moe_grouped_gemm"]
+    assert experts.config.actor.megatron["moe_permute_fusion"]
+    for name, elements in (("apply_rope_fusion", 4 * 128), ("bias_activation_fusion", 2 * 18944 / 2)):
+        changed = {f"actor__megatron__{name}": "false", "actor__megatron__recompute_granularity": "null"}
+        kept = [
+            layer_bytes(subject.specs["actor"], subject.config.actor, has_experts=False).total
+            for subject in (subject_of("grpo-qwen2.5-7b-1n8g", **changed), dense)
+        ]
+        assert kept[0] - kept[1] == 2 * elements
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_make_no_more_again_than_their_memory_asks_for(preset: str) -> None:
+    """Lighter recomputation would leave less than 8 % of a device, which nobody has measured yet."""
+    subject = subject_of(preset)
+    memory = subject.hardware.memory_bytes
+    ways = {role: list(_recomputations(subject, role)) for role in subject.config.trained_roles()}
+    chosen = max(
+        next(cost for cost, way in enumerate(of_role) if way["recompute_granularity"] == at(subject, role))
+        for role, of_role in ways.items()
+    )
+    for cost in range(chosen):
+        lighter = {f"{role}.megatron.{k}": v for role, way in ways.items() for k, v in way[cost].items()}
+        assert plan_memory(subject.with_changes_unchecked(lighter)).fullest.num_bytes > 0.92 * memory
+    assert chosen == 2 or plan_memory(subject).fullest.num_bytes <= 0.92 * memory
+
+
+def at(subject: PlanInput, role: str) -> str | None:
+    granularity: str | None = subject.config.model_roles()[role].megatron.get("recompute_granularity")
+    return granularity
 
 
 def test_recomputation_and_pipelines_change_what_is_kept() -> None:

@@ -13,7 +13,8 @@ from mrl.plan.timing import Lengths, TimedPhase, TimePlan, assumed_lengths, plan
 from tests.plan.planning import PRESETS, REWARD_MODEL, subject_of
 
 LENGTHS = Lengths(prompt=512, response=2048)
-DENSE = "grpo-qwen3-32b-4n8g"
+DENSE, EXPERTS = "grpo-qwen3-32b-4n8g", "grpo-qwen3-30b-a3b-2n8g"
+NO_FULL = {"recompute_method": "null", "recompute_num_layers": "null"}
 
 
 def phase(plan: TimePlan, name: str) -> TimedPhase:
@@ -41,11 +42,20 @@ def test_a_step_is_the_sum_of_its_phases(preset: str) -> None:
 
 
 def test_training_is_three_forward_passes_and_a_fourth_that_recomputes() -> None:
-    plan = timed()
-    forward, train = (phase(plan, name).parts["matrix products"] for name in ("reference", "train actor"))
-    assert train == pytest.approx(4 * forward)
-    kept = timed(actor__megatron__recompute_granularity="null")
-    assert phase(kept, "train actor").parts["matrix products"] == pytest.approx(3 * forward)
+    def passes(preset: str, **megatron: object) -> float:
+        plan = timed(preset, **{f"actor__megatron__{name}": value for name, value in megatron.items()})
+        forward, train = (phase(plan, name).parts["matrix products"] for name in ("reference", "train actor"))
+        return train / forward
+
+    assert passes(DENSE, recompute_granularity="null") == pytest.approx(3)
+    assert passes(DENSE, recompute_granularity="full", recompute_modules="null") == pytest.approx(4)
+    # Qwen3-32B: hidden 5120, MLP 25600, 64 heads and 8 for keys of 128, 64 layers, a vocabulary of 151936.
+    mlp, attention = 3 * 5120 * 25600, 5120 * 128 * (64 + 2 * 8 + 64)
+    share = 64 * mlp / (64 * (mlp + attention) + 151936 * 5120)
+    selective = {"recompute_granularity": "selective"}
+    assert passes(DENSE, **selective, recompute_modules="[mlp]") == pytest.approx(3 + share)
+    assert passes(EXPERTS, **selective, recompute_modules="[moe_act]", **NO_FULL) == pytest.approx(3)
+    assert passes(EXPERTS, **selective, recompute_modules="[moe]", **NO_FULL) > 3.5
 
 
 def test_matrix_products_are_the_models_flops_over_the_devices() -> None:
