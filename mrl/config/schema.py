@@ -25,6 +25,11 @@ class TrainingConfig:
     """Steps in which only the critic learns."""
     save_every: NotNegative = 0
     """Steps between checkpoints; 0 saves at the end alone. SIGTERM, SIGUSR1 and the time limit save as well."""
+    background_save: bool = True
+    """Whether training goes on while a checkpoint is written, from a copy of optimizer and weights on the host."""
+    max_failed_saves: NotNegative = 3
+    """Checkpoints in a row that cannot be written before the run ends; each is reported, and the next step tries again.
+    The last one of a run must succeed."""
     keep: Count = 2
     """The newest checkpoints that are kept, beside the best one."""
     resume: Literal["auto", "never"] = "auto"

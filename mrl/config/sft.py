@@ -45,6 +45,11 @@ class SftTrainingConfig:
     """Of Megatron's random states; the order of rows has data.seed."""
     save_every: NotNegative = 0
     """Updates between checkpoints; 0 saves at the end alone. SIGTERM, SIGUSR1 and the time limit save as well."""
+    background_save: bool = True
+    """Whether training goes on while a checkpoint is written, from a copy of optimizer and weights on the host."""
+    max_failed_saves: NotNegative = 3
+    """Checkpoints in a row that cannot be written before the run ends; each is reported, and the next update tries
+    again. The last one of a run must succeed."""
     keep: Count = 2
     """The newest checkpoints that are kept."""
     resume: Literal["auto", "never"] = "auto"

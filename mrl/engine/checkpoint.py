@@ -5,7 +5,8 @@ which box of them each run of Megatron's flat optimizer shards is, so a checkpoi
 rank writes what it owns, once, into its own safetensors file, and reads what it owns; nothing is gathered. The model's
 own parameters are not saved: Megatron makes them from the optimizer's float32 weights after every step.
 
-Files are staged beside the checkpoint, hashed as they are written, put on disk, and made visible by one rename.
+A save begins with a copy on the host. A thread hashes and writes it while training goes on; then the ranks meet again,
+and what all have put on disk, beside the checkpoint's place, is made visible by one rename.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,25 +67,49 @@ def save(engine: MegatronEngine, directory: str | Path, extra: Mapping[str, Any]
 
     All machines see the directory, which appears when it is whole and on disk, or not at all.
     """
-    _optimizer(engine)
-    target = Path(directory).absolute()
-    staged = target.with_name(f".{target.name}.saving")
-    is_first = engine.groups.at.rank == 0
-    try:
+    PendingSave(engine, directory, extra).finish()
+
+
+class PendingSave:
+    """A save under way: its state is that of the moment in which it began, on all ranks."""
+
+    def __init__(self, engine: MegatronEngine, directory: str | Path, extra: Mapping[str, Any]) -> None:
+        target = Path(directory).absolute()
+        self._target, self._staged = target, target.with_name(f".{target.name}.saving")
+        self._is_first = engine.groups.at.rank == 0
+        self._facts = _facts(engine, extra)
         with raise_on_all_ranks("saving"):
-            if is_first:
-                _prepare(target, staged)
-        with raise_on_all_ranks("saving"):
-            written = _write_rank(engine, staged)
-        everyone: list[Any] | None = [None] * dist.get_world_size() if is_first else None
-        dist.gather_object(written, everyone)
-        with raise_on_all_ranks("saving"):
-            if everyone is not None:
-                _publish(target, staged, _manifest(engine, everyone, extra))
-    except (MrlError, OSError):
-        if is_first:
-            shutil.rmtree(staged, ignore_errors=True)
-        raise
+            if self._is_first:
+                _prepare(self._target, self._staged)
+        tensors, boxes = _copy_rank(engine)
+        writer = ThreadPoolExecutor(1, "checkpoint")
+        path = self._staged / file_name(engine.groups.at.rank)
+        self._written = writer.submit(_write_rank, path, tensors, boxes)
+        writer.shutdown(wait=False)
+
+    @property
+    def is_written(self) -> bool:
+        """Return whether this rank's file is on disk, or failed: `finish` has nothing to wait for here."""
+        return self._written.done()
+
+    def finish(self) -> None:
+        """Publish what all ranks have written, or raise on all of them; every rank calls this."""
+        try:
+            with raise_on_all_ranks("saving"):
+                written = self._written.result()
+            everyone: list[Any] | None = [None] * dist.get_world_size() if self._is_first else None
+            dist.gather_object(written, everyone)
+            with raise_on_all_ranks("saving"):
+                if everyone is not None:
+                    _publish(self._target, self._staged, _manifest(self._facts, everyone))
+        except (MrlError, OSError):
+            if self._is_first:
+                shutil.rmtree(self._staged, ignore_errors=True)
+            raise
+
+    def discard(self) -> None:
+        """Wait until nothing is written any more; what it came to has no meaning."""
+        wait([self._written])
 
 
 def load(engine: MegatronEngine, directory: str | Path) -> dict[str, Any]:
@@ -141,7 +167,8 @@ def _prepare(target: Path, staged: Path) -> None:
     staged.mkdir(parents=True)
 
 
-def _write_rank(engine: MegatronEngine, staged: Path) -> _Written:
+def _copy_rank(engine: MegatronEngine) -> tuple[dict[str, Tensor], list[tuple[str, Region]]]:
+    """Return copies on the host of what this rank writes, and which boxes of which tensors they are."""
     optimizer = _optimizer(engine)
     tensors = {RANDOM + name: state for name, state in random_states().items()}
     boxes = []
@@ -151,20 +178,17 @@ def _write_rank(engine: MegatronEngine, staged: Path) -> _Written:
             for name, box, views in flat_shard_regions(shard, owned.start, owned.state):
                 boxes.append((name, box))
                 tensors |= {entry(kind, name, box): view for kind, view in views.items()}
-    path = staged / file_name(engine.groups.at.rank)
+    # Copies always: memory that numpy has seen can never leave the device again.
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}, boxes
+
+
+def _write_rank(path: Path, tensors: dict[str, Tensor], boxes: list[tuple[str, Region]]) -> _Written:
     sha256 = write_safetensors(path, tensors)
     return _Written(path.name, path.stat().st_size, sha256, boxes)
 
 
-def _manifest(engine: MegatronEngine, everyone: Sequence[_Written], extra: Mapping[str, Any]) -> dict[str, Any]:
-    boxes: dict[str, list[tuple[int, Region]]] = defaultdict(list)
-    for rank, written in enumerate(everyone):
-        for name, box in written.boxes:
-            boxes[name].append((rank, box))
-    shapes = hf_tensors(engine.request.spec, engine.request.head)
-    for name, shape in shapes.items():
-        if not is_exact_cover(shape, [box for _, box in boxes[name]]):
-            raise EngineError(f"the ranks' parts of {name} {list(shape)} leave something out, or hold it twice")
+def _facts(engine: MegatronEngine, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a manifest says beside files and boxes."""
     optimizer = _optimizer(engine)
     return {
         "format": FORMAT,
@@ -172,9 +196,25 @@ def _manifest(engine: MegatronEngine, everyone: Sequence[_Written], extra: Mappi
         "num_steps": optimizer.num_steps,
         "num_skipped": [optimizer.num_skipped, optimizer.num_skipped_in_a_row],
         "extra": dict(extra),
-        "files": {written.file: {"bytes": written.num_bytes, "sha256": written.sha256} for written in everyone},
-        "tensors": {name: {"shape": shape, "boxes": boxes[name]} for name, shape in shapes.items()},
+        "tensors": {
+            name: {"shape": shape} for name, shape in hf_tensors(engine.request.spec, engine.request.head).items()
+        },
     }
+
+
+def _manifest(facts: dict[str, Any], everyone: Sequence[_Written]) -> dict[str, Any]:
+    boxes: dict[str, list[tuple[int, Region]]] = defaultdict(list)
+    for rank, written in enumerate(everyone):
+        for name, box in written.boxes:
+            boxes[name].append((rank, box))
+    tensors = {name: tensor | {"boxes": boxes[name]} for name, tensor in facts["tensors"].items()}
+    for name, tensor in tensors.items():
+        if not is_exact_cover(tensor["shape"], [box for _, box in boxes[name]]):
+            raise EngineError(
+                f"the ranks' parts of {name} {list(tensor['shape'])} leave something out, or hold it twice"
+            )
+    written_files = {written.file: {"bytes": written.num_bytes, "sha256": written.sha256} for written in everyone}
+    return facts | {"files": written_files, "tensors": tensors}
 
 
 def _layout(groups: ParallelGroups) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def entry(kind: str, name: str, box: Region) -> str:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write one tensor after another, on disk when this returns; the hash of the file."""
+    """Write tensors of the host one after another, on disk when this returns; the hash of the file."""
     tensors = dict(sorted(tensors.items()))  # equal states are equal files
     for name, tensor in tensors.items():
         if dtype_name(tensor.dtype) not in SAFETENSORS_NAMES:
@@ -51,8 +51,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
         put(safetensors_head({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}))
         for tensor in tensors.values():
-            # A copy always: memory that numpy has seen can never leave the device again.
-            put(tensor.detach().flatten().to("cpu", copy=True).view(torch.uint8).numpy())
+            put(tensor.flatten().view(torch.uint8).numpy())
         file.flush()
         os.fsync(file.fileno())
     return sha256.hexdigest()

@@ -73,8 +73,14 @@ def plan_machine(subject: PlanInput) -> MachinePlan:
     """Return what the processes of a node take together."""
     config = subject.config
     roles = [_ranks(subject, role) for role in subject.specs]
+    copies = sum(
+        stage.weights.checkpoint * role_devices(config, role) // model.parallel.pp
+        for role, model in config.trained_roles().items()
+        for stage in role_stages(subject, role)
+    )
     rest = [
         _engines(subject),
+        Processes("checkpoint", 1, 0, 0, copies),
         Processes("driver and Ray", 1, ASSUMPTIONS.cpu_run_bytes, 0, ASSUMPTIONS.cpu_run_bytes // 2),
     ]
     processes = (*roles, *rest)

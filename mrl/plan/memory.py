@@ -216,10 +216,12 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
 
 
 def _host_bytes(config: Config, stages: Stages) -> int:
-    """Return pinned memory of the fullest machine: of roles that take turns with the engines, and of the reference."""
+    """Return the fullest machine's memory of roles that take turns with the engines, of the reference, and of the
+    checkpoint that is being written."""
     takes_turns, pools = config.sync.offload and not has_own_rollout_pool(config), config.placement.roles
     per_rank = max(role.weights.parameters for role in stages["actor"]) if has_reference(config) else 0
     for name, of_role in stages.items():
+        per_rank += max(role.weights.checkpoint for role in of_role)
         if takes_turns and pools[name] == pools["actor"]:
             per_rank += max(role.weights.parameters + role.weights.optimizer for role in of_role)
     return per_rank * min(config.cluster.devices_per_node, role_devices(config, "actor"))

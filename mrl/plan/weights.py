@@ -45,6 +45,8 @@ class WeightBytes:
     optimizer: int
     """Of the rank that owns the most."""
     largest_parameter: int
+    checkpoint: int
+    """That it writes, from a copy on the host."""
 
     @property
     def total(self) -> int:
@@ -58,14 +60,15 @@ def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head:
         layout = model.parallel
         held = [elements for _, elements in _dense(spec, layout, stage, head)]
         held += [elements for chunk in range(layout.vpp) for elements in _experts(spec, layout, stage, chunk)]
-        return WeightBytes(sum(held) * item, 0, 0, 0)
+        return WeightBytes(sum(held) * item, 0, 0, 0, 0)
     found = buffers(spec, model, mesh, head, stage)
     padded = sum(buffer.num_padded for buffer in found)
     # float32 weights beside those of the model, and Adam's two moments.
     owned = sum(min(buffer.num_padded // buffer.num_owners, buffer.num_elements) for buffer in found)
     gradient_item = 4 if model.ddp.get("grad_reduce_in_fp32", True) else item
     largest = max(elements for _, elements in _dense(spec, model.parallel, stage, head))
-    return WeightBytes(padded * item, padded * gradient_item, owned * (12 if item < 4 else 8), largest * item)
+    optimizer = owned * (12 if item < 4 else 8)
+    return WeightBytes(padded * item, padded * gradient_item, optimizer, largest * item, owned * 12)
 
 
 def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, stage: int) -> list[Buffer]:

@@ -1,7 +1,8 @@
 """Checkpoints of a whole run: every role and the trainer's own state together, or nothing.
 
 `checkpoints/step-000012/` holds a directory per role and `manifest.json`, which names the hash of each role's own
-manifest, which names the hashes of its files. It is staged beside its place and made visible by one rename.
+manifest, which names the hashes of its files. It is staged beside its place and made visible by one rename. Between
+the beginning and the end of a save training may go on; one is under way at most.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mrl import files
 from mrl.config.run_directory import checkpoint_of, steps_in
-from mrl.errors import CheckpointError
+from mrl.errors import CheckpointError, MrlError
 from mrl.events import EventLog, Saved, Warned
 from mrl.trainer.role_client import RoleClient
 
@@ -51,10 +53,23 @@ def find_checkpoint(directory: Path, which: str) -> Path:
     return _read(directory, int(path.name.removeprefix("step-"))).path
 
 
+@dataclass(frozen=True)
+class _Save:
+    """A save under way."""
+
+    step: int
+    staged: Path
+    roles: Mapping[str, RoleClient]
+    state: dict[str, Any]
+    is_best: bool
+    began: float
+
+
 class CheckpointManager:
     """The checkpoints of a run, oldest first."""
 
     def __init__(self, directory: Path, keep: int, events: EventLog) -> None:
+        self._save: _Save | None = None
         self._directory = directory
         self._keep = keep
         self._events = events
@@ -64,33 +79,54 @@ class CheckpointManager:
         """Return the steps that have a checkpoint, whole or damaged."""
         return steps_in(self._directory)
 
-    def save(self, step: int, roles: Mapping[str, RoleClient], state: Mapping[str, Any], is_best: bool) -> Path:
-        """Write a checkpoint, on disk and visible when this returns; then remove those that are not kept."""
-        began = time.monotonic()
-        target, staged = checkpoint_of(self._directory, step), self._directory / f"{_STAGED}-{step:06d}"
+    def begin(self, step: int, roles: Mapping[str, RoleClient], state: Mapping[str, Any], is_best: bool) -> None:
+        """Begin to write a checkpoint of this moment."""
+        assert self._save is None, "one save at a time"
+        staged = self._directory / f"{_STAGED}-{step:06d}"
         for leftover in self._directory.glob(f"{_STAGED}-*"):
             self._events.write(Warned("checkpoint", f"{leftover.name} was left by a save that did not end; removed"))
             shutil.rmtree(leftover)
-        if target.exists():  # a resumed run does this step again
-            shutil.rmtree(target)
         staged.mkdir(mode=0o700)
-        for name, role in roles.items():
-            role.group.save_checkpoint(str(staged / name))
-        manifest = {
-            "format": _FORMAT,
-            "step": step,
-            "roles": {name: files.sha256(staged / name / MANIFEST) for name in roles},
-            "state": dict(state),
-        }
-        files.write_text(staged / MANIFEST, json.dumps(manifest))
-        files.publish_directory(staged, target)
-        if is_best:
+        save = _Save(step, staged, roles, dict(state), is_best, time.monotonic())
+        with _removed_on_failure(staged):
+            for name, role in roles.items():
+                role.group.begin_checkpoint(str(staged / name))
+        self._save = save
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._save is not None
+
+    def is_written(self) -> bool:
+        """Return whether one is under way whose end need not be waited for."""
+        return self._save is not None and all(
+            all(role.group.checkpoint_is_written()) for role in self._save.roles.values()
+        )
+
+    def finish(self) -> None:
+        """Have the checkpoint that was begun on disk and visible; then remove those that are not kept."""
+        assert self._save is not None, "a save was begun"
+        save, self._save = self._save, None
+        target = checkpoint_of(self._directory, save.step)
+        with _removed_on_failure(save.staged):
+            for role in save.roles.values():
+                role.group.finish_checkpoint()
+            manifest = {
+                "format": _FORMAT,
+                "step": save.step,
+                "roles": {name: files.sha256(save.staged / name / MANIFEST) for name in save.roles},
+                "state": save.state,
+            }
+            files.write_text(save.staged / MANIFEST, json.dumps(manifest))
+            if target.exists():  # a resumed run has done this step again
+                shutil.rmtree(target)
+            files.publish_directory(save.staged, target)
+        if save.is_best:
             files.write_text(self._directory / "best", target.name)
         files.write_text(self._directory / "latest", target.name)
         self._delete_old()
         num_bytes = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
-        self._events.write(Saved("checkpoint", step, str(target), num_bytes, time.monotonic() - began))
-        return target
+        self._events.write(Saved("checkpoint", save.step, str(target), num_bytes, time.monotonic() - save.began))
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint, or none where there is none. A damaged one is an error: nothing is lost in silence.
@@ -106,6 +142,15 @@ class CheckpointManager:
         for step in self.steps()[: -self._keep]:
             if checkpoint_of(self._directory, step).name != best:
                 shutil.rmtree(checkpoint_of(self._directory, step))
+
+
+@contextmanager
+def _removed_on_failure(staged: Path) -> Iterator[None]:
+    try:
+        yield
+    except (MrlError, OSError):
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
 
 
 def _read(directory: Path, step: int) -> Checkpoint:

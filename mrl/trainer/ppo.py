@@ -65,6 +65,7 @@ class RayPPOTrainer:
             if reason := self.hybrid.full_tensor_reason:
                 self.run.warn("rollout", f"weights travel as whole tensors: {reason}")
             self.num_steps_done = self.run.resume(self.components)
+            stack.callback(self.run.finish_save)  # also when the next step fails: the workers are still there
             yield self.components
 
     def fit(self) -> dict[str, float]:
@@ -81,10 +82,12 @@ class RayPPOTrainer:
             is_due = bool(validation.every) and (is_last or report.step % validation.every == 0)
             figures = self.validate() if is_due else {}  # of this step alone: no other has them, and no checkpoint
             validated = figures or validated
+            run.publish_save()
             stop = run.should_stop()
             self.record(report.step, report.batch, report.metrics | figures)
             if is_last or stop or run.save_is_due(report.step):
-                run.save(self.components, report.step, figures.get(f"val/score/mean@{validation.samples_per_prompt}"))
+                score = figures.get(f"val/score/mean@{validation.samples_per_prompt}")
+                run.save(self.components, report.step, score, wait=is_last or stop)
             if stop:
                 break
         return validated

@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol
 import mrl
 from mrl.config.load import AnyTyped, Resolved
 from mrl.config.run_directory import CHECKPOINTS, open_run_directory
+from mrl.errors import WorkerRaised
 from mrl.events import EventLog, RunStarted, Warned
 from mrl.observe.console import Console
 from mrl.observe.metrics import MetricsFile, Tracker, open_trackers
@@ -18,6 +19,9 @@ from mrl.trainer.checkpoints import CheckpointManager
 from mrl.trainer.resume_config import describe_changes, resume_config
 from mrl.trainer.role_client import RoleClient
 from mrl.trainer.shutdown import ShutdownSignal
+
+SAVE_ERRORS = (WorkerRaised, OSError)
+"""What a full or broken disk does, on a rank or here. A worker that died is no longer there to train."""
 
 
 class Resumable(Protocol):
@@ -49,6 +53,8 @@ class Run(Generic[AnyTyped]):
         self.stopping = ShutdownSignal(self.config.training.time_limit_s)
         self.trackers: list[Tracker] = []
         self._best: float | None = None
+        self._best_before: float | None = None
+        self._num_failed_saves = 0
         self.events.write(RunStarted(self.config.run.name, mrl.__version__))
         for warning in resolved.warnings:
             self.warn("configuration", warning)
@@ -86,17 +92,48 @@ class Run(Generic[AnyTyped]):
             tracker.log(step, metrics)
 
     def save_is_due(self, step: int) -> bool:
-        """Return whether the configuration wants a checkpoint after this step."""
+        """Return whether the configuration wants a checkpoint after this step, or one failed that is to be made up."""
         every = self.config.training.save_every
-        return bool(every) and step % every == 0
+        return (bool(every) and step % every == 0) or self._num_failed_saves > 0
 
-    def save(self, trained: Resumable, step: int, score: float | None = None) -> None:
-        """Save everything. It is the best so far if it was validated itself, and scored higher than any before."""
-        is_best = score is not None and (self._best is None or score > self._best)
-        self._best = score if is_best else self._best
-        state = {"config": resume_config(self.config), "trained": trained.state_dict(), "best": self._best}
+    def save(self, trained: Resumable, step: int, score: float | None = None, *, wait: bool = True) -> None:
+        """Save everything. It is the best so far if it was validated itself, and scored higher than any before.
+
+        Without waiting it is written while training goes on, and becomes visible later.
+        """
         with self.clock("save"):
-            self.checkpoints.save(step, trained.roles, state, is_best)
+            self.finish_save()
+            is_best = score is not None and (self._best is None or score > self._best)
+            self._best_before, self._best = self._best, score if is_best else self._best
+            state = {"config": resume_config(self.config), "trained": trained.state_dict(), "best": self._best}
+            try:
+                self.checkpoints.begin(step, trained.roles, state, is_best)
+            except SAVE_ERRORS as error:
+                self._save_failed(error, wait)
+            else:
+                if wait or not self.config.training.background_save:
+                    self.finish_save(wait)
+
+    def finish_save(self, is_needed: bool = False) -> None:
+        """Wait for the save under way, if there is one. A failure is a warning, or an error where the save is needed."""
+        if self.checkpoints.is_under_way:
+            try:
+                self.checkpoints.finish()
+                self._num_failed_saves = 0
+            except SAVE_ERRORS as error:
+                self._save_failed(error, is_needed)
+
+    def publish_save(self) -> None:
+        """Make the save that is under way visible, if nobody has to wait for it any more."""
+        if self.checkpoints.is_written():
+            self.finish_save()
+
+    def _save_failed(self, error: Exception, is_needed: bool) -> None:
+        self._best = self._best_before
+        self._num_failed_saves += 1
+        if is_needed or self._num_failed_saves > self.config.training.max_failed_saves:
+            raise error
+        self.warn("checkpoint", f"not saved, which is tried again after the next step: {error}")
 
     def should_stop(self) -> bool:
         """Return whether a signal came or the time is up; what it was is printed."""

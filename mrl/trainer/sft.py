@@ -36,7 +36,9 @@ _NUM_AVERAGED = 10
 
 def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) -> Path | None:
     """Train from the newest checkpoint on; the trained model in Hugging Face format, or None if told to stop before."""
-    with _started(run) as components, ThreadPoolExecutor(1, "rows") as thread:
+    with _started(run) as components, ExitStack() as stack:
+        thread = stack.enter_context(ThreadPoolExecutor(1, "rows"))
+        stack.callback(run.finish_save)  # also when the next update fails: the workers are still there
         num_done = run.resume(components)
         coming = thread.submit(components.read)
         while not components.is_done(num_done):
@@ -48,7 +50,8 @@ def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) ->
             is_last = components.is_done(num_done)
             stop = not is_last and run.should_stop()
             if is_last or stop or run.save_is_due(num_done):
-                run.save(components, num_done)
+                run.save(components, num_done, wait=is_last or stop)
+            run.publish_save()
             if stop:
                 run.console.print(f"stopped after {num_done} updates; the same command goes on")
                 return None

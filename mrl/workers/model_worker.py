@@ -36,6 +36,7 @@ class ModelWorker(Worker):
         self.engine: MegatronEngine
         self.reference: WeightCopy
         self._groups = ExitStack()
+        self._save: checkpoint.PendingSave | None = None
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> ModelFacts:
@@ -52,9 +53,22 @@ class ModelWorker(Worker):
         return ModelFacts(self.engine.packing, spec.num_parameters, spec.flops_per_token, device)
 
     @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, directory: str) -> None:
-        """Write weights, optimizer, schedule and random states."""
-        checkpoint.save(self.engine, directory, {})
+    def begin_checkpoint(self, directory: str) -> None:
+        """Copy weights, optimizer, schedule and random states to the host, and begin to write them."""
+        if self._save is not None:  # of a checkpoint that failed elsewhere
+            self._save.discard()
+        self._save = checkpoint.PendingSave(self.engine, directory, {})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def checkpoint_is_written(self) -> bool:
+        return self._save is None or self._save.is_written
+
+    @register(Dispatch.ONE_TO_ALL)
+    def finish_checkpoint(self) -> None:
+        """Wait until it is on disk, and publish it."""
+        save, self._save = self._save, None
+        assert save is not None, "a checkpoint was begun"
+        save.finish()
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: str) -> None:

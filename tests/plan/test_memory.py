@@ -197,9 +197,11 @@ def test_the_host_holds_what_leaves_the_fullest_machine() -> None:
     subject = subject_of("ppo-llama3.1-8b-1n8g", algorithm__kl__where="none")
     roles = [role_stages(subject, name)[0].weights for name in ("actor", "critic")]
     whole = plan_memory(subject).host_bytes_per_node
-    assert whole == 8 * sum(weights.parameters + weights.optimizer for weights in roles)
+    checkpoint = sum(weights.checkpoint for weights in roles)
+    assert checkpoint == sum(weights.optimizer for weights in roles), "in bfloat16: float32 weights, and moments"
+    assert whole == 8 * (sum(weights.parameters + weights.optimizer for weights in roles) + checkpoint)
     staying = subject_of("ppo-llama3.1-8b-1n8g", algorithm__kl__where="loss", sync__offload="false")
-    assert plan_memory(staying).host_bytes_per_node == 8 * roles[0].parameters, "the reference alone"
+    assert plan_memory(staying).host_bytes_per_node == 8 * (roles[0].parameters + checkpoint), "and the reference"
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (4, 1), (2, 2)])

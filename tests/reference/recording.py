@@ -102,7 +102,8 @@ class Recorder:
         }
         for name, role in team.roles.items():
             saved = self._weights / f"{step}-{name}-saved"
-            role.group.save_checkpoint(str(saved))
+            role.group.begin_checkpoint(str(saved))
+            role.group.finish_checkpoint()
             source = local_files(self._trainer.config.model_of(name)[1])
             head: Head = "score" if name == "critic" else "lm"
             if not dist.is_initialized() or dist.get_rank() == 0:

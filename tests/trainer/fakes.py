@@ -36,6 +36,7 @@ from mrl.config.schema import (
     TrainingConfig,
 )
 from mrl.config.values import ConfigLayer, Secrets
+from mrl.errors import WorkerRaised
 from mrl.observe.console import Console
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
@@ -225,8 +226,14 @@ class Role:
         self.flops_per_token, self.device = 5e9, "cpu"
         self.loaded: list[str] = []
         self.group = SimpleNamespace(
-            mesh=SimpleNamespace(world_size=4), save_checkpoint=self._save, load_checkpoint=self.loaded.append
+            mesh=SimpleNamespace(world_size=4),
+            begin_checkpoint=self._begin_checkpoint,
+            checkpoint_is_written=lambda: self.is_written,
+            finish_checkpoint=self._finish_checkpoint,
+            load_checkpoint=self.loaded.append,
         )
+        self.is_written = [True] * 4
+        self.full_disk = False
 
     def _took(self, method: str, batch: DataProto) -> None:
         self.journal.append((self.name, method, len(batch)))
@@ -278,10 +285,15 @@ class Role:
         rows = [torch.full((length,), row + extra) for row, length in zip(batch.row_ids, lengths, strict=True)]
         return from_rows(rows[::-1])
 
-    def _save(self, directory: str) -> None:
-        path = Path(directory)
+    def _begin_checkpoint(self, directory: str) -> None:
+        self._saving = Path(directory), self.num_updates
+
+    def _finish_checkpoint(self) -> None:
+        if self.full_disk:
+            raise WorkerRaised("rank 1 raised in finish_checkpoint: no space left on device", role=self.name, ranks=[1])
+        path, num_updates = self._saving
         path.mkdir()
-        (path / "manifest.json").write_text(json.dumps({"updates": self.num_updates}))
+        (path / "manifest.json").write_text(json.dumps({"updates": num_updates}))
 
 
 class Screen(Console):

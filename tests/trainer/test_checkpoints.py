@@ -9,22 +9,30 @@ from typing import Any
 
 import pytest
 
+from mrl.config.run_directory import checkpoint_of
 from mrl.errors import CheckpointError
 from mrl.events import EventLog, Saved, Warned, read_events
 from mrl.trainer.checkpoints import CheckpointManager, find_checkpoint
 
 
 class Role:
-    """Saves as a worker group does: a directory with a manifest in it."""
+    """Saves as a worker group does: a directory with a manifest in it, of the weights as they were at the beginning."""
 
-    def __init__(self) -> None:
-        self.weights = "none"
-        self.group = SimpleNamespace(save_checkpoint=self.save_checkpoint)
+    def __init__(self, weights: str = "none") -> None:
+        self.weights = weights
+        self.is_written = [True, True]
+        self.group = SimpleNamespace(
+            begin_checkpoint=self.begin,
+            checkpoint_is_written=lambda: self.is_written,
+            finish_checkpoint=lambda: self.finish(),
+        )
 
-    def save_checkpoint(self, directory: str) -> None:
-        path = Path(directory)
-        path.mkdir()
-        (path / "manifest.json").write_text(json.dumps({"weights": self.weights}))
+    def begin(self, directory: str) -> None:
+        self.path, self.copy = Path(directory), self.weights
+
+    def finish(self) -> None:
+        self.path.mkdir()
+        (self.path / "manifest.json").write_text(json.dumps({"weights": self.copy}))
 
 
 @pytest.fixture
@@ -32,10 +40,11 @@ def events(tmp_path: Path) -> EventLog:
     return EventLog(tmp_path / "events.jsonl")
 
 
-def save(snapshots: CheckpointManager, step: int, is_best: bool = False) -> Path:
-    role: Any = Role()
-    role.weights = f"of step {step}"
-    return snapshots.save(step, {"actor": role}, {"number": step}, is_best)
+def save(snapshots: CheckpointManager, step: int, is_best: bool = False, role: Role | None = None) -> Path:
+    roles: Any = {"actor": role or Role(f"of step {step}")}
+    snapshots.begin(step, roles, {"number": step}, is_best)
+    snapshots.finish()
+    return checkpoint_of(snapshots._directory, step)
 
 
 def test_the_newest_comes_back_with_its_state(tmp_path: Path, events: EventLog) -> None:
@@ -115,9 +124,7 @@ def test_a_save_that_did_not_end_is_invisible_and_removed_later(tmp_path: Path, 
 def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path: Path, events: EventLog) -> None:
     snapshots = CheckpointManager(tmp_path / "checkpoints", 2, events)
     save(snapshots, 1)
-    role: Any = Role()
-    role.weights = "others"
-    path = snapshots.save(1, {"actor": role}, {}, is_best=False)
+    path = save(snapshots, 1, role=Role("others"))
     assert json.loads((path / "actor" / "manifest.json").read_text()) == {"weights": "others"}
 
 
@@ -182,9 +189,10 @@ def test_a_checkpoint_of_another_step_is_none_of_this_one(tmp_path: Path, events
 
 def test_every_role_is_in_the_checkpoint_and_its_size_is_told(tmp_path: Path, events: EventLog) -> None:
     snapshots = CheckpointManager(tmp_path / "checkpoints", 3, events)
-    roles: dict[str, Any] = {"actor": Role(), "critic": Role()}
-    roles["critic"].weights = "of the critic"
-    path = snapshots.save(1, roles, {"n": 1}, is_best=False)
+    roles: dict[str, Any] = {"actor": Role(), "critic": Role("of the critic")}
+    snapshots.begin(1, roles, {"n": 1}, is_best=False)
+    snapshots.finish()
+    path = tmp_path / "checkpoints" / "step-000001"
     assert json.loads((path / "critic" / "manifest.json").read_text()) == {"weights": "of the critic"}
     (saved,) = [record.event for record in read_events(events.path) if isinstance(record.event, Saved)]
     num_bytes = sum(len(each.read_bytes()) for each in path.rglob("*.json"))
@@ -199,14 +207,42 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, events: EventLo
     snapshots = CheckpointManager(tmp_path / "checkpoints", 1, events)
     save(snapshots, 1)
 
-    def fail(directory: str) -> None:
+    def fail(*_: str) -> None:
         raise OSError("no space")
 
-    role: Any = Role()
-    role.group.save_checkpoint = fail
-    with pytest.raises(OSError, match="no space"):
-        snapshots.save(2, {"actor": role}, {}, is_best=True)
+    for method in ("begin", "finish"):
+        role = Role()
+        setattr(role, method, fail)
+        role.group.begin_checkpoint = role.begin
+        with pytest.raises(OSError, match="no space"):
+            save(snapshots, 2, is_best=True, role=role)
+        found = snapshots.newest()
+        assert found is not None
+        assert (found.step, (tmp_path / "checkpoints" / "latest").read_text()) == (1, "step-000001")
+        assert not (tmp_path / "checkpoints" / "best").exists()
+        assert not list((tmp_path / "checkpoints").glob(".saving*"))
+        assert not snapshots.is_under_way
+    save(snapshots, 2, is_best=True)
+    assert (tmp_path / "checkpoints" / "best").read_text() == "step-000002"
+
+
+def test_a_checkpoint_is_of_the_moment_in_which_it_was_begun(tmp_path: Path, events: EventLog) -> None:
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 2, events)
+    save(snapshots, 1)
+    role, state = Role("of step 2"), {"drawn": 2}
+    roles: Any = {"actor": role, "critic": Role()}
+    assert not snapshots.is_written(), "none is under way"
+    role.is_written = [True, False]
+    snapshots.begin(2, roles, state, is_best=False)
+    role.weights, state["drawn"] = "of step 3", 3
+    assert snapshots.is_under_way
+    assert not snapshots.is_written(), "one rank has not"
+    assert snapshots.steps() == [1], "what is not whole is not there"
+    role.is_written = [True, True]
+    assert snapshots.is_written()
+    snapshots.finish()
+    assert not snapshots.is_under_way
     found = snapshots.newest()
     assert found is not None
-    assert (found.step, (tmp_path / "checkpoints" / "latest").read_text()) == (1, "step-000001")
-    assert not (tmp_path / "checkpoints" / "best").exists()
+    assert (found.step, found.state) == (2, {"drawn": 2})
+    assert json.loads((found.path / "actor" / "manifest.json").read_text()) == {"weights": "of step 2"}

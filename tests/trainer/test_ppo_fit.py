@@ -119,6 +119,21 @@ def test_a_run_that_is_told_to_stop_records_saves_and_ends(tmp_path: Path) -> No
     assert found.screen.said[-1] == "SIGTERM: saving and stopping"
 
 
+def test_the_checkpoint_under_way_is_not_lost_with_the_step_that_fails(tmp_path: Path) -> None:
+    def step() -> Any:
+        if found.trainer.num_steps_done == 1:
+            raise ValueError("no such prompt")
+        return one_step()
+
+    with scene(config_of(tmp_path, training={"save_every": 1}), tmp_path) as found:
+        found.components.actor.is_written = [False] * 4  # type: ignore[attr-defined]
+        one_step, found.trainer.step = found.trainer.step, step  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match="no such prompt"):
+            found.trainer.fit()
+        assert saved_steps(tmp_path) == [], "it is under way"
+    assert saved_steps(tmp_path) == [1]
+
+
 def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
     """It crashes after step 4, whose checkpoint is that of step 2: steps 3 and 4 are done again."""
     config = config_of(tmp_path, critic=CRITIC, training={"save_every": 2}, validation={"every": 5})

@@ -16,7 +16,7 @@ import pytest
 import mrl
 from mrl.algos.kl import FixedKLController
 from mrl.config.schema import Config
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, WorkerRaised
 from mrl.events import Event, PhaseEnd, RunStarted, Warned, read_events
 from mrl.observe.metrics import read_metrics
 from mrl.trainer.components import Components
@@ -225,6 +225,72 @@ def test_a_save_is_due_every_so_many_steps(begin: Begin) -> None:
     every_three, never = begin(training={"save_every": 3}), begin(training={"save_every": 0})
     assert [step for step in range(1, 10) if every_three.save_is_due(step)] == [3, 6, 9]
     assert not any(never.save_is_due(step) for step in range(1, 10))
+
+
+def checkpoint_warnings(run: Run) -> list[str]:
+    return [event.message for event in events_of(run) if isinstance(event, Warned) and event.about == "checkpoint"]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(begin: Begin) -> None:
+    run, team = begin(training={"keep": 2}), team_of(1)
+    run.resume(team)
+    run.publish_save()
+    team.actor.is_written = [True, False, True, True]
+    run.save(team, 1, 1.0, wait=False)
+    team.prompts.num_drawn = 2
+    run.publish_save()
+    assert run.checkpoints.steps() == [], "one rank still writes"
+    team.actor.is_written = [True] * 4
+    run.publish_save()
+    assert run.checkpoints.steps() == [1]
+    state = json.loads((run.directory / "checkpoints" / "step-000001" / "manifest.json").read_text())["state"]
+    assert state["trained"]["prompts"] == {"drawn": 1}, "of the moment of the save"
+    team.actor.is_written = [False] * 4
+    run.save(team, 2, wait=False)
+    run.save(team, 3, wait=False)
+    assert run.checkpoints.steps() == [1, 2], "one at a time is under way"
+    run.finish_save()
+    assert run.checkpoints.steps() == [1, 2, 3], "two, and the best"
+    plain = begin(training={"background_save": False, "keep": 2})
+    plain.resume(team_of())
+    plain.save(team, 4, wait=False)
+    assert plain.checkpoints.steps() == [1, 3, 4]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_of_and_made_up(begin: Begin) -> None:
+    run, team = begin(training={"save_every": 10, "max_failed_saves": 2}), team_of()
+    run.resume(team)
+    run.save(team, 10, 1.0, wait=False)
+    run.finish_save()
+    team.actor.full_disk = True
+    run.save(team, 20, 5.0, wait=False)
+    run.publish_save()
+    assert len(checkpoint_warnings(run)) == 1
+    assert "no space left on device" in checkpoint_warnings(run)[0]
+    assert run.save_is_due(21), "at the next step already"
+    team.actor.full_disk = False
+    run.save(team, 21, 3.0, wait=False)
+    run.publish_save()
+    assert not run.save_is_due(22)
+    best = run.directory / "checkpoints" / "best"
+    assert best.read_text() == "step-000021", "what was never written is not the best"
+    team.actor.full_disk = True
+    for step in (30, 31):
+        run.save(team, step, wait=False)
+        run.publish_save()
+    run.save(team, 32, wait=False)
+    with pytest.raises(WorkerRaised, match="no space left"):
+        run.publish_save()
+    assert run.checkpoints.steps() == [10, 21]
+
+
+def test_the_last_checkpoint_of_a_run_must_succeed(begin: Begin) -> None:
+    run, team = begin(training={"max_failed_saves": 5}), team_of()
+    run.resume(team)
+    team.actor.full_disk = True
+    with pytest.raises(WorkerRaised, match="no space left"):
+        run.save(team, 1)
+    assert run.checkpoints.steps() == []
 
 
 def test_a_run_wants_to_stop_when_its_time_is_up(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,10 +59,17 @@ class Group:
         self.journal.append("update")
         return [UpdateReport({"loss": loss / 2}, 1.0, LR, applied=True)] * 2
 
-    def save_checkpoint(self, directory: str) -> None:
-        Path(directory).mkdir()
-        (Path(directory) / "manifest.json").write_text(json.dumps({"updates": len(self.rows)}))
+    def begin_checkpoint(self, directory: str) -> None:
+        self.saving = Path(directory), len(self.rows)
         self.journal.append("save")
+
+    def checkpoint_is_written(self) -> list[bool]:
+        return [True]
+
+    def finish_checkpoint(self) -> None:
+        directory, num_updates = self.saving
+        directory.mkdir()
+        (directory / "manifest.json").write_text(json.dumps({"updates": num_updates}))
 
     def load_checkpoint(self, directory: str) -> None:
         self.journal.append(("load", directory))

@@ -125,7 +125,10 @@ def test_what_a_phase_took_is_given_back_where_another_role_works_next(shares: b
 
 def test_every_rank_takes_part_in_what_concerns_the_whole_model() -> None:
     specs = registered_methods(ModelWorker)
-    for name in ("init_model", "save_checkpoint", "load_checkpoint", "offload", "onload", "device_memory"):
+    for name in (
+        *("init_model", "begin_checkpoint", "checkpoint_is_written", "finish_checkpoint", "load_checkpoint"),
+        *("offload", "onload", "device_memory"),
+    ):
         assert specs[name].dispatch is Dispatch.ONE_TO_ALL, name
 
 
@@ -187,11 +190,15 @@ def life_of_a_model(path: str, directory: str) -> dict[str, Any]:
                 advantages = from_rows([[1.0] * 4, [0.5] * 3])
                 given = {"advantages": advantages, "ref_log_probs": from_rows([[-1.0] * 4, [-2.0] * 3])}
                 report = worker.update_actor(DataProto.from_dict(columns | given), sizes)
-                worker.save_checkpoint(directory)
+                say(worker, "after the first way")
+                worker.begin_checkpoint(directory)
+                worker.update_actor(DataProto.from_dict(columns | given), sizes)  # is of no checkpoint
+                worker.finish_checkpoint()
+                found["is written"] = worker.checkpoint_is_written()
                 found |= {"report": report, "facts": facts, "threads": torch.get_num_threads()}
             else:
                 worker.load_checkpoint(directory)
-            say(worker, f"after the {life} way")
+                say(worker, "after the second way")
     return found
 
 
@@ -212,6 +219,7 @@ Lives = tuple[Path, Path, dict[str, Any]]
 def test_the_reference_stays_what_the_run_began_with_even_on_resume(lives: Lives) -> None:
     found = lives[2]
     first = found["policy at the first beginning"]
+    assert found["is written"], "none is under way any more"
     assert found["reference at the first beginning"] == first
     assert found["reference after the first way"] == first
     assert found["policy at the second beginning"] == first
