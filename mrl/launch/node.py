@@ -11,8 +11,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from mrl import files
@@ -22,6 +24,7 @@ from mrl.launch.ray_node import default_signals, device_options, free_port, head
 from mrl.plan.search import fits_on
 
 _POLL_S = 0.5
+_CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
 _AWAIT = "await-nodes"  # the first argument of the process that waits for the other nodes
 
 
@@ -66,13 +69,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     # `scancel` signals every task. The run's own end ends the others, so that it can still save.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    part = _first if os.environ["SLURM_PROCID"] == "0" else _other
     try:
-        return (_first if os.environ["SLURM_PROCID"] == "0" else _other)(
-            RendezvousDirectory(arguments.attempt), arguments
-        )
+        with writable_caches():
+            return part(RendezvousDirectory(arguments.attempt), arguments)
     except MrlError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
+
+
+@contextmanager
+def writable_caches() -> Iterator[None]:
+    """For the time of the block libraries can keep what they compile: below the home directory, or where that cannot
+    be written, as in a container without one, in a directory of this node, unless the site names others."""
+    if os.access(Path.home(), os.W_OK):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="mrl-caches-", ignore_cleanup_errors=True) as directory:
+        for name in _CACHES:
+            os.environ.setdefault(name, f"{directory}/{name.lower()}")
+        yield
 
 
 def _first(attempt: RendezvousDirectory, arguments: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ import pytest
 
 from mrl.errors import SetupError
 from mrl.launch import node, ray_node
-from mrl.launch.node import RendezvousDirectory, supervise
+from mrl.launch.node import RendezvousDirectory, supervise, writable_caches
 from mrl.launch.ray_node import free_port, own_address
 
 SAVES = """
@@ -127,6 +127,26 @@ def test_a_ray_that_does_not_start_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         ray.await_start(0.1)
     assert not ray.directory.exists()
+
+
+def test_libraries_have_caches_where_the_home_directory_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/scratch/triton")
+    for name in ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with writable_caches():
+        assert "XDG_CACHE_HOME" not in os.environ, "they are below the home directory"
+    monkeypatch.setenv("HOME", str(tmp_path / "of-the-image"))
+    with writable_caches():
+        caches = {name: Path(os.environ[name]) for name in ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT")}
+        (directory,) = {cache.parent for cache in caches.values()}
+        assert len({*caches.values()}) == 2
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert os.environ["TRITON_CACHE_DIR"] == "/scratch/triton", "the site's own"
+        caches["XDG_CACHE_HOME"].mkdir()
+    assert not directory.exists()
 
 
 def test_a_port_is_free() -> None:
