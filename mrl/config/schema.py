@@ -99,6 +99,8 @@ class ClusterConfig:
     """Devices of each machine; without GPUs a device is one CPU slot."""
     device: Literal["cpu", "gpu"]
     """What a device is."""
+    numa_binding: bool = True
+    """Whether a GPU's processes run on the CPUs of its own NUMA node."""
     ray_address: Text | None = None
     """Address of a running Ray cluster (`host:port` or `auto`); null starts Ray on this machine."""
     allow_insecure_ray: bool = False

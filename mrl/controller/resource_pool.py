@@ -127,6 +127,11 @@ class ResourcePoolManager:
             nodes = list(dict.fromkeys(self._nodes[device.node_id].name for device in pool.devices))
             events.write(PoolReady(pool.name, pool.num_devices, nodes, time.monotonic() - began))
 
+    @property
+    def numa_binding(self) -> bool:
+        """Whether processes run on the CPUs beside their GPUs."""
+        return self._cluster.device == "gpu" and self._cluster.numa_binding
+
     def get_resource_pool(self, role: str) -> RayResourcePool:
         """Return the pool that a role computes on."""
         roles: dict[str, str] = {str(name): pool for name, pool in self._placement.roles.items()}

@@ -236,6 +236,7 @@ class RayWorkerGroup:
                 address,
                 hellos[0].port,
                 environment,
+                self._context.resources.numa_binding,
                 sys.path,
             )
             references[rank] = actor.start.remote(order)

@@ -18,6 +18,7 @@ from mrl.config.mesh import Mesh
 from mrl.controller.dispatch import MethodSpec, registered_methods
 from mrl.controller.network import listen
 from mrl.controller.node_agent import ProcessId, own_process
+from mrl.controller.numa import bind_to_gpus
 from mrl.controller.transport import ColumnStore, assemble_shard, pack_result
 from mrl.controller.worker import RankInfo, Rendezvous, Worker
 from mrl.controller.worker_log import log_path, redirect_output
@@ -55,6 +56,8 @@ class WorkerSpec:
     address: str
     port: int
     environment: dict[str, str]
+    numa_binding: bool
+    """Whether to run on the CPUs beside its GPUs."""
     python_path: list[str]
     """Where the driver imports from: a class that it can name, its workers can load."""
 
@@ -91,6 +94,8 @@ class WorkerHost:
         try:
             redirect_output(log_path(order.log_directory, order.rank))
             os.environ.update(order.environment)
+            if order.numa_binding and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
+                sys.stderr.write(bind_to_gpus(visible) + "\n")  # before a library starts threads, or pins memory
             sys.path.extend(entry for entry in order.python_path if entry not in sys.path)
             gc.disable()  # looking through a million objects that are being made costs a fifth of the imports
             worker_class = load_attribute(order.worker_class)

@@ -115,7 +115,7 @@ class Run(Generic[AnyTyped]):
                     self.finish_save(wait)
 
     def finish_save(self, is_needed: bool = False) -> None:
-        """Wait for the save under way, if there is one. A failure is a warning, or an error where the save is needed."""
+        """Wait for the save under way, if there is one. A failure is a warning, or an error where it is needed."""
         if self.checkpoints.is_under_way:
             try:
                 self.checkpoints.finish()
