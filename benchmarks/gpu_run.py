@@ -1,0 +1,71 @@
+"""The part of `gpu.py` that is a whole run: `mrl train`, with an engine beside the trainer. See there."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_training import ON_GPU
+from benchmarks.harness import Benchmark
+from mrl.data.toy_tokenizer import save_toy_tokenizer
+from mrl.demo.model import make_model
+from mrl.observe.metrics import read_metrics
+from mrl.plan.known_models import model_values
+from mrl.verify.layout import make_random
+
+STEPS, LIMIT_S = 3, 420.0
+MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
+CONFIG = """\
+run: {{name: run, dir: {directory}}}
+cluster: {{devices_per_node: 1, device: {device}}}
+placement: {{pools: {{all: 1}}, roles: {{actor: all}}}}
+model: {{path: {model}}}
+algorithm: {{advantage: grpo, kl: {{where: loss}}}}
+batch: {{prompts_per_step: {prompts}, samples_per_prompt: 8, samples_per_update: {samples}}}
+actor: {{dtype: {dtype}, max_tokens_per_device: {tokens}, optimizer: {{lr: 1e-6}}}}
+rollout: {{max_prompt_tokens: 32, max_response_tokens: {longest}, vllm: {vllm}}}
+sync: {{probe_every: 1}}
+data: {{train: {{sums: {{dataset: "toy:addition"}}}}}}
+reward: {{functions: {{short: {{name: length, options: {{target_tokens: 0, max_tokens: {longest}}}}}}}, num_workers: 1}}
+training: {{steps: {steps}, save_every: 2}}
+"""
+GPU = {"device": "gpu", "prompts": 32, "samples": 256, "dtype": "bfloat16", "tokens": 32_768, "longest": 512}
+CPU = {"device": "cpu", "prompts": 2, "samples": 16, "dtype": "float32", "tokens": 512, "longest": 16}
+GPU_ENGINE, CPU_ENGINE = "{gpu_memory_utilization: 0.7}", "{enforce_eager: true, kv_cache_memory_bytes: 67108864}"
+SHOWN = (
+    *("timing_s/step", "timing_s/rollout", "timing_s/update_actor", "sync/seconds", "perf/generated_per_s"),
+    *("perf/update_actor_mfu", "actor/rollout_diff", "actor/loss"),
+)
+
+
+def run_model(directory: Path) -> Path:
+    """0.5 billion random parameters but for the vocabulary, which is the toy tokenizer's; on the CPU the demo's."""
+    if not ON_GPU:
+        return make_model(directory / "model", seed=1)
+    values = {**model_values("Qwen2.5-0.5B"), "vocab_size": save_toy_tokenizer(directory / "model")}
+    return make_random(values, "lm", directory / "model", torch.bfloat16)
+
+
+def whole_run(bench: Benchmark, directory: Path) -> None:
+    """Engines start, sleep, wake, take weights in and are compared with the trainer, in each of three steps of GRPO."""
+    for module in ("vllm", "ray"):
+        if importlib.util.find_spec(module) is None:
+            bench.row(part="run", what="three steps of GRPO", skipped=f"{module} is not here")
+            return
+    settings: dict[str, Any] = GPU if ON_GPU else CPU
+    config = directory / "run.yaml"
+    model, engine = run_model(directory), GPU_ENGINE if ON_GPU else CPU_ENGINE
+    config.write_text(CONFIG.format(**settings, directory=directory, model=model, steps=STEPS, vllm=engine))
+    run = subprocess.run(
+        [sys.executable, "-c", MAIN, "train", str(config)], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    print("\n".join((run.stdout + run.stderr).splitlines()[-40:]), flush=True)
+    lines = read_metrics(directory / "run" / "metrics.jsonl") if run.returncode == 0 else []
+    for line in lines:
+        bench.row(part="run", what=f"step {line['step']}", **{name: line[name] for name in SHOWN if name in line})
+    bench.goal("steps of GRPO, each with synced weights proven and log-probs compared", len(lines), at_least=STEPS)
