@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mrl.config.mesh import Coordinates, Mesh
 from mrl.controller.dispatch import Dispatch, register
+from mrl.errors import PlacementError
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -73,7 +74,13 @@ class Worker:
     @register(Dispatch.ONE_TO_ALL)
     def visible_gpus(self) -> str:
         """Return the GPU of this rank, as CUDA_VISIBLE_DEVICES names it."""
-        return os.environ["CUDA_VISIBLE_DEVICES"]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is None:
+            raise PlacementError(
+                "Ray did not tell this process its GPU (CUDA_VISIBLE_DEVICES), so no engine can be put beside it",
+                fix="unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES before Ray starts",
+            )
+        return visible
 
     @register(Dispatch.ONE_TO_ALL)
     def where(self) -> tuple[str, int]:

@@ -6,13 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 from mrl.config.schema import ClusterConfig, DeadlinesConfig, PlacementConfig
 from mrl.controller.numa import bind_to_gpus
 from mrl.controller.resource_pool import ResourcePoolManager
+from mrl.controller.worker import Worker
+from mrl.errors import PlacementError
 
 CPUS = sorted(os.sched_getaffinity(0))
 
@@ -84,6 +86,16 @@ def test_a_driver_that_does_not_answer_is_told_of(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert "not bound to the CPUs beside its GPUs" in bind_to_gpus("0", tmp_path)
     assert "exit status 9" in bind_to_gpus("0", tmp_path)
+
+
+def test_a_process_that_was_not_told_its_gpu_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    place: Any = None
+    worker = Worker(place)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert worker.visible_gpus() == "3"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(PlacementError, match="unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"):
+        worker.visible_gpus()
 
 
 @pytest.mark.parametrize(
