@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from mrl.rewards.answer_text import ANY_NUMBER, after_hashes
+from mrl.answers import after_hashes
+from mrl.rewards.answer_text import ANY_NUMBER
 from mrl.rewards.math_answer import same_answer
 from mrl.rewards.sample import Sample
 

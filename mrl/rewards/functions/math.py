@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mrl.rewards.answer_text import after_hashes, last_boxed
+from mrl.answers import after_hashes, last_boxed
 from mrl.rewards.math_answer import same_answer
 from mrl.rewards.sample import Sample
 
