@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from mrl.config.data_rules import reward_functions
 from mrl.errors import RewardError
-from mrl.rewards.functions import digits, exact_match, f1, format, gsm8k, length, math, overlong
+from mrl.rewards.functions import countdown, digits, exact_match, f1, format, gsm8k, length, math, overlong
 from mrl.rewards.sample import Sample
 
 
@@ -95,6 +96,44 @@ def test_digits_of_the_answer_that_fits_best_earn_the_share_that_is_asked_for() 
 def test_math(response: str, truth: str, expected: tuple[int, int]) -> None:
     scored = math.score(sample(response, truth))
     assert (scored["score"], scored["found"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("(1 + 3) * 4 / 6", (0.1, 1)),
+        ("6 / (1 - 3 / 4)", (1, 1)),
+        ("6 / (1 - 3 / 4) = 24", (1, 1)),
+        ("3 * 4 * (6 - 1) = 24", (0.1, 1)),
+        ("-(1 - 6 / (3 / -(4)))", (0.1, 1)),
+        ("4 * 6", (0, 1)),
+        ("6 * 4 * (3 - 1 - 1)", (0, 1)),
+        ("24", (0, 1)),
+        ("6 / (1 - 1) + 3 + 4", (0, 0)),
+        ("6 * 4 ** (3 - 1)", (0, 0)),
+        ("6 // 1 + 3 * 4", (0, 0)),
+        ("6.0 / (1 - 3 / 4)", (0, 0)),
+        ("__import__('os').getpid() * 6 * 4 * 3 * 1", (0, 0)),
+        ("True + 6 + 3 + 4", (0, 0)),
+        ("6 / (1 - 3 / 4) +", (0, 0)),
+        ("6 / (1 - 3 / 4)" + " " * 200 + "+ 1", (0, 0)),
+        ("(" * 90 + "6" + ")" * 90 + " / (1 - 3 / 4)", (1, 1)),
+        ("6 / (1 - 3 / 4)\0", (0, 0)),
+        ("", (0, 0)),
+    ],
+)
+def test_countdown(expression: str, expected: tuple[float, int]) -> None:
+    given = dataclasses.replace(sample(truth="24"), extra_info={"numbers": [1, 3, 4, 6]})
+    answered = dataclasses.replace(given, response=f"<answer>no</answer> so <answer>{expression}</answer>.")
+    scored = countdown.score(answered)
+    assert (scored["score"], scored["found"]) == expected
+    assert countdown.score(answered, partial=0.0)["score"] == float(expected[0] == 1)
+    assert countdown.score(dataclasses.replace(given, response=expression)) == {"score": 0.0, "found": 0.0}
+
+
+def test_countdown_needs_its_numbers() -> None:
+    with pytest.raises(RewardError, match=r"row 0 .*: extra_info has no list `numbers`"):
+        countdown.score(sample("<answer>1</answer>", "1"))
 
 
 def test_math_verify() -> None:
