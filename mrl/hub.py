@@ -1,4 +1,5 @@
-"""Names of models: a directory, or `organization/name[@revision]` on the hub, and where its files are on this machine.
+"""Names of models: a directory, or `organization/name[@revision]` on the hub, and where its files are on this machine;
+single files of data sets.
 
 The hub's library takes a second to load, so that what only looks for a file knows the layout of its cache.
 """
@@ -12,8 +13,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from mrl.errors import ModelError, MrlError
+from mrl.errors import DataError, ModelError, MrlError
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt")
@@ -27,10 +29,11 @@ _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})")
 
 @dataclass(frozen=True)
 class HubName:
-    """A model on the hub, and which state of it: a branch, a tag or a commit."""
+    """A model on the hub, or a data set, and which state of it: a branch, a tag or a commit."""
 
     repository: str
     revision: str = "main"
+    kind: Literal["model", "dataset"] = "model"
 
     @classmethod
     def parse(cls, name: str) -> HubName | None:
@@ -50,8 +53,9 @@ class HubName:
     @property
     def command(self) -> str:
         """What fetches it by hand."""
+        kind = "" if self.kind == "model" else f" --repo-type {self.kind}"
         revision = "" if self.revision == "main" else f" --revision {self.revision}"
-        return f"hf download {self.repository}{revision}"
+        return f"hf download{kind} {self.repository}{revision}"
 
 
 def local_files(name: str) -> Path | None:
@@ -113,6 +117,22 @@ def missing_files(directory: Path) -> list[str]:
     except (ValueError, TypeError, KeyError, AttributeError):
         weights = []  # the reader of weights says what is wrong with the index
     return [name for name in ("config.json", *weights) if not (directory / name).is_file()]
+
+
+def dataset_file(repository: str, revision: str, path: str) -> Path:
+    """Return a file of a data set, from the hub's cache or downloaded, unless HF_HUB_OFFLINE is set."""
+    import httpx
+    from huggingface_hub import hf_hub_download
+
+    hub = HubName(repository, revision, "dataset")
+    try:
+        return Path(hf_hub_download(repository, path, repo_type=hub.kind, revision=revision))
+    except (OSError, httpx.HTTPError, RuntimeError, ValueError) as error:
+        missing = _not_here(hub, None, ())
+        what, fix = (missing.what, missing.fix) if is_offline() else _explained(hub, error)
+        raise DataError(
+            what, where=f"{hub}: {path}", fix=f"{fix}; or name the files themselves: --from FILE ..."
+        ) from error
 
 
 def node_copy(directory: str, *, download: bool = False) -> Path:
@@ -194,12 +214,13 @@ def _explained(hub: HubName, error: Exception) -> tuple[str, str]:
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    page = f"{constants.ENDPOINT}/{hub.repository}"
+    folder = "datasets/" if hub.kind == "dataset" else ""
+    page = f"{constants.ENDPOINT}/{folder}{hub.repository}"
     if isinstance(error, GatedRepoError):
         return "its owner gives it to those who asked", f"ask at {page}, then `hf auth login`, or set HF_TOKEN"
     if isinstance(error, RepositoryNotFoundError):
         fix = "is the name right? For a private one: `hf auth login`, or set HF_TOKEN"
-        return f"{constants.ENDPOINT} has no such model, or not for everybody", fix
+        return f"{constants.ENDPOINT} has no such {hub.kind}, or not for everybody", fix
     if isinstance(error, RevisionNotFoundError):
         return f'it has no revision "{hub.revision}"', f"{page}/commits/main lists branches, tags and commits"
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -52,7 +52,7 @@ class Hub:
     """What the service has, and what it was asked: `METHOD path`."""
 
     models: dict[str, Path]
-    """`name` for its branch `main`, or `name@revision` -> a model directory."""
+    """`name` for its branch `main`, or `name@revision` -> the directory of a model or data set."""
     gated: set[str] = field(default_factory=set)
     is_down: bool = False
     asked: list[str] = field(default_factory=list)
@@ -76,7 +76,10 @@ def hub_service(models: dict[str, Path], **options: Any) -> Iterator[Hub]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """What `snapshot_download` asks: the commit of a revision, the list of files, then HEAD and GET of each."""
+    """What `snapshot_download` asks: the commit of a revision, the list of files, then HEAD and GET of each.
+
+    Of a data set it is asked for single files alone, which may stand in folders.
+    """
 
     hub: Hub
     protocol_version = "HTTP/1.1"
@@ -92,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         self.hub.asked.append(f"{self.command} {self.path}")
-        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        parts = unquote(urlsplit(self.path).path).strip("/").removeprefix("datasets/").split("/")
         if self.hub.is_down:
             self._error(503, "")
         elif parts[0] == "blobs":

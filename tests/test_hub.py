@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +16,8 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from mrl.errors import ModelError
-from mrl.hub import HubName, local_files, missing_files, model_directory, node_copy, node_lacks
+from mrl.errors import DataError, ModelError
+from mrl.hub import HubName, dataset_file, local_files, missing_files, model_directory, node_copy, node_lacks
 from tests.hub import Hub, commit_of, hub_service, make_hub_cache
 
 NAME = "maker/tiny"
@@ -216,3 +218,53 @@ def test_a_node_has_the_drivers_directory_or_its_own_snapshot_of_that_commit(
     assert node_lacks([gone], True) == ""
     assert node_copy(gone) == own
     assert node_lacks([str(tmp_path / "nowhere")], True) == f"there is no directory {tmp_path}/nowhere"
+
+
+SUMS, FILE = "maker/sums", "main/train.jsonl"
+COMMIT = hashlib.sha1(SUMS.encode()).hexdigest()
+
+
+@pytest.fixture
+def sums(hub: Hub, tmp_path: Path) -> Hub:
+    """The hub with a data set at one commit."""
+    directory = tmp_path / "sums"
+    (directory / "main").mkdir(parents=True)
+    (directory / FILE).write_text('{"question": "1+1", "answer": "2"}\n')
+    hub.models[SUMS] = directory
+    assert commit_of(SUMS, directory) == COMMIT, "which counts files outside of folders, and there are none"
+    return hub
+
+
+def test_a_file_of_a_data_set_is_downloaded_once(sums: Hub) -> None:
+    path = dataset_file(SUMS, COMMIT, FILE)
+    assert path.read_text() == '{"question": "1+1", "answer": "2"}\n'
+    assert path.name == "train.jsonl"
+    assert sums.asked[-1] == f"GET /datasets/{SUMS}/resolve/{COMMIT}/{FILE}"
+    sums.asked.clear()
+    assert dataset_file(SUMS, COMMIT, FILE) == path
+    assert sums.asked == []
+
+
+@pytest.mark.parametrize(
+    ("repository", "revision", "what"),
+    [
+        ("maker/other", COMMIT, "has no such dataset, or not for everybody"),
+        (SUMS, "9" * 40, f'it has no revision "{"9" * 40}"'),
+    ],
+)
+def test_a_data_set_that_the_hub_does_not_have(repository: str, revision: str, what: str, sums: Hub) -> None:
+    with pytest.raises(DataError, match=what) as caught:
+        dataset_file(repository, revision, FILE)
+    assert caught.value.where == f"{repository}@{revision}: {FILE}"
+    assert caught.value.fix.endswith("; or name the files themselves: --from FILE ...")
+
+
+def test_a_data_set_without_a_network(sums: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # the hub's library waits between its tries
+    sums.is_down = True
+    with pytest.raises(DataError, match=f"it cannot be downloaded from {sums.endpoint}"):
+        dataset_file(SUMS, COMMIT, FILE)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=f"the hub's cache {cache} does not have it, and HF_HUB_OFFLINE") as caught:
+        dataset_file(SUMS, COMMIT, FILE)
+    assert caught.value.fix.startswith(f"hf download --repo-type dataset {SUMS} --revision {COMMIT}, ")
