@@ -102,6 +102,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._blob(parts[1])
         elif parts[:2] == ["api", "models"]:
             self._metadata("/".join(parts[2:4]), parts[4], "/".join(parts[5:]))
+        elif parts[0] == "api":  # the hub's library also asks what is no business of a model
+            self._error(404, "")
         else:
             self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
 

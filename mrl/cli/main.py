@@ -20,6 +20,7 @@ from mrl.redaction import redact_text
 VERBS = {
     "show": ("mrl.cli.show", "print the resolved configuration, the difference of two, or the schema"),
     "explain": ("mrl.cli.explain", "say what a configuration means: batch arithmetic, which rank is where"),
+    "data": ("mrl.cli.data", "make a published data set into the files that presets name"),
     "check": ("mrl.cli.check", "look at everything that a run needs before it starts"),
     "plan": ("mrl.cli.plan", "say whether a configuration fits, what it takes, and how long a step is"),
     "verify": ("mrl.cli.verify", "compare the layouts of a configuration with one rank and with transformers"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,14 @@ class ParquetFile:
 
     def __len__(self) -> int:
         return int(self._starts[-1])
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield every row once; unlike `row` it keeps nothing that was decoded."""
+        try:
+            for batch in self._file.iter_batches(BATCH_ROWS, columns=self._columns):
+                yield from batch.to_pylist()
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot be read: {str(error).splitlines()[0]}", where=str(self._path)) from error
 
     def where(self, index: int) -> str:
         return f"{self._path}: row {index}"

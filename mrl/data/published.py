@@ -1,0 +1,193 @@
+"""Published data sets: their files on the hub, with hashes and numbers of rows, and how a row becomes a prompt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mrl.answers import after_hashes, last_boxed
+from mrl.config.schema import ColumnsConfig
+from mrl.data.rows import PromptRow, RowParser
+from mrl.errors import BadRow
+
+BOXED = "Reason step by step, and put the final answer into \\boxed{}."
+HASHES = "Reason step by step, and end with a line that has #### and then the answer as a number alone."
+TAGGED = "Think first, and end with the expression alone between tags, as in <answer>(1 + 2) / 3</answer>."
+
+_UNBRACED = re.compile(r"\\boxed ([^$]+)\$")  # two solutions of MATH end so
+_DAPO_FORM = re.compile(
+    r'Solve the following math problem.*?\n\n(.+?)\s*Remember to put your answer on .*?"\.?', re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A published row as mrl trains on it."""
+
+    question: str
+    answer: str
+    """What the reward function takes for the ground truth."""
+    ability: str
+    key: Hashable
+    """The same for rows that ask the same."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file at the data set's commit."""
+
+    path: str
+    sha256: str
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Published:
+    """A data set at one commit."""
+
+    repository: str
+    revision: str
+    files: Mapping[str, HubFile]
+    """By the part that is made of it: train, test."""
+    columns: tuple[str, ...]
+    read: Callable[[object, str], Exercise]
+    """Turns a row, and where it stands, into an exercise; or raises `BadRow`."""
+    repeats: bool = False
+    """Rows that ask the same come once; if their answers differ, not at all."""
+    num_test: int = 0
+    """So many exercises at the end of `train` are the test, where the data set has none."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (*self.files, "test") if self.num_test else tuple(self.files)
+
+
+def _parser(prompt: str, truth: str, ability: str | None = None) -> RowParser:
+    """Return what checks a published row as a run checks its own rows."""
+    columns = ColumnsConfig(prompt=prompt, ground_truth=truth, ability=ability, data_source=None, extra_info=None)
+    return RowParser(columns, "published")
+
+
+_GSM8K = _parser("question", "answer")
+_MATH = _parser("problem", "solution", "type")
+_DAPO17K = _parser("prompt", "reward_model.ground_truth")
+
+
+def _gsm8k(raw: object, where: str) -> Exercise:
+    _, question, solution = _parsed(_GSM8K, raw, where)
+    answer = after_hashes(solution)
+    if not answer:
+        raise BadRow("the solution has no answer after ####", where=where)
+    return Exercise(f"{question}\n\n{HASHES}", answer.replace(",", ""), "math", question)
+
+
+def _math(raw: object, where: str) -> Exercise:
+    row, question, solution = _parsed(_MATH, raw, where)
+    answer = last_boxed(solution)
+    if answer is None and (unbraced := _UNBRACED.findall(solution)):
+        answer = unbraced[-1].strip()
+    if not answer:
+        raise BadRow("the solution boxes no answer" if answer is None else "the solution's box is empty", where=where)
+    return Exercise(f"{question}\n\n{BOXED}", answer, row.ability or "math", question)
+
+
+def _dapo17k(raw: object, where: str) -> Exercise:
+    _, question, answer = _parsed(_DAPO17K, raw, where)
+    inner = _DAPO_FORM.fullmatch(question.strip())
+    if not inner:
+        raise BadRow("the prompt does not ask for its answer in the published words", where=where)
+    return Exercise(f"{inner[1].strip()}\n\n{BOXED}", answer.strip(), "math", question)
+
+
+def _countdown(raw: object, where: str) -> Exercise:
+    match raw:
+        case {"nums": list(numbers), "target": target} if _are_whole(target, *numbers) and len(numbers) > 1:
+            listed = ", ".join(map(str, numbers))
+            question = f"Make {target} of the numbers {listed}, each used exactly once, with +, -, *, / and ()."
+            key = (target, *sorted(numbers))
+            return Exercise(f"{question} {TAGGED}", str(target), "arithmetic", key, {"numbers": numbers})
+    raise BadRow("a row must have `nums`, two or more whole numbers, and `target`, one", where=where)
+
+
+def _are_whole(*values: object) -> bool:
+    return all(type(value) is int for value in values)
+
+
+def _parsed(parser: RowParser, raw: object, where: str) -> tuple[PromptRow, str, str]:
+    """Return the row, the text of its only message, and its ground truth."""
+    row = parser.parse(raw, where)
+    if len(row.messages) != 1:
+        raise BadRow("the prompt must be one message", where=where)
+    return row, row.messages[0]["content"], row.ground_truth or ""
+
+
+PUBLISHED: Mapping[str, Published] = {
+    "gsm8k": Published(
+        "openai/gsm8k",
+        "740312add88f781978c0658806c59bc2815b9866",
+        {
+            "train": HubFile(
+                "main/train-00000-of-00001.parquet",
+                "ea82612ea9582142387730c793eb67d3b12849002bc0b7fa6f8efafa7351419d",
+                7_473,
+            ),
+            "test": HubFile(
+                "main/test-00000-of-00001.parquet",
+                "ee7b8da9e381df27b9e3f7758a159ab2bdaa4dbaa910546cbbc47e0cb44e4f59",
+                1_319,
+            ),
+        },
+        ("question", "answer"),
+        _gsm8k,
+    ),
+    "math": Published(
+        "DigitalLearningGmbH/MATH-lighteval",
+        "0530c78699ea5e8eb5530600900e1f328b48acad",
+        {
+            "train": HubFile(
+                "data/train-00000-of-00001.parquet",
+                "eca6e667f4305dd5e5ba09b4fd55e7f3174a0fbe361cdfd4c44758b593a76933",
+                7_500,
+            ),
+            "test": HubFile(
+                "data/test-00000-of-00001.parquet",
+                "7dca8d6e41af88ecf82f2b5f36eb5530e083aaaa86ee325f62bd5c31535178c6",
+                5_000,
+            ),
+        },
+        ("problem", "solution", "type"),
+        _math,
+    ),
+    "dapo17k": Published(
+        "BytedTsinghua-SIA/DAPO-Math-17k",
+        "65877096c24ffa7abc4e4fa5edb95cf3413a5674",
+        {
+            "train": HubFile(
+                "data/dapo-math-17k.parquet",
+                "534375d6bb8630d22ab46a56e11f2ffec1d288d8f7d04099bc82d68948705941",
+                1_791_700,
+            )
+        },
+        ("prompt", "reward_model.ground_truth"),
+        _dapo17k,
+        repeats=True,
+    ),
+    "countdown": Published(
+        "Jiayi-Pan/Countdown-Tasks-3to4",
+        "408f70d177020686d34a56bba5952feb45aaaee4",
+        {
+            "train": HubFile(
+                "data/train-00000-of-00001.parquet",
+                "a1b37bea0f439c858b11b908daa682e521f13f9592f1866b08650f58b730d126",
+                490_364,
+            )
+        },
+        ("nums", "target"),
+        _countdown,
+        repeats=True,
+        num_test=1_024,
+    ),
+}
