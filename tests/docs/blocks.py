@@ -2,7 +2,8 @@
 
 python test, bash test       run, in the order of the page, in one directory
 LANGUAGE name.ext            a file of that directory, for the blocks that follow
-bash minutes, bash cluster   not run: it installs, trains, or needs machines that a test does not have
+bash minutes, bash cluster   not run: it installs, trains, or needs machines that a test does not have; what mrl is
+                             asked there is parsed, and presets are loaded with their overrides
 text                         something to look at
 """
 
@@ -10,10 +11,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +25,7 @@ NOT_RUN = ("bash minutes", "bash cluster", "text")
 RUN = ("bash test", "python test")
 _FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 _FILE = re.compile(r"(python|yaml) \w+\.(py|yaml)")
+_SHELL = ("|", "&&", "||", ";", "&", ">")
 _TIMEOUT_S = 120
 _MRL = "import sys; sys.path.append({root!r}); from mrl.cli.main import main; sys.exit(main())"
 
@@ -47,6 +51,14 @@ class Block:
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def mrl_commands(block: Block) -> Iterator[list[str]]:
+    """The words of each line of a block that begins with `mrl`, up to where the shell takes over."""
+    for line in block.code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["mrl"]:
+            yield list(takewhile(lambda word: word not in _SHELL, words[1:]))
 
 
 def pages() -> list[Path]:

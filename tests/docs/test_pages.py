@@ -13,17 +13,21 @@ from xml.etree import ElementTree
 import pytest
 
 from mrl import errors
-from mrl.cli.main import VERBS
+from mrl.cli.main import VERBS, main
 from mrl.config.keys import schema_keys
+from mrl.config.load import load_config, load_sft_config
 from mrl.config.sft import SftConfig
 from mrl.config.values import dotted
-from tests.docs.blocks import DOCS, ROOT, Block, blocks_of, pages, run_block, run_page
+from mrl.errors import ConfigError
+from tests.docs.blocks import DOCS, NOT_RUN, ROOT, Block, blocks_of, mrl_commands, pages, run_block, run_page
 from tests.docs.generate import MAKERS, first_line, names_in, renewed
 from tests.docs.pictures import IMAGES, PICTURES
 
 ELSEWHERE = {"scale.md": "tests/launch/test_scale_page.py"}
 """Pages whose code another test runs."""
 SLOW = {"extend.md"}
+MADE = "=runs/"  # what an earlier command makes
+OVERRIDE = re.compile(r"[a-z][\w.]*=")
 BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 CODE = re.compile(r"`([^`]+)`")
@@ -49,6 +53,58 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", pages(), ids=named)
 def test_every_block_says_whether_it_is_run(page: Path) -> None:
     assert [str(block) for block in blocks_of(page) if not block.has_known_kind] == []
+
+
+def try_commands(block: Block, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Parse what mrl is asked in a block, load the presets in it, and return the verbs."""
+    monkeypatch.chdir(ROOT)
+    verbs = []
+    for verb, *words in mrl_commands(block):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"{VERBS[verb][0]}.run", lambda arguments: 0)
+            assert main([verb, *words]) == 0, f"{block}: mrl {verb} {' '.join(words)}"
+        load = load_sft_config if verb == "sft" else load_config
+        for name in words:
+            if name.startswith("configs/"):
+                load(name, [word for word in words if OVERRIDE.match(word) and MADE not in word])
+        verbs.append(verb)
+    return verbs
+
+
+@pytest.mark.parametrize("page", pages(), ids=named)
+def test_a_command_that_is_not_run_could_be(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for block in blocks_of(page):
+        if block.kind in NOT_RUN:
+            try_commands(block, monkeypatch)
+
+
+def test_a_recipe_goes_from_its_data_to_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = DOCS / "recipes.md"
+    text = page.read_text(encoding="utf-8")
+    asked = [try_commands(block, monkeypatch) for block in blocks_of(page) if block.kind == "bash cluster"]
+    recipes = [verbs for verbs in asked if "report" in verbs]
+    assert len(recipes) == len(re.findall(r"^## .* GPUs?$", text, re.MULTILINE)) == text.count("| ours | not run | |")
+    for verbs in recipes:
+        assert verbs[0] == "data"
+        assert verbs[-3] in ("train", "launch")
+        assert verbs[-2:] == ["report", "export"]
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ("mrl train configs/laptop-ppo.yaml --quick", SystemExit),
+        ("mrl data gsm9k out", SystemExit),
+        ("mrl launch slurm configs/laptop-ppo.yaml \\\n  batch.prompt_per_step=3 | cat", ConfigError),
+        ("mrl sft configs/laptop-ppo.yaml  # the other verb's", ConfigError),
+        ("mrl check configs/laptop-pop.yaml", ConfigError),
+    ],
+)
+def test_a_command_that_could_not_run_is_noticed(
+    command: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(error):
+        try_commands(Block(ROOT / "docs" / "never.md", 7, "bash cluster", f"ls -l\n{command}\n"), monkeypatch)
 
 
 def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
