@@ -1,0 +1,36 @@
+"""What crosses from a worker to the driver when a method raises: text, with secrets taken out."""
+
+from __future__ import annotations
+
+import pytest
+
+from mrl.controller.worker_host import RankFailed, WorkerHost
+from mrl.errors import RewardError
+
+SECRET = "hf_" + "a1B2" * 9
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError(f"401 for token {SECRET}"), "ValueError: 401 for token "),
+        (RewardError(f"401 for token {SECRET}"), "401 for token "),
+    ],
+)
+def test_a_failure_crosses_as_text_without_its_secrets(
+    error: Exception, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Raises:
+        def method(self) -> None:
+            raise error
+
+    host = WorkerHost()
+    host._worker = Raises()  # type: ignore[assignment]
+    with pytest.raises(RankFailed) as raised:
+        host.call("method")
+    failed = raised.value
+    assert failed.kind == type(error).__name__
+    assert failed.message.startswith(message)
+    for text in (failed.message, failed.trace, *map(str, failed.args), capfd.readouterr().err):
+        assert SECRET not in text
+    assert "in method" in failed.trace
