@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine import checkpoint
@@ -152,6 +153,38 @@ def test_the_manifest_says_what_is_there(outcome: Outcome) -> None:
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def agreeing() -> list[tuple[str, str]]:
+    """What each rank is told where nobody, one or everybody fails."""
+
+    def told(errors: dict[int, Exception]) -> tuple[str, str]:
+        try:
+            with checkpoint.raise_on_all_ranks("the work"):
+                if dist.get_rank() in errors:
+                    raise errors[dist.get_rank()]
+        except (EngineError, OSError) as error:
+            return type(error).__name__, str(error)
+        return "", ""
+
+    cases: list[dict[int, Exception]] = [
+        {},
+        {1: EngineError("has no room", where="/disk")},
+        {0: OSError("disk full")},
+        {0: EngineError("here"), 1: EngineError("there")},
+        {},
+    ]
+    return [told(errors) for errors in cases]
+
+
+def test_a_failure_of_one_rank_is_everybodys_and_its_own_is_its_own() -> None:
+    first, second = run_distributed(2, agreeing, timeout_s=60.0)  # a rank that is not told would wait for ever
+    assert first[0] == second[0] == first[4] == second[4] == ("", "")
+    assert second[1] == ("EngineError", "/disk: has no room")
+    assert first[1] == ("EngineError", "the work failed on 1 of 2 ranks; rank 1: /disk: has no room")
+    assert first[2] == ("OSError", "disk full")
+    assert second[2] == ("EngineError", "the work failed on 1 of 2 ranks; rank 0: disk full")
+    assert (first[3], second[3]) == (("EngineError", "here"), ("EngineError", "there"))
 
 
 def attempts(path: str, other: str, directory: str) -> dict[str, str]:

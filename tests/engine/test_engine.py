@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from mrl.config.schema import MegatronModelConfig
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine import checkpoint
-from mrl.engine.checkpoint import raise_on_all_ranks, random_states, set_random_states
+from mrl.engine.checkpoint import random_states, set_random_states
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
@@ -40,24 +39,6 @@ def raised(action: Callable[[], object]) -> tuple[str, str]:
 
 
 # --- on each rank -----------------------------------------------------------------------------------------------------
-
-
-def agreeing() -> list[tuple[str, str]]:
-    """What each rank is told where nobody, one or everybody fails."""
-
-    def together(errors: dict[int, Exception]) -> None:
-        with raise_on_all_ranks("the work"):
-            if dist.get_rank() in errors:
-                raise errors[dist.get_rank()]
-
-    cases: list[dict[int, Exception]] = [
-        {},
-        {1: EngineError("has no room", where="/disk")},
-        {0: OSError("disk full")},
-        {0: EngineError("here"), 1: EngineError("there")},
-        {},
-    ]
-    return [raised(lambda errors=errors: together(errors)) for errors in cases]  # type: ignore[misc]
 
 
 def drawing(groups: ParallelGroups) -> Found:
@@ -229,7 +210,7 @@ def staged(path: str) -> Found:
 
 
 def everything(llama: str, mixtral: str, directory: str) -> Found:
-    found: Found = {"agreement": agreeing(), "staged": staged(llama)}
+    found: Found = {"staged": staged(llama)}
     with model_parallel(Layout(tp=2), seed=1) as groups:
         found["random"] = drawing(groups)
     with model_parallel(Layout(), seed=1) as groups:
@@ -254,16 +235,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 
 
 # --- what they must have found ----------------------------------------------------------------------------------------
-
-
-def test_a_failure_of_one_rank_is_everybodys_and_its_own_is_its_own(ranks: list[Found]) -> None:
-    first, second = (found["agreement"] for found in ranks)
-    assert first[0] == second[0] == first[4] == second[4] == ("", "")
-    assert second[1] == ("EngineError", "/disk: has no room")
-    assert first[1] == ("EngineError", "the work failed on 1 of 2 ranks; rank 1: /disk: has no room")
-    assert first[2] == ("OSError", "disk full")
-    assert second[2] == ("EngineError", "the work failed on 1 of 2 ranks; rank 0: disk full")
-    assert (first[3], second[3]) == (("EngineError", "here"), ("EngineError", "there"))
 
 
 def test_all_generators_go_back_to_where_their_states_were_taken(ranks: list[Found]) -> None:
