@@ -18,7 +18,7 @@ from typing import Any
 
 LAYERS = (  # lowest first; what shares a line never imports each other
     {"answers", "errors", "files", "dtypes", "rounding"},
-    {"registry", "redaction", "hub"},
+    {"registry", "redaction", "hub", "libraries"},
     {"events"},
     {"config"},
     {"protocol"},
@@ -46,7 +46,19 @@ LIBRARY_HOMES: dict[str, str | tuple[str, ...]] = {
     "huggingface_hub": "hub",
     "httpx": "hub",
 }
-WITHOUT_TORCH = {"answers", "errors", "files", "rounding", "registry", "redaction", "hub", "events", "config", "cli"}
+WITHOUT_TORCH = {
+    "answers",
+    "errors",
+    "files",
+    "rounding",
+    "registry",
+    "redaction",
+    "hub",
+    "libraries",
+    "events",
+    "config",
+    "cli",
+}
 TORCH_ONLY = {"algos"}
 HEAVY = {"torch", "transformers", "wandb", *LIBRARY_HOMES} - {"omegaconf", "yaml"}
 """What may be imported where it is needed; an extra that not everybody installs is among them."""

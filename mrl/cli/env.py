@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,23 +11,22 @@ from typing import Any
 
 import mrl
 from mrl.cli.arguments import aligned
+from mrl.libraries import IMPORT_TRANSFORMER_ENGINE, failure
 from mrl.preflight.node_facts import cpu_model, git_revision, gpus, memory_bytes, usable_cpus, versions
 from mrl.redaction import redact
 
 EXAMPLE = "mrl env --json"
 
-# Each is tried in a process of its own: an import can crash, hang, or change the process that does it.
 _PROBES = {
     "Megatron": "import megatron.core",
     "vLLM": "from vllm import LLM",
-    "Transformer Engine": "import transformer_engine.pytorch",
+    "Transformer Engine": IMPORT_TRANSFORMER_ENGINE,
     "NCCL": (
         "import torch, torch.distributed as distributed\n"
         "if not distributed.is_nccl_available(): raise SystemExit('this build of torch has no NCCL')\n"
         "if not torch.cuda.is_available(): raise SystemExit('no CUDA device')"
     ),
 }
-_MAX_REASON_LENGTH = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,14 +59,8 @@ def collect(timeout_s: float) -> dict[str, Any]:
 
 def probe(code: str, timeout_s: float) -> dict[str, Any]:
     """Return whether a piece of Python runs in a new process, and otherwise the last line of what it said."""
-    try:
-        tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return {"usable": False, "why": f"no answer within {timeout_s:g} s"}
-    if tried.returncode == 0:
-        return {"usable": True, "why": ""}
-    lines = [line.strip() for line in tried.stderr.splitlines() if line.strip()]
-    return {"usable": False, "why": lines[-1][:_MAX_REASON_LENGTH] if lines else f"exit status {tried.returncode}"}
+    why = failure(code, timeout_s)
+    return {"usable": not why, "why": why}
 
 
 def describe(report: dict[str, Any]) -> Iterator[str]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from mrl.cli.arguments import add_config, load_one
 from mrl.config.arithmetic import role_mesh
+from mrl.errors import SetupError
+from mrl.libraries import TRANSFORMER_ENGINE_FIX, transformer_engine_fault
 from mrl.models.table import Head
 from mrl.plan.known_models import model_values
 
@@ -44,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     num_ranks = {role: fewest_ranks(model.parallel, role_mesh(config, role).dp) for role, model in roles.items()}
     gpus = num_gpus() if device == "gpu" else None
+    if gpus and (fault := transformer_engine_fault()):
+        raise SetupError(fault, fix=TRANSFORMER_ENGINE_FIX)
     refused = {role: why for role, num in num_ranks.items() if (why := _refusal(num, arguments.max_ranks, gpus))}
     for role, why in refused.items():
         pp = "a smaller pp shows the same, or " if roles[role].parallel.pp > 1 else ""

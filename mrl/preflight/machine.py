@@ -17,6 +17,7 @@ from mrl.config.arithmetic import longest_sample_tokens, samples_per_step
 from mrl.config.run_directory import CHECKPOINTS, steps_in
 from mrl.config.schema import Config
 from mrl.errors import ModelError, SetupError
+from mrl.libraries import TRANSFORMER_ENGINE_FIX
 from mrl.plan.assumptions import GIB
 from mrl.plan.known_models import model_spec
 from mrl.plan.memory import gib
@@ -126,6 +127,8 @@ def _check_node(config: Config, node: Mapping[str, Any], expected: Mapping[str, 
         yield fail("network", what, f"unset {variable}, or name one that `ip link` lists")
     if config.cluster.device == "gpu" and node["gpus"] is not None:
         yield _gpus(config, node["gpus"], node["versions"])
+        if node["transformer_engine"]:
+            yield fail("Transformer Engine", node["transformer_engine"], TRANSFORMER_ENGINE_FIX)
 
 
 def _shared_memory(config: Config, free: int) -> CheckResult:

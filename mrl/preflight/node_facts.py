@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mrl.libraries import transformer_engine_fault
+
 DISTRIBUTIONS = {
     "torch": ("torch",),
     "ray": ("ray",),
@@ -54,6 +56,7 @@ def node_facts(canary: str, with_gpus: bool) -> dict[str, Any]:
         "num_ports": int(high) - int(low) + 1,
         "missing_interfaces": _missing_interfaces(),
         "gpus": [[gpu["name"], gpu["driver"]] for gpu in gpus()] if with_gpus else None,
+        "transformer_engine": transformer_engine_fault() if with_gpus else "",
     }
 
 

@@ -28,6 +28,7 @@ from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator
 from mrl.trainer.model_scores import check_reward_model
+from mrl.trainer.node_libraries import check_libraries
 from mrl.trainer.node_models import fetch_models
 from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, RoleClient
 from mrl.trainer.validation import Validator
@@ -86,6 +87,7 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
             resources.create(directory, events)
             stack.callback(resources.release)
+            check_libraries(config, resources)
             fetch_models(config, resources, events)
             context = RunContext(directory, events, config.deadlines, resources)
             groups = stack.enter_context(_started(config, context))

@@ -25,6 +25,7 @@ from mrl.data.sft_rows import ANSWER, PROMPT, MessageRows, with_responses
 from mrl.data.sources import open_source
 from mrl.dtypes import torch_dtype
 from mrl.protocol import DataProto
+from mrl.trainer.node_libraries import check_libraries
 from mrl.trainer.node_models import fetch_models
 from mrl.trainer.role_client import Metrics, RoleClient, SftClient
 from mrl.trainer.run import Run
@@ -137,6 +138,7 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
         resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
         resources.create(run.directory, run.events)
         stack.callback(resources.release)
+        check_libraries(config, resources)
         fetch_models(config, resources, run.events)
         setup = ModelSetup(config.model.path, "lm", config.actor, config.training.seed, config.deadlines.call_s)
         worker = RayClassWithInitArgs("mrl.workers.sft:SftWorker", setup)

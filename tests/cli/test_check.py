@@ -291,6 +291,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         "num_ports": 28232,
         "missing_interfaces": {},
         "gpus": None,
+        "transformer_engine": "",
     } | changes
 
 
@@ -345,6 +346,15 @@ def test_gpus_are_counted_where_they_are_wanted() -> None:
     assert (good.verdict, good.what) == ("ok", "8 GPUs (H100, driver 580.1); NCCL 2.28")
     (few,) = [each for each in check_nodes(config, [facts(gpus=gpus[:6])], {"mrl": "1"}) if each.about == "GPUs"]
     assert (few.verdict, few.fix) == ("fail", "cluster.devices_per_node=6")
+
+
+def test_a_broken_transformer_engine_fails_where_gpus_would_use_it() -> None:
+    preset = load_config(str(ROOT / "configs" / "ppo-llama3.1-70b-8n8g.yaml"), ()).config
+    broken = facts(gpus=[["H100", "580.1"]] * 8, transformer_engine="Transformer Engine is installed, but")
+    (found,) = [each for each in check_nodes(preset, [broken], {"mrl": "1"}) if each.verdict == "fail"]
+    assert (found.about, found.what) == ("Transformer Engine", "n1: Transformer Engine is installed, but")
+    assert "make install-cuda" in found.fix
+    assert all(each.verdict == "ok" for each in check_nodes(config_of(), [broken], {"mrl": "1"}))
 
 
 def test_a_full_disk_fails(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,7 @@ class Stage:
             "RewardManager": self._manager,
             "ray_cluster": self._block("ray"),
             "ResourcePoolManager": self._resources,
+            "check_libraries": lambda config, resources: self.journal.append("libraries"),
             "RunContext": self._recorder("context"),
             "RayWorkerGroup": self._group,
             "HybridEngine": self._hybrid,
@@ -237,6 +238,7 @@ def test_what_is_cheap_comes_first_and_what_began_last_ends_first(tmp_path: Path
             "rewards begins",
             "ray begins",
             ("resources", tmp_path, events),
+            "libraries",
             "hybrid",
             "connect",
         ]
