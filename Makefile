@@ -1,7 +1,7 @@
 # Everything a developer runs. A fresh clone needs Python 3.11 or 3.12 and nothing else: each target first makes
 # .venv (a few minutes, once). `make PYTHON=/path/to/python3.12 install` chooses another Python.
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit types test test-slow test-presets test-hosts test-extras test-py312 lint bench docs clean
+.PHONY: help install install-cuda demo unit types test test-slow test-presets test-hosts test-extras test-py312 lint bench docs clean
 
 # An environment that stands keeps its Python; otherwise the first that really runs and can make environments.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
@@ -22,6 +22,9 @@ endef
 
 install: ## make .venv with the whole CPU stack; nothing to do when it is complete
 	$(call environment,)
+
+install-cuda: ## make .venv-cuda for NVIDIA GPUs: Python 3.12, a driver from 580 on (or DRIVER=elsewhere), a C++ compiler
+	@$(PYTHON312) -I launch/install.py .venv-cuda $(DRIVER)
 
 demo: install ## train a small model on this machine, to see it work
 	@$(BIN)/mrl demo
@@ -58,6 +61,7 @@ lint: ## style and the rules of the house, in an environment of their own
 	$(call environment,.venv-lint)
 	.venv-lint/bin/ruff check .
 	.venv-lint/bin/ruff format --check .
+	.venv-lint/bin/hadolint Containerfile
 	.venv-lint/bin/python -m pytest -q tests/test_architecture.py
 
 types: install ## types
@@ -71,5 +75,5 @@ docs: install ## write anew what of the documentation follows from the code
 	$(BIN)/python -m tests.launch.examples
 
 clean: ## remove .venv and every cache
-	rm -rf .venv .venv-lint .venv-unit .venv-py312 .venv-extras .pytest_cache .ruff_cache .mypy_cache .hypothesis build ./*.egg-info
+	rm -rf .venv .venv-lint .venv-unit .venv-py312 .venv-cuda .venv-extras .pytest_cache .ruff_cache .mypy_cache .hypothesis build ./*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,81 @@
+"""`make install-cuda` looks at the machine before it downloads anything, and says what lacks, where, and what to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def installer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The installer's module, with a driver that says 580.95.05 and all the room in the world."""
+    monkeypatch.setattr(sys, "argv", ["install.py", ".venv-cuda"])
+    spec = importlib.util.spec_from_file_location("install", ROOT / "launch" / "install.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    say_driver(tmp_path, "580.95.05")
+    monkeypatch.setattr(module, "CUDA_ROOM_GB", 0)
+    monkeypatch.setattr(module.sys, "version_info", (3, 12, 1))
+    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
+    header = tmp_path / "Python.h"
+    header.touch()
+    monkeypatch.setattr(module.sysconfig, "get_path", lambda name: str(tmp_path))
+    return module
+
+
+def say_driver(directory: Path, version: str) -> None:
+    program = directory / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho {version}\n")
+    program.chmod(0o755)
+
+
+def test_a_machine_that_has_everything_lacks_nothing(installer: Any) -> None:
+    assert list(installer.missing_for_cuda(False)) == []
+
+
+def test_each_thing_that_lacks_is_named_with_what_helps(
+    installer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say_driver(tmp_path, "575.57.08")
+    (tmp_path / "Python.h").unlink()
+    monkeypatch.setattr(installer.sys, "version_info", (3, 11, 7))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(installer, "CUDA_ROOM_GB", 10**9)
+    lacks = list(installer.missing_for_cuda(False))
+    assert [lack.partition(",")[0].partition(":")[0] for lack in lacks] == [
+        "Python 3.12 on x86_64",
+        "an NVIDIA driver from 580 on",
+        "a C++20 compiler",
+        "Python's headers",
+        "room",
+    ]
+    assert "'575.57.08'" in lacks[1]
+    assert all(". fix: " in lack for lack in lacks)
+    assert list(installer.missing_for_cuda(True)) == [lacks[0], *lacks[2:]]
+
+
+def test_nothing_is_made_where_something_lacks(tmp_path: Path) -> None:
+    (tmp_path / "launch").mkdir()
+    for name in ("launch/install.py", "requirements-cuda.txt", "requirements-dev.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    ran = subprocess.run(
+        [sys.executable, "-I", tmp_path / "launch" / "install.py", ".venv-cuda"],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "CXX": "no-such-compiler"},
+    )
+    assert ran.returncode == 2
+    assert "nothing has been downloaded; this machine lacks\n" in ran.stderr
+    assert "looked for as no-such-compiler" in ran.stderr
+    assert not (tmp_path / ".venv-cuda").exists()
