@@ -1,7 +1,7 @@
 # Everything a developer runs. A fresh clone needs Python 3.11 or 3.12 and nothing else: each target first makes
 # .venv (a few minutes, once). `make PYTHON=/path/to/python3.12 install` chooses another Python.
 .DEFAULT_GOAL := help
-.PHONY: help install install-cuda demo unit types test test-slow test-presets test-hosts test-extras test-py312 lint bench docs clean
+.PHONY: help install install-cuda demo unit types test test-slow test-presets test-hosts test-extras test-py312 test-contracts lint bench docs clean
 
 # An environment that stands keeps its Python; otherwise the first that really runs and can make environments.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
@@ -56,6 +56,9 @@ test-py312: ## parity table, engine and twins of presets once more: Python 3.12,
 	@$(PYTHON312) -I launch/install.py .venv-py312
 	.venv-py312/bin/python -m pytest tests/engine tests/models tests/verify tests/presets/test_training.py
 	.venv-py312/bin/python benchmarks/parity.py --json benchmarks/results/parity-py312.json
+
+test-contracts: install ## what CUDA needs of its libraries, looked up in their sources, which are read from the package index
+	$(BIN)/python -m pytest tests/contracts
 
 lint: ## style and the rules of the house, in an environment of their own
 	$(call environment,.venv-lint)

@@ -1,0 +1,86 @@
+"""Sources of pinned packages as the package index has them, member by member, and nothing of them installed."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+import tarfile
+import urllib.request
+import zipfile
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+_FOUND = re.compile(r"Found link (\S+/([^/\s#]+)\S*) \(from ")
+_FOR_LINUX = r"-(py3-none-any|(py3-none|cp312-cp312|cp38-abi3)-\S*manylinux\S*x86_64)\.whl"
+_TIMEOUT_S = 120
+
+
+class _Remote(io.RawIOBase):
+    """A file behind an address, of which only what is read is transferred."""
+
+    def __init__(self, url: str, size: int) -> None:
+        self._url, self._size, self._at = url, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        num_bytes = min(len(buffer), self._size - self._at)
+        if num_bytes > 0:
+            with _open(self._url, f"bytes={self._at}-{self._at + num_bytes - 1}") as answer:
+                buffer[:num_bytes] = answer.read()
+            self._at += num_bytes
+        return max(0, num_bytes)
+
+
+def _open(url: str, part: str) -> Any:
+    return urllib.request.urlopen(urllib.request.Request(url, headers={"Range": part}), timeout=_TIMEOUT_S)
+
+
+def _open_parts(url: str) -> Any:
+    """A file to read parts of; where the index sends whole files only, all of it."""
+    with _open(url, "bytes=0-0") as answer:
+        size = (answer.headers["Content-Range"] or "").rpartition("/")[2]
+        return io.BufferedReader(_Remote(url, int(size)), 1 << 18) if size else io.BytesIO(answer.read())
+
+
+def url_of(name: str, version: str) -> str:
+    """Return where the file is that Python 3.12 on Linux takes: a wheel, or the source where there is none."""
+    asked = [sys.executable, "-m", "pip", "index", "versions", name, "-vv", "--python-version=3.12", "--retries=1"]
+    said = subprocess.run(asked, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    if said.returncode:
+        pytest.skip(f"the package index does not answer: {said.stderr.strip().splitlines()[-1]}")
+    urls = {file: url for url, file in _FOUND.findall(said.stdout)}
+    begin = rf"{name.replace('-', '[-_]')}-{re.escape(version)}"
+    wanted = [re.compile(begin + _FOR_LINUX), re.compile(begin + r"\.tar\.gz")]
+    found = [url for pattern in wanted for file, url in urls.items() if pattern.fullmatch(file)]
+    assert found, f"the index has no {name} {version} for Linux, of {len(urls)} files"
+    return found[0]
+
+
+def read_wheel(url: str, members: Iterable[str]) -> dict[str, str]:
+    """Return the text of these members of a wheel; empty for what it has not."""
+    with zipfile.ZipFile(_open_parts(url)) as wheel:
+        there = set(wheel.namelist())
+        return {member: wheel.read(member).decode() if member in there else "" for member in members}
+
+
+def read_archive(url: str) -> dict[str, str]:
+    """Return the text files of a small source archive, below its own directory."""
+    with (
+        urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer,
+        tarfile.open(fileobj=io.BytesIO(answer.read())) as archive,
+    ):
+        files = {member.name.partition("/")[2]: archive.extractfile(member) for member in archive if member.isfile()}
+        return {name: file.read().decode() for name, file in files.items() if file and name.endswith((".py", ".txt"))}
