@@ -1,20 +1,128 @@
-"""The families that mrl knows, and the way from a model directory to its spec."""
+"""The families that mrl knows, and the way from a model directory to its spec.
+
+A family is one function, from its `config.json` to a spec, and a line of `FAMILIES`.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from mrl.errors import ModelError, did_you_mean
+from mrl.models.decoder import ExpertNames, Family, read_decoder
 from mrl.models.hf_config import HfConfig
-from mrl.models.llama import LLAMA
-from mrl.models.mistral import MISTRAL
-from mrl.models.mixtral import MIXTRAL
-from mrl.models.qwen2 import QWEN2
-from mrl.models.qwen3 import QWEN3
-from mrl.models.qwen3_moe import QWEN3_MOE
-from mrl.models.spec import ModelSpec
+from mrl.models.spec import ModelSpec, MoeSpec
 
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)}
+
+def _read_llama(config: HfConfig) -> ModelSpec:
+    """Llama 2 and 3.x: the plain decoder, with the rotary scaling of 3.1 and tied embeddings in the small ones.
+
+    The first files leave out the number of key heads and the rotary base.
+    """
+    config.require("attention_bias", False, "it puts a bias on the output projection, which Megatron has not")
+    config.require("mlp_bias", False, "it would be a bias on Megatron's every linear layer")
+    config = config.defaulting(num_key_value_heads=config.integer("num_attention_heads"), rope_theta=10_000.0)
+    return read_decoder(config, family="llama")
+
+
+def _read_mistral(config: HfConfig) -> ModelSpec:
+    """Mistral: Llama's decoder, in its first version with a sliding window over all layers.
+
+    A window of null is none.
+    """
+    config.require("layer_types", None, "a window of some layers would become one of all")
+    window = config.integer("sliding_window") if "sliding_window" in config else None
+    return read_decoder(config.defaulting(rope_theta=10_000.0), family="mistral", sliding_window=window)
+
+
+_MIXTRAL_NAMES = ExpertNames(
+    router="block_sparse_moe.gate.weight",
+    gate="block_sparse_moe.experts.{}.w1.weight",
+    up="block_sparse_moe.experts.{}.w3.weight",
+    down="block_sparse_moe.experts.{}.w2.weight",
+)
+
+
+def _read_mixtral(config: HfConfig) -> ModelSpec:
+    """Mixtral: Mistral's attention, and in every layer experts of which each token takes the best few.
+
+    The weights of the chosen experts always sum to one.
+    """
+    config.require("router_jitter_noise", 0.0, "log-probs would not repeat")
+    moe = MoeSpec(
+        num_experts=config.integer("num_local_experts", "num_experts"),
+        experts_per_token=config.integer("num_experts_per_tok"),
+        expert_ffn=config.integer("intermediate_size"),
+        norm_topk=True,
+        aux_loss_coef=config.number("router_aux_loss_coef"),
+    )
+    window = config.integer("sliding_window") if "sliding_window" in config else None
+    return read_decoder(config.defaulting(rope_theta=1e6), family="mixtral", sliding_window=window, moe=moe)
+
+
+def _read_qwen2(config: HfConfig) -> ModelSpec:
+    """Qwen2 and Qwen2.5: Llama's decoder with a bias on queries, keys and values."""
+    window = _uniform_window(config)
+    return read_decoder(config.defaulting(rope_theta=10_000.0), family="qwen2", qkv_bias=True, sliding_window=window)
+
+
+def _uniform_window(config: HfConfig) -> int | None:
+    """Return the window of all layers, or None: Qwen's files name one also where it is switched off."""
+    if not config.defaulting(use_sliding_window=False).flag("use_sliding_window"):
+        return None
+    if "layer_types" in config:
+        sliding = [kind == "sliding_attention" for kind in config.items("layer_types", str)]
+    else:
+        # No `integer`: 0, a window in every layer, is allowed here.
+        first = config.number("max_window_layers")
+        sliding = [layer >= first for layer in range(config.integer("num_hidden_layers"))]
+    if any(sliding) != all(sliding):
+        raise config.error(
+            "use_sliding_window",
+            f"windows in {sum(sliding)} of {len(sliding)} layers are not supported, only in all or none",
+            "switch it off if your sequences fit into sliding_window",
+        )
+    return config.integer("sliding_window") if any(sliding) else None
+
+
+def _read_qwen3(config: HfConfig) -> ModelSpec:
+    """Qwen3: Llama's decoder with a norm over each head of queries and keys, and a head dimension of its own.
+
+    A missing head dimension means 128 here.
+    """
+    config.require("attention_bias", False, "it puts a bias on the output projection, which Megatron has not")
+    config = config.defaulting(head_dim=128, rope_theta=10_000.0)
+    return read_decoder(config, family="qwen3", qk_norm=True, sliding_window=_uniform_window(config))
+
+
+def _read_qwen3_moe(config: HfConfig) -> ModelSpec:
+    """Qwen3-MoE: Qwen3's attention, and experts in all layers but those that the file keeps dense."""
+    config.require("attention_bias", False, "it puts a bias on the output projection, which Megatron has not")
+    config.require("use_sliding_window", False)
+    config = config.defaulting(decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=False, rope_theta=10_000.0)
+    step, mlp_only = config.integer("decoder_sparse_step"), config.items("mlp_only_layers", int)
+    layers = range(config.integer("num_hidden_layers"))
+    moe = MoeSpec(
+        num_experts=config.integer("num_experts", "num_local_experts"),
+        experts_per_token=config.integer("num_experts_per_tok"),
+        expert_ffn=config.integer("moe_intermediate_size"),
+        norm_topk=config.flag("norm_topk_prob"),
+        aux_loss_coef=config.number("router_aux_loss_coef"),
+        dense_layers=frozenset(layer for layer in layers if layer in mlp_only or (layer + 1) % step),
+    )
+    return read_decoder(config, family="qwen3_moe", qk_norm=True, moe=moe)
+
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("llama", "Llama", _read_llama),
+        Family("mistral", "Mistral", _read_mistral),
+        Family("mixtral", "Mixtral", _read_mixtral, _MIXTRAL_NAMES),
+        Family("qwen2", "Qwen2", _read_qwen2),
+        Family("qwen3", "Qwen3", _read_qwen3),
+        Family("qwen3_moe", "Qwen3Moe", _read_qwen3_moe),
+    )
+}
 
 
 def read_spec(path: str | Path) -> ModelSpec:
