@@ -272,7 +272,7 @@ def _part(
     with open_run(resolved, Console(1, stream=io.StringIO(), quiet=True)) as run:
         trainer = RayPPOTrainer(run)
         if case.stop_after is None:
-            run.save = lambda trained, step, score=None: None  # type: ignore[method-assign]
+            run.save = lambda *_, **__: None  # type: ignore[method-assign]
         with trainer.init_workers():
             run.should_stop = lambda: trainer.num_steps_done == stop_after  # type: ignore[method-assign]
             recorder = Recorder(trainer, directory / "weights" / case.name)
