@@ -50,6 +50,8 @@ class Host:
     name: str
     address: str
     interface: str
+    port: str
+    """The other end of its link, on the bridge."""
     pid: int
     """Of the process that holds its namespaces."""
     names: Path
@@ -84,6 +86,14 @@ class Host:
         ran = self.run("ip", *arguments)
         assert ran.returncode == 0, ran.stderr
 
+    def limit(self, mbit_per_s: int) -> None:
+        """Let no more than this pass its link, each way. Of time lost a burst makes up 2 ms, or two full segments."""
+        burst = max(mbit_per_s * 250, 2 * 65536)
+        shape = ["root", "tbf", "rate", f"{mbit_per_s}mbit", "burst", str(burst), "latency", "50ms"]
+        for enter, end in ([], self.interface), (["nsenter", "--target=1", "--net"], self.port):  # 1 is `init`
+            ran = self.run(*enter, "tc", "qdisc", "replace", "dev", end, *shape)
+            assert ran.returncode == 0, ran.stderr
+
     def mrl(self, *arguments: str, cwd: Path, code: int = 0) -> str:
         """What `mrl` prints there."""
         ran = self.run(sys.executable, "-c", MAIN, *arguments, cwd=cwd)
@@ -105,17 +115,14 @@ def hosts(interfaces: Sequence[str]) -> Iterator[list[Host]]:
         made = []
         for number, interface in enumerate(interfaces, 1):
             enter = ["nsenter", f"--target={init}", *_ENTER_AS_ROOT, *_SPACES, "--pid", "unshare", *_SPACES]
-            pid = _hold(stack, enter, _HOLD)
-            made.append(
-                Host(
-                    f"node{number}", f"10.77.0.{number}", interface, pid, files / f"names{number}", files / f"{number}"
-                )
-            )
+            pid, port = _hold(stack, enter, _HOLD), f"v{number}"
+            names, own = files / f"names{number}", files / f"{number}"
+            made.append(Host(f"node{number}", f"10.77.0.{number}", interface, port, pid, names, own))
             peer = f"type veth peer name {interface} netns {pid}"
-            _run(*switch, "sh", "-ec", f"ip link add v{number} {peer}; ip link set v{number} master br0 up")
+            _run(*switch, "sh", "-ec", f"ip link add {port} {peer}; ip link set {port} master br0 up")
         for host in made:
-            names = {other.name: other.address for other in made} | {host.name: "127.0.1.1"}
-            host.names.write_text("127.0.0.1 localhost\n" + "".join(f"{names[name]} {name}\n" for name in names))
+            known = {other.name: other.address for other in made} | {host.name: "127.0.1.1"}
+            host.names.write_text("127.0.0.1 localhost\n" + "".join(f"{known[name]} {name}\n" for name in known))
             steps = f"ip addr add {host.address}/24 dev {host.interface}; ip link set {host.interface} up; "
             steps += f"ip link set lo up; hostname {host.name}; mount --bind {host.names} /etc/hosts; "
             ran = host.run("sh", "-ec", steps + "mount -t tmpfs tmpfs /dev/shm")
