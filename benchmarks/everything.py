@@ -56,6 +56,7 @@ ENTRIES = (
     Entry("packing", 120, ("--quick",), simulated=True),
     Entry("logprob", 180, ("--quick", "--hidden", "256")),
     Entry("reshard", 600, ("--quick",)),
+    Entry("reshard_hosts", 240, ("--quick",)),
     Entry("algorithms", 200),
     Entry("rewards", 150, ("--samples", "2000")),
     Entry("data", 200),

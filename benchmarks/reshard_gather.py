@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.config.mesh import Mesh
 from mrl.models.layout import RankPlace
 from mrl.models.regions import Region, slices
 from mrl.models.rollout_table import rollout_tensors
@@ -47,7 +46,7 @@ class GatherEverything:
         self._pipeline = _own_group(rank, [list(range(first, mesh.world_size, size)) for first in range(size)])
         self._tensor = _own_group(rank, _blocks(mesh.world_size, mesh.tp))
         self._expert = _own_group(rank, _blocks(mesh.world_size, mesh.ep * mesh.etp))
-        self._parameters = list(_parameters(planner, mesh))
+        self._parameters = parameters_of(planner)
         self._shapes = hf_tensors(planner.spec, "lm")
         self._slot_bytes = max(bucket_bytes, 4 * max(map(math.prod, self._shapes.values())) + ALIGNMENT_BYTES)
         self._channel = channel
@@ -113,12 +112,14 @@ class GatherEverything:
 class LoadingStandIn(threading.Thread):
     """A worker that cuts its parameters out of whole tensors, as vLLM's loaders do."""
 
-    def __init__(self, path: Path, num_rounds: int, planner: ReshardPlanner, tp_rank: int) -> None:
+    def __init__(
+        self, path: Path, num_rounds: int, planner: ReshardPlanner, tp_rank: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__(daemon=True)
         self._receiver, self._num_rounds = IpcReceiver(path), num_rounds
         self.proven = True
         fused = rollout_tensors(planner.spec, planner.rollout.sizes, tp_rank)
-        self.held = {made.name: torch.zeros(made.shape) for made in fused}
+        self.held = {made.name: torch.zeros(made.shape, dtype=dtype) for made in fused}
         self._cuts: dict[str, list[tuple[str, Region, Region]]] = {}
         for made in fused:
             for piece in made.pieces:
@@ -141,9 +142,9 @@ class LoadingStandIn(threading.Thread):
         self._receiver.close()
 
 
-def _parameters(planner: ReshardPlanner, mesh: Mesh) -> list[Parameter]:
+def parameters_of(planner: ReshardPlanner) -> list[Parameter]:
     """Every parameter of the model, in an order that is the same on all ranks."""
-    found = []
+    mesh, found = planner.mesh, []
     for stage in range(mesh.pp):
         dense = [
             [s for s in shards_of(planner.spec, planner.layout, RankPlace(tp, stage), "lm") if not s.expert]

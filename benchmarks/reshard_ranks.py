@@ -124,8 +124,8 @@ def carry_out(case: ReshardCase, resharder: Resharder, held: dict[tuple[int, str
     wrong: list[str] = []
     if stand_in is not None and worker is not None:
         expected = fused_of(case, worker % case.sizes.tp, (-1.0) ** num_versions)
-        wrong = _differing(stand_in.finished(), expected)
-        wrong += _differing(everything.finished(), expected) if everything is not None else []
+        wrong = differing(stand_in.finished(), expected)
+        wrong += differing(everything.finished(), expected) if everything is not None else []
     num_bytes = everything.bytes_received if everything is not None else 0
     gathered = {proven: timed[1:] for proven, timed in gather_seconds.items()}
     return RankOutcome(report, wrong, error, seconds[1:], gathered, num_bytes)
@@ -206,10 +206,10 @@ def fused_of(case: ReshardCase, tp_rank: int, factor: float) -> dict[str, Tensor
 class StandIn(threading.Thread):
     """A rollout worker without an engine, on a thread of its own. Faults begin with the second version."""
 
-    def __init__(self, path: Path, num_versions: int, fault: str) -> None:
+    def __init__(self, path: Path, num_versions: int, fault: str, limit_s: float = LIMIT_S) -> None:
         super().__init__(daemon=True)
         self.held: dict[str, Tensor] = {}
-        self._receiver = IpcReceiver(path, LIMIT_S)
+        self._receiver = IpcReceiver(path, limit_s)
         self._num_versions, self._fault = num_versions, fault
         self.start()
 
@@ -274,7 +274,7 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def _differing(held: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+def differing(held: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
     """Tensors that are not as they must be, to the bit; or that nobody expects, or misses."""
 
     def same(name: str) -> bool:
