@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from mrl.cli.main import main
-from mrl.config.schema import ParallelConfig
+from mrl.config.schema import ParallelConfig, TrainedModelConfig
 from mrl.models.families import spec_of
 from mrl.models.hf_config import HfConfig
 from mrl.models.layout import check_layout
 from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
 from mrl.verify import layout
+from mrl.verify.parity import ParityCase
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS = [
@@ -68,6 +70,37 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
         mock.patch.object(layout, "verify_layout", return_value=right) as verify_layout,
     ):
         yield verify_layout
+
+
+def test_what_is_measured_is_the_layout_with_the_users_own_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[ParityCase]] = []
+
+    def run(num_ranks: int, function: Any, cases: list[ParityCase], **_: Any) -> Any:
+        asked.append(cases)
+        if num_ranks > 1:
+            raise InterruptedError
+        return [[None]]
+
+    for name in ("transformers_scores", "merge_ranks"):
+        monkeypatch.setattr(layout, name, lambda *_: None)
+    monkeypatch.setattr(layout, "run_distributed", run)
+    parallel, megatron = (
+        ParallelConfig(tp=2, pp=2),
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    )
+    ddp, optimizer = {"overlap_grad_reduce": True}, {"lr": 1.0, "adam_beta1": 0.5}
+    settings = TrainedModelConfig(
+        parallel=parallel, max_tokens_per_device=64, megatron=megatron, ddp=ddp, optimizer=optimizer
+    )
+    with pytest.raises(InterruptedError):
+        layout.verify_layout(model_values("Qwen2.5-0.5B"), "lm", settings, 4, tmp_path)
+    (alone,), cases = asked
+    assert (alone.parallel, alone.megatron, alone.ddp) == (ParallelConfig(), {}, {})
+    assert all((case.parallel, case.megatron, case.ddp) == (parallel, megatron, ddp) for case in cases)
+    assert {case.max_tokens for case in cases} == set(layout.BUDGETS)
+    assert all(case.optimizer["adam_beta1"] == 0.5 for case in [alone, *cases])
 
 
 ON_8_GPUS = "configs/grpo-qwen2.5-7b-1n8g.yaml"
