@@ -1,6 +1,6 @@
 """Seconds that training waits for a checkpoint: one that is written while it goes on, beside one that is waited for.
 
-    python benchmarks/saving.py [--repeats 2] [--json FILE]
+    python benchmarks/saving.py [--repeats N] [--json FILE]
 
 `mrl train` of the demo's model and of one of 30 million parameters in float32, with `training.background_save` and
 without, in turns; every step saves. `save_s` is the phase `save`, without the last one of a run, which always waits;
@@ -72,7 +72,6 @@ def run(config: Path, name: str, background: bool) -> tuple[list[float], list[fl
 def main() -> int:
     """Both models, both ways, in turns."""
     options = parser("Seconds that training waits for a checkpoint.")
-    options.add_argument("--repeats", type=int, default=2)
     arguments = options.parse_args()
     from mrl.demo.model import make_model
 
