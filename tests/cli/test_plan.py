@@ -60,7 +60,8 @@ def test_what_does_not_fit_is_an_error_with_a_way_out(plan: Plan) -> None:
     assert code == 2
     assert "`train actor` on pool `all` does not fit on the device: " in text
     assert "It fits with:\n" in text
-    assert "  actor.megatron.recompute_granularity=full\n    then " in text
+    assert "  actor.megatron.recompute_granularity=full actor.megatron.recompute_method=uniform " in text
+    assert " actor.megatron.recompute_modules=null\n    then " in text
     assert "Seconds of a step" not in text
 
 

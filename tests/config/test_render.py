@@ -27,6 +27,7 @@ cluster:
   nodes: 1                                       # default
   devices_per_node: 4                            # run.yaml:4
   device: cpu                                    # run.yaml:5
+  numa_binding: true                             # default
   ray_address: null                              # default
   allow_insecure_ray: false                      # default
 deadlines:
@@ -65,6 +66,7 @@ algorithm:
     clip_high: 0.2                               # default
     dual_clip: 3.0                               # default
     entropy_coef: 0.0                            # default
+    log_entropy: true                            # default
     value_clip: 0.5                              # default
   dynamic_sampling: null                         # default
   overlong: null                                 # default
@@ -152,6 +154,8 @@ training:
   seed: 0                                        # default
   critic_warmup_steps: 0                         # default
   save_every: 0                                  # default
+  background_save: true                          # default
+  max_failed_saves: 3                            # default
   keep: 2                                        # default
   resume: auto                                   # default
   max_restarts: 0                                # default

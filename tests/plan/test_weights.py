@@ -53,6 +53,7 @@ def test_a_rank_holds_parameters_gradients_and_its_share_of_the_optimizer(
         gradients=buffer.num_padded * gradient,
         optimizer=buffer.num_padded // 8 * optimizer,
         largest_parameter=128256 * 4096 * parameter,
+        checkpoint=buffer.num_padded // 8 * 12,
     )
     assert held.total == held.parameters + held.gradients + held.optimizer
 
@@ -61,7 +62,7 @@ def test_a_frozen_model_has_parameters_alone() -> None:
     frozen = MegatronModelConfig(max_tokens_per_device=1000)
     elements = sum(math.prod(shape) for shape in hf_tensors(LLAMA, "score").values())
     held = stage_weights(LLAMA, frozen, make_mesh(frozen.parallel, 4), "score", 0)
-    assert held == WeightBytes(elements * 2, 0, 0, 0)
+    assert held == WeightBytes(elements * 2, 0, 0, 0, 0)
 
 
 def test_the_experts_of_a_rank_are_owned_by_those_that_hold_them() -> None:
