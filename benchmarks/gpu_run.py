@@ -31,7 +31,7 @@ actor: {{dtype: {dtype}, max_tokens_per_device: {tokens}, optimizer: {{lr: 1e-6}
 rollout: {{max_prompt_tokens: 32, max_response_tokens: {longest}, vllm: {vllm}}}
 sync: {{probe_every: 1}}
 data: {{train: {{sums: {{dataset: "toy:addition"}}}}}}
-reward: {{functions: {{short: {{name: length, options: {{target_tokens: 0, max_tokens: {longest}}}}}}}, num_workers: 1}}
+reward: {{functions: {{short: {{name: length, options: {{target_tokens: 1, max_tokens: {longest}}}}}}}, num_workers: 1}}
 training: {{steps: {steps}, save_every: 2}}
 """
 GPU = {"device": "gpu", "prompts": 32, "samples": 256, "dtype": "bfloat16", "tokens": 32_768, "longest": 512}
