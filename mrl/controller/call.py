@@ -110,7 +110,10 @@ class Call:
             if others:
                 report += f"\n  the other ranks were released: {', '.join(map(str, others))}"
         error_type = {"died": WorkerDied, "raised": WorkerRaised}.get(culprits[0].kind, WorkerSilent)
-        return error_type(report, role=self._processes.role, ranks=[fault.rank for fault in culprits])
+        error: WorkerError = error_type(report, role=self._processes.role, ranks=[fault.rank for fault in culprits])
+        if not everyone_raised:
+            self._processes.lost_to = error
+        return error
 
     def _faults(self) -> list[RankFailure]:
         """Return what is known of every rank that has no answer."""

@@ -18,6 +18,7 @@ from mrl.controller.network import Network
 from mrl.controller.node_agent import ProcessId, ProcessView
 from mrl.controller.threads import NATIVE_S
 from mrl.controller.worker_log import log_path, make_log_directory
+from mrl.errors import WorkerError
 from mrl.events import EventLog
 
 CRASH_LINES = 300
@@ -59,6 +60,8 @@ class RankProcesses:
         self.deadlines = deadlines
         self.ended = ""
         """Why the processes were ended; empty while they run."""
+        self.lost_to: WorkerError | None = None
+        """The failure that they were ended for."""
         self.log_directory = make_log_directory(run_directory, role)
         self._members: list[RankProcess] = []
 

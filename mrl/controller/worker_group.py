@@ -126,7 +126,9 @@ class RayWorkerGroup:
         return method
 
     def submit(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProtoFuture[Any]:
-        """Start a call of one method on the ranks that its dispatch names."""
+        """Start a call of one method on the ranks that its dispatch names. A group that was lost says so again."""
+        if self._processes.lost_to is not None:
+            raise self._processes.lost_to
         if self._processes.ended:
             raise WorkerError(
                 f"{self.role}'s workers have ended: {self._processes.ended}", fix="make a new group", role=self.role
