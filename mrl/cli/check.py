@@ -16,6 +16,7 @@ from mrl.preflight.findings import (
     check_columns,
     check_configuration,
     check_memory,
+    check_own_parts,
     guarded,
     skip,
 )
@@ -26,7 +27,7 @@ EXIT_FAILED = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--hardware", default=DEFAULT, help=f"{', '.join(HARDWARE)} (default {DEFAULT})")
+    parser.add_argument("--hardware", help=f"{', '.join(HARDWARE)} (default: cluster.hardware, or {DEFAULT})")
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--offline", action="store_true", help="the configuration alone: no data, no cluster, no torch")
     depth.add_argument("--all-rows", action="store_true", help="every row of the data, not some of each source")
@@ -58,6 +59,7 @@ def findings(resolved: Resolved[Config], arguments: argparse.Namespace) -> Itera
     from mrl.preflight.data import check_data, check_models
     from mrl.preflight.machine import check_disk, check_machines, check_slurm
 
+    yield from check_own_parts(config)
     yield from check_models(config)
     yield from guarded("data", check_data(config, all_rows=arguments.all_rows))
     yield from guarded("disk", check_disk(config))

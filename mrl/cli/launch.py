@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from mrl.launch.job_bundle import JobBundle, pack
 from mrl.launch.ray_job import RayJob, make_job, submit_command, submit_script, write_job_directory
 from mrl.launch.site import load_site
 from mrl.launch.slurm import CONFIG, SCRIPT, SlurmJob, job_files, render_script
+from mrl.preflight.findings import check_planned_memory, refuse
 
 EXAMPLE = "mrl launch slurm configs/ppo-llama3.1-70b-8n8g.yaml --cluster launch/cluster-example.yaml --dry-run"
 SUBVERBS = ("slurm", "ray")
@@ -45,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     _, overrides = split_arguments(arguments.config)
     resolved = load_one(arguments.config)
     warn_unchecked(resolved)
+    for warning in refuse(resolved.path, check_planned_memory(resolved)):
+        print(f"{resolved.path}: {warning.about}: {warning.what} ({warning.fix})", file=sys.stderr)
     bundle = pack(resolved, overrides)
     return (_slurm if arguments.where == "slurm" else _ray)(arguments, resolved, bundle)
 

@@ -25,7 +25,7 @@ _DOES_NOT_FIT = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--hardware", default=DEFAULT, help=f"the devices: {', '.join(HARDWARE)} (default: {DEFAULT})")
+    parser.add_argument("--hardware", help=f"{', '.join(HARDWARE)} (default: cluster.hardware, or {DEFAULT})")
     parser.add_argument("--model", help="whose sizes to take: a directory, or a published model; default: model.path")
     parser.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="mean length; default: half of the longest")
     parser.add_argument("--mean-response", type=float, metavar="TOKENS", help="the same of responses")

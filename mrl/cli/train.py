@@ -63,7 +63,7 @@ def _train(resolved: Resolved[Config], *, quiet: bool) -> int:
     from mrl.observe.console import Console
     from mrl.preflight.machine import check_start
 
-    warnings = refuse(resolved.path, check_start(resolved.config))
+    warnings = refuse(resolved.path, check_start(resolved))
     resolved = settle_models(resolved)
     config = resolved.config
     console = Console(config.training.steps, quiet=quiet)

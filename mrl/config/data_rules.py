@@ -105,7 +105,7 @@ def check_reward_rules(config: Config) -> Iterator[Problem]:
             yield problem(key, "metrics call the reward model so", "choose another name for this function")
         if function.name in reward_functions():
             yield from _options(key, function)
-        elif not _is_path(function.name):
+        elif not is_path(function.name):
             near = did_you_mean(function.name, reward_functions())
             fix = f"{near}{'' if near.endswith('?') else '.'} Or name your own as package.module:function"
             yield problem(f"{key}.name", f'unknown reward function "{function.name}"', fix)
@@ -122,7 +122,8 @@ def _scored_late(config: Config) -> Iterator[Problem]:
         yield problem("algorithm.advantage", what, "algorithm.advantage=rloo, or reward_model=null")
 
 
-def _is_path(name: str) -> bool:
+def is_path(name: str) -> bool:
+    """Return whether a name is of the form `package.module:attribute`."""
     module, colon, attribute = name.partition(":")
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *attribute.split(".")))
 

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from mrl.config.data_rules import check_data_rules, check_reward_rules, unchecked_data
 from mrl.config.keys import convert
 from mrl.config.model_rules import check_model_rules, read_model_shape, unchecked
+from mrl.config.names import check_names, missing_modules
 from mrl.config.passthrough import check_passthrough
 from mrl.config.rules import check_rules
 from mrl.config.schema import Config
@@ -79,7 +80,7 @@ def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved
     warnings: list[str] = []
     if config is not None and not problems:
         problems, warnings = _check(config)
-        problems += _check_names(config, interpolated.secrets)
+        problems += _check_run_names(config, interpolated.secrets)
         problems = [dataclasses.replace(problem, where=origin(tuple(problem.key.split(".")))) for problem in problems]
     if config is None or problems:
         raise _config_error(problems, interpolated.secrets)
@@ -92,9 +93,11 @@ def _check(config: AnyConfig) -> tuple[list[Problem], list[str]]:
     problems, warnings = check_passthrough(config)
     problems += check_rules(config)
     problems += check_data_rules(config)
+    problems += check_names(config)
     if isinstance(config, Config):
         problems += check_reward_rules(config)
     warnings += unchecked_data(config)
+    warnings += (f"{missing.key}: {missing.what}" for missing in missing_modules(config))
     roles_of: dict[tuple[str, str], list[str]] = {}
     for role in config.model_roles():
         roles_of.setdefault(config.model_of(role), []).append(role)
@@ -108,7 +111,7 @@ def _check(config: AnyConfig) -> tuple[list[Problem], list[str]]:
     return problems, warnings
 
 
-def _check_names(config: AnyConfig, secrets: Secrets) -> list[Problem]:
+def _check_run_names(config: AnyConfig, secrets: Secrets) -> list[Problem]:
     problems = []
     for key, text in (("run.name", config.run.name), ("run.dir", config.run.dir)):
         if secrets.hide(text) != text:

@@ -1,4 +1,4 @@
-"""Keys that are handed on to Megatron and vLLM: their names are checked against the installed libraries' sources.
+"""Keys that are handed on to Megatron and vLLM: names, types and choices are those of the installed libraries' sources.
 
 The sources are read, not imported: importing either library would load torch.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import re
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config import megatron_fields
+from mrl.config.annotations import wrong_value
 from mrl.config.megatron_fields import FieldRules
 from mrl.config.rules import problem
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
 from mrl.config.values import KeyPath
 from mrl.errors import Problem, did_you_mean
-
-_PLAIN = re.compile("bool|int|float|str")
-"""Types, as they are written, that null is certainly none of."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,10 @@ class Target:
     """Key -> who sets it, in words that follow "set by"."""
     rules: FieldRules = field(default_factory=FieldRules)
     """Which of the other keys are taken."""
+    read_here: Mapping[str, str] = field(default_factory=dict)
+    """Keys that mrl reads itself, with their types: these hold where the library is not installed as well."""
+    aliases: str = ""
+    """Where the library's names for types stand: a folder of its package."""
 
 
 _TRANSFORMER = Target(
@@ -67,6 +69,7 @@ _TRANSFORMER = Target(
         "variable_seq_lengths": "mrl, to true: micro-batches differ in length",
     },
     rules=megatron_fields.TRANSFORMER,
+    read_here={"recompute_granularity": "str | None", "recompute_modules": "list[str] | None"},
 )
 _DDP = Target(
     package="megatron",
@@ -74,6 +77,7 @@ _DDP = Target(
     class_name="DistributedDataParallelConfig",
     owned={},
     rules=megatron_fields.DDP,
+    read_here={"bucket_size": "int | None"},
 )
 _OPTIMIZER = Target(
     package="megatron",
@@ -97,6 +101,12 @@ _ENGINE = Target(
         "max_model_len": "rollout.max_prompt_tokens and rollout.max_response_tokens",
         "trust_remote_code": "mrl, to false: code from a model's repository is never run",
     },
+    read_here={
+        "dtype": "Literal['bfloat16', 'float16', 'float32']",
+        "gpu_memory_utilization": "float",
+        **dict.fromkeys(("kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs"), "int | None"),
+    },
+    aliases="config",
 )
 
 
@@ -134,10 +144,32 @@ def _check(path: KeyPath, values: dict[str, Any], target: Target, known: Mapping
             near = did_you_mean(name, known.keys() - target.owned.keys())
             fix = "" if near.startswith("known:") else near  # the names of a whole library would be no help
             yield problem(key, f"{target.class_name} of the installed {target.package} has no such field", fix)
-        elif value is None and known is not None and _PLAIN.fullmatch(known[name]):
-            yield problem(key, f"null is no value of it ({known[name]})", "remove this key")
+        elif expected := _expected(target, known, name, value):
+            yield problem(key, f"must be {expected}, not {json.dumps(value, default=str)}")
         elif reason := target.rules.refusal(name, value):
             yield problem(key, f"{value} is refused: {reason}", "remove this key")
+
+
+def _expected(target: Target, known: Mapping[str, str] | None, name: str, value: Any) -> str:
+    """Return what the value of a key should have been; empty where it is that."""
+    annotations = [each[name] for each in (target.read_here, known or {}) if name in each]
+    wrong = (
+        wrong_value(each, value, lambda name: _alias(target.package, target.aliases, name)) for each in annotations
+    )
+    return next(filter(None, wrong), "")
+
+
+@cache
+def _alias(package: str, folder: str, name: str) -> str | None:
+    """Return what a name for a type stands for: the right side of `name = Literal[...]` in some file of that folder."""
+    directory = _installed_file(package, f"{folder}/__init__.py") if folder else None
+    for file in sorted(directory.parent.glob("*.py")) if directory is not None else ():
+        text = file.read_text(encoding="utf-8")
+        if f"\n{name} = Literal[" in text:
+            for statement in ast.parse(text).body:
+                if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == name:
+                    return ast.unparse(statement.value)
+    return None
 
 
 @cache

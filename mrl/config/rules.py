@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from mrl.config.arithmetic import longest_sample_tokens, role_devices, samples_per_step
+from mrl.config.hardware import HARDWARE
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.errors import Problem, did_you_mean
@@ -75,6 +76,15 @@ def pools_fit_the_cluster(config: AnyConfig) -> Iterator[Problem]:
     if wanted > present:
         what = f"{parts} = {wanted} devices; the cluster has {cluster.nodes} x {cluster.devices_per_node} = {present}"
         yield problem("placement.pools", what, nearest("cluster.nodes", [math.ceil(wanted / cluster.devices_per_node)]))
+
+
+def hardware_is_known(config: AnyConfig) -> Iterator[Problem]:
+    """Plans know the devices by these names."""
+    name, key = config.cluster.hardware, "cluster.hardware"
+    if name is not None and config.cluster.device == "cpu":
+        yield problem(key, "names GPUs, and devices are CPU slots", f"{key}=null, or cluster.device=gpu")
+    elif name is not None and name not in HARDWARE:
+        yield problem(key, f'"{name}" is not known', did_you_mean(name, HARDWARE))
 
 
 def several_nodes_share_a_ray_cluster(config: AnyConfig) -> Iterator[Problem]:
@@ -301,6 +311,7 @@ def _common_data_parallel_size(config: Config) -> int:
 
 _LAYOUT_RULES: tuple[Callable[[AnyConfig], Iterator[Problem]], ...] = (
     pools_fit_the_cluster,
+    hardware_is_known,
     several_nodes_share_a_ray_cluster,
     roles_have_pools,
     layouts_fit_their_pools,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from mrl.errors import ConfigError, Problem
 
 CHECKPOINTS, MODELS_FILE = "checkpoints", "models.json"
 _STEP = "step-"
+_ASIDE = "attempt-"
 
 
 def checkpoint_of(checkpoints: Path, step: int) -> Path:
@@ -31,8 +32,13 @@ def steps_in(checkpoints: Path) -> list[int]:
 
 
 @contextmanager
-def open_run_directory(resolved: Resolved[Any], *, may_go_on: bool) -> Iterator[Path]:
-    """Hold `run.dir/run.name` for the length of a run: a new one, or one whose checkpoints the run goes on from."""
+def open_run_directory(
+    resolved: Resolved[Any], *, may_go_on: bool, warn: Callable[[str], None] = lambda message: None
+) -> Iterator[Path]:
+    """Hold `run.dir/run.name` for the length of a run: a new one, or one whose checkpoints the run goes on from.
+
+    What an attempt with another configuration left there, and no checkpoint, is set aside.
+    """
     run: RunConfig = resolved.config.run
     directory = Path(run.dir, run.name)
     try:
@@ -42,7 +48,7 @@ def open_run_directory(resolved: Resolved[Any], *, may_go_on: bool) -> Iterator[
         raise _cannot_be_made(directory, error) from error
     try:
         _hold(lock, directory)
-        _prepare(resolved, directory, may_go_on)
+        _prepare(resolved, directory, may_go_on, warn)
         yield directory
     finally:
         os.close(lock)
@@ -56,14 +62,17 @@ def _hold(lock: int, directory: Path) -> None:
         raise ConfigError([Problem(str(directory), "run.name", what, fix)]) from error
 
 
-def _prepare(resolved: Resolved[Any], directory: Path, may_go_on: bool) -> None:
+def _prepare(resolved: Resolved[Any], directory: Path, may_go_on: bool, warn: Callable[[str], None]) -> None:
     goes_on = may_go_on and (bool(steps_in(directory / CHECKPOINTS)) or _began_here(resolved, directory))
-    others = [path for path in directory.iterdir() if path.name != ".lock"]
-    if others and not goes_on:
+    others = [path for path in directory.iterdir() if path.name != ".lock" and not path.name.startswith(_ASIDE)]
+    may_begin = may_go_on and (directory / "config.yaml").is_file()
+    if others and not goes_on and not may_begin:
         fix = "choose another run.name or run.dir, or move that directory away"
         what = "this directory holds something already, and no checkpoint to go on from"
         raise ConfigError([Problem(str(directory), "run.name", what, fix)])
     try:
+        if others and not goes_on:
+            warn(f"an attempt with another configuration left no checkpoint; it is kept in {_set_aside(others)}")
         directory.chmod(0o700)  # mkdir's mode is cut by the umask, and the directory may have been there, empty
         (directory / "logs").mkdir(exist_ok=True)
         (directory / "logs").chmod(0o700)
@@ -72,6 +81,16 @@ def _prepare(resolved: Resolved[Any], directory: Path, may_go_on: bool) -> None:
             files.write_text(directory / MODELS_FILE, f"{json.dumps(dict(resolved.models), indent=2)}\n", mode=0o600)
     except OSError as error:
         raise _cannot_be_made(directory, error) from error
+
+
+def _set_aside(paths: Sequence[Path]) -> Path:
+    """Move what an attempt left into a directory of its own beside it."""
+    number = 1 + len(list(paths[0].parent.glob(f"{_ASIDE}*")))
+    aside = paths[0].parent / f"{_ASIDE}{number}"
+    aside.mkdir(mode=0o700)
+    for path in paths:
+        path.rename(aside / path.name)
+    return aside
 
 
 def _began_here(resolved: Resolved[Any], directory: Path) -> bool:

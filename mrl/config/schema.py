@@ -99,6 +99,11 @@ class ClusterConfig:
     """Devices of each machine; without GPUs a device is one CPU slot."""
     device: Literal["cpu", "gpu"]
     """What a device is."""
+    hardware: Text | None = None
+    """Which GPUs they are (`h100-80gb`, `h200-141gb`, ...): plans, checks, launches and runs go by it. Null judges no
+    start by its memory, and plans for the first of these."""
+    overfull: Literal["refuse", "warn"] = "refuse"
+    """What becomes of a run that, by its plan, does not fit into the memory of `hardware`."""
     numa_binding: bool = True
     """Whether a GPU's processes run on the CPUs of its own NUMA node."""
     ray_address: Text | None = None

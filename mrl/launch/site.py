@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from mrl.config.bounds import Count, Seconds, Text, matching
@@ -12,6 +13,7 @@ from mrl.config.values import interpolate
 from mrl.errors import ConfigError, Problem
 from mrl.redaction import is_secret_key, redact_text
 
+_HOW = "copy launch/cluster-example.yaml from mrl's repository, fill it in, and name it: --cluster FILE"
 Variable = Annotated[str, matching(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable")]
 Option = Annotated[str, matching(r"[a-z][a-z0-9-]*", "a long option of sbatch, without its dashes")]
 Word = Annotated[str, matching(r"[^\s\"'#\\$`]+", "one word without quotes")]
@@ -72,6 +74,9 @@ def load_site(path: str) -> SiteConfig:
     try:
         layer = read_chain(path)
     except SourceError as error:
+        if not Path(path).exists():
+            missing = Problem(path, "", "there is no such cluster file", _HOW)
+            raise ConfigError([missing]) from None
         raise ConfigError(error.problems) from None
     found = interpolate(layer, path)
     site, mistakes = convert(SiteConfig, found.values, found.secrets, lambda key: layer.origin(key, path))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from mrl.config.hardware import Hardware, hardware
+from mrl.config.hardware import DEFAULT, Hardware, hardware
 from mrl.config.load import Resolved
 from mrl.config.model_rules import ModelShape, check_model_rules
 from mrl.config.rules import check_rules
@@ -85,14 +85,17 @@ class PlanInput:
         yield from (f"rollout.vllm.{name}" for name in names if self.config.rollout.vllm.get(name))
 
 
-def make_plan_input(resolved: Resolved[Config], hardware_name: str, model: str | None = None) -> PlanInput:
-    """Return what is planned; `model` says whose sizes to take where `model.path` does not tell."""
+def make_plan_input(resolved: Resolved[Config], hardware_name: str | None, model: str | None = None) -> PlanInput:
+    """Return what is planned, for these devices or those of the configuration; `model` says whose sizes to take where
+    `model.path` does not tell."""
     config = resolved.config
     if config.cluster.device != "gpu":
         wrong = Problem("", "cluster.device", "this is about GPUs, not CPU slots", "cluster.device=gpu")
         raise ConfigError([resolved.located(wrong)])
     specs = {role: model_spec(model or config.model_of(role)[1]) for role in config.model_roles()}
-    subject = PlanInput(_with_fused_kernels(config, specs), specs, hardware(hardware_name))
+    subject = PlanInput(
+        _with_fused_kernels(config, specs), specs, hardware(hardware_name or config.cluster.hardware or DEFAULT)
+    )
     if problems := list(subject.problems()):
         raise ConfigError([resolved.located(problem) for problem in problems])
     subject.check_layouts()

@@ -15,7 +15,7 @@ from itertools import combinations, product
 from typing import Any, TypeVar
 
 from mrl.config.arithmetic import longest_sample_tokens, samples_per_step
-from mrl.config.hardware import DEFAULT, DEFAULT_UTILIZATION
+from mrl.config.hardware import DEFAULT_UTILIZATION
 from mrl.config.load import Resolved
 from mrl.config.schema import Config, MegatronModelConfig, ParallelConfig, RolloutConfig
 from mrl.errors import ModelError
@@ -338,7 +338,7 @@ def fits_on(resolved: Resolved[Config], num_nodes: int) -> list[str]:
         num_slots = num_nodes * cluster.devices_per_node
         return [f"cluster.nodes={num_nodes} has {num_slots} CPU slots for placement.pools; a search is about GPUs."]
     try:
-        subject = make_plan_input(resolved, DEFAULT, None)
+        subject = make_plan_input(resolved, None)
     except ModelError as error:
         return [f"What fits on {num_nodes} nodes is not known: {error.what}"]
     lengths, device = assumed_lengths(resolved.config), subject.hardware.name

@@ -14,7 +14,8 @@ from typing import Literal, get_args
 
 from mrl.config.arithmetic import role_batch, role_mesh, samples_per_step, updates_per_step
 from mrl.config.load import Resolved
-from mrl.config.schema import Config
+from mrl.config.names import missing_modules
+from mrl.config.schema import ClusterConfig, Config
 from mrl.config.step_calls import SAMPLE_COLUMNS, step_calls
 from mrl.errors import ConfigError, ModelError, MrlError, PlacementError, Problem
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
@@ -60,6 +61,12 @@ def check_configuration(resolved: Resolved[Config]) -> Iterator[CheckResult]:
     yield ok("configuration", f"{num_keys} values in range, and every rule between them holds")
     for warning in resolved.warnings:
         yield skip("configuration", warning, "run this where it is" if "on this machine" in warning else "")
+
+
+def check_own_parts(config: Config) -> Iterator[CheckResult]:
+    """Yield the modules of the user's own that a run would not find: loading only warns, it may be another machine."""
+    for missing in missing_modules(config):
+        yield fail(missing.key, missing.what, missing.fix)
 
 
 def check_batch(config: Config) -> Iterator[CheckResult]:
@@ -116,10 +123,10 @@ def _num_values(value: object) -> int:
     return sum(map(_num_values, value.values())) if isinstance(value, dict) and value else 1
 
 
-def check_memory(resolved: Resolved[Config], hardware_name: str) -> Iterator[CheckResult]:
+def check_memory(resolved: Resolved[Config], hardware_name: str | None = None) -> Iterator[CheckResult]:
     """Yield the fullest phase, or those that do not fit and the smallest change that would."""
-    about = "memory"
-    if resolved.config.cluster.device == "cpu":
+    about, config = "memory", resolved.config
+    if config.cluster.device == "cpu":
         yield skip(about, "devices are CPU slots: it is each machine's memory that counts")
         return
     try:
@@ -137,7 +144,19 @@ def check_memory(resolved: Resolved[Config], hardware_name: str) -> Iterator[Che
     fix = subject.overrides(advice[0][0]) if advice else "mrl plan --search, or larger devices"
     for shortage in plan.shortages:
         what = f"{shortage.phase.name} {shortage.what} of {device}: {gib(shortage.num_bytes)} too much"
-        yield fail(about, what, fix)
+        yield _overfull(config.cluster, what, fix)
+
+
+def _overfull(cluster: ClusterConfig, what: str, fix: str) -> CheckResult:
+    return (fail if cluster.overfull == "refuse" else warn)("memory", what, fix)
+
+
+def check_planned_memory(resolved: Resolved[Config]) -> Iterator[CheckResult]:
+    """Yield what does not fit into the memory of the devices that the configuration names, where it names any."""
+    if resolved.config.cluster.hardware is not None:
+        for finding in guarded("memory", check_memory(resolved)):
+            may_start = f"{finding.fix}; or cluster.overfull=warn to start all the same"
+            yield dataclasses.replace(finding, fix=may_start) if finding.verdict == "fail" else finding
 
 
 def check_machine(config: Config, usable_bytes: int, taken_bytes: int) -> CheckResult:

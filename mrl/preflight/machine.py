@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.arithmetic import longest_sample_tokens, samples_per_step
+from mrl.config.load import Resolved
 from mrl.config.run_directory import CHECKPOINTS, steps_in
 from mrl.config.schema import Config
 from mrl.errors import ModelError, SetupError
@@ -21,7 +22,17 @@ from mrl.libraries import TRANSFORMER_ENGINE_FIX
 from mrl.plan.assumptions import GIB
 from mrl.plan.known_models import model_spec
 from mrl.plan.memory import gib
-from mrl.preflight.findings import CheckResult, check_columns, check_machine, fail, ok, skip, warn
+from mrl.preflight.findings import (
+    CheckResult,
+    check_columns,
+    check_machine,
+    check_own_parts,
+    check_planned_memory,
+    fail,
+    ok,
+    skip,
+    warn,
+)
 from mrl.preflight.node_facts import node_facts
 
 _CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32 weights and Adam's two moments
@@ -55,9 +66,12 @@ def canary_file(config: Config) -> Iterator[str]:
         os.unlink(path)
 
 
-def check_start(config: Config) -> Iterator[CheckResult]:
+def check_start(resolved: Resolved[Config]) -> Iterator[CheckResult]:
     """Check what a run looks at before it starts anything; nodes of a joined cluster are looked at when it joins."""
+    config = resolved.config
+    yield from check_own_parts(config)
     yield from check_columns(config)
+    yield from check_planned_memory(resolved)
     yield from check_disk(config)
     if config.cluster.ray_address is None:
         yield from check_here(config, with_gpus=False)
@@ -163,6 +177,11 @@ def _gpus(config: Config, gpus: Sequence[Sequence[str]], versions: Mapping[str, 
     if len(gpus) < wanted:
         fix = f"cluster.devices_per_node={len(gpus)}" if gpus else "is this node meant, and is its driver loaded?"
         return fail("GPUs", f"{what}; cluster.devices_per_node is {wanted}", fix)
+    named = config.cluster.hardware
+    if named is not None and any(named.partition("-")[0] not in name.lower() for name, _ in gpus):
+        return warn(
+            "GPUs", f"{what}; cluster.hardware is {named}, and the plan is for those", "mrl plan --hardware NAME"
+        )
     return CheckResult(
         "ok" if nccl else "warn", "GPUs", what, "" if nccl else "mrl env says whether torch has it built in"
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mrl.config.names import ENGINES
 from mrl.errors import NameUnknown, RolloutError, did_you_mean
 from mrl.registry import load_attribute
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
@@ -149,17 +150,11 @@ class RolloutEngine(ABC):
     def _wake(self, part: Part) -> list[FreeMemory]: ...
 
 
-_ENGINES = {
-    "vllm": "mrl.rollout.vllm_engine:VllmEngine",
-    "transformers": "mrl.rollout.transformers_engine:TransformersEngine",
-}
-
-
 def engine_class(name: str) -> type[RolloutEngine]:
     """The engine of that name, or the class at `package.module:attribute`; only what is used is loaded."""
-    if name not in _ENGINES and ":" not in name:
-        raise NameUnknown(f'unknown rollout engine "{name}"', fix=did_you_mean(name, _ENGINES))
-    found: type[RolloutEngine] = load_attribute(_ENGINES.get(name, name))
+    if name not in ENGINES and ":" not in name:
+        raise NameUnknown(f'unknown rollout engine "{name}"', fix=did_you_mean(name, ENGINES))
+    found: type[RolloutEngine] = load_attribute(ENGINES.get(name, name))
     return found
 
 

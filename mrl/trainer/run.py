@@ -146,8 +146,12 @@ class Run(Generic[AnyTyped]):
 @contextmanager
 def open_run(resolved: Resolved[AnyTyped], console: Console) -> Iterator[Run[AnyTyped]]:
     """Open the run of a configuration: a new one, or one that goes on."""
-    with open_run_directory(resolved, may_go_on=resolved.config.training.resume == "auto") as directory:
+    said: list[str] = []
+    may_go_on = resolved.config.training.resume == "auto"
+    with open_run_directory(resolved, may_go_on=may_go_on, warn=said.append) as directory:
         run = Run(resolved, directory, console)
+        for message in said:
+            run.warn("run.name", message)
         try:
             with run.stopping.on_signals():
                 yield run

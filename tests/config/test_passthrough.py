@@ -88,8 +88,8 @@ def test_what_would_break_a_promise_is_refused_with_its_reason(
 @pytest.mark.parametrize(
     ("override", "null"),
     [
-        ("rollout.vllm.gpu_memory_utilization=null", "null is no value of it (float)"),
-        ("actor.optimizer.weight_decay=null", "null is no value of it (float)"),
+        ("rollout.vllm.gpu_memory_utilization=null", "must be float, not null"),
+        ("actor.optimizer.weight_decay=null", "must be float, not null"),
     ],
 )
 def test_null_is_refused_where_the_library_knows_none(

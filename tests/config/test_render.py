@@ -27,6 +27,8 @@ cluster:
   nodes: 1                                       # default
   devices_per_node: 4                            # run.yaml:4
   device: cpu                                    # run.yaml:5
+  hardware: null                                 # default
+  overfull: refuse                               # default
   numa_binding: true                             # default
   ray_address: null                              # default
   allow_insecure_ray: false                      # default
@@ -215,8 +217,8 @@ def test_difference(valid: str, write: Write) -> None:
 
 
 def test_difference_in_type_alone(valid: str, write: Write) -> None:
-    one, true = (load_config(write(valid), [f"rollout.vllm.enforce_eager={value}"]) for value in ("1", "true"))
-    assert "+ rollout.vllm.enforce_eager: true" in render_difference(one, true)
+    one, true = (load_config(write(valid), [f"rollout.vllm.hf_overrides.eager={value}"]) for value in ("1", "true"))
+    assert "+ rollout.vllm.hf_overrides.eager: true" in render_difference(one, true)
 
 
 def test_schema_lists_every_key_once_with_its_meaning() -> None:

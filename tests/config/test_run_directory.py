@@ -59,13 +59,27 @@ def test_a_run_is_never_written_over(valid: str, write: Write) -> None:
     resolved = load_config(write(valid))
     with open_run_directory(resolved, may_go_on=True) as directory:
         before = (directory / "config.yaml").stat()
-    other = load_config("run.yaml", ["batch.epochs_per_step=2"])
-    for refused in (refusal(other), refusal(resolved, may_go_on=False)):
-        assert refused == (
-            "runs/demo: run.name: this directory holds something already, and no checkpoint to go on from "
-            "(choose another run.name or run.dir, or move that directory away)"
-        )
+    assert refusal(resolved, may_go_on=False) == (
+        "runs/demo: run.name: this directory holds something already, and no checkpoint to go on from "
+        "(choose another run.name or run.dir, or move that directory away)"
+    )
     assert (directory / "config.yaml").stat() == before
+    (directory / "config.yaml").rename(directory / "mine.txt")
+    assert "holds something already" in refusal(resolved), "what is not a run of mrl is nobody's to move"
+
+
+def test_an_attempt_that_failed_before_its_first_checkpoint_is_set_aside(valid: str, write: Write) -> None:
+    path = write(valid)
+    said: list[str] = []
+    for epochs in (1, 2, 3):
+        resolved = load_config(path, [f"batch.epochs_per_step={epochs}"])
+        with open_run_directory(resolved, may_go_on=True, warn=said.append) as directory:
+            (directory / "logs" / f"attempt {epochs}").touch()
+    assert [line.rpartition("/")[2] for line in said] == ["attempt-1", "attempt-2"]
+    assert {each.name for each in directory.iterdir()} == {".lock", "attempt-1", "attempt-2", "config.yaml", "logs"}
+    kept = [next((directory / name / "logs").iterdir()).name for name in ("attempt-1", "attempt-2", ".")]
+    assert kept == ["attempt 1", "attempt 2", "attempt 3"], "nothing is lost"
+    assert "epochs_per_step: 1" in (directory / "attempt-1" / "config.yaml").read_text()
 
 
 def test_a_run_that_could_not_save_may_begin_again(valid: str, write: Write) -> None:

@@ -55,7 +55,7 @@ def test_canary(overrides: list[str], valid: str, write: Write, monkeypatch: pyt
 
 
 def test_a_number_can_be_a_secret(valid: str, write: Write) -> None:
-    resolved = load_config(write(valid), ["rollout.vllm.hf_token=8675309001"])
+    resolved = load_config(write(valid), ["rollout.vllm.hf_overrides.api_key=8675309001"])
     assert "8675309001" not in everything_written(resolved, load_config("run.yaml"))
 
 

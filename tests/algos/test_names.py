@@ -1,0 +1,22 @@
+"""The names that a configuration may give, and what is registered under them: neither has more than the other."""
+
+from __future__ import annotations
+
+from mrl.algos.advantages import ADVANTAGES
+from mrl.algos.aggregate import AGGREGATIONS
+from mrl.algos.kl import KL_ESTIMATORS
+from mrl.algos.losses import POLICY_LOSSES
+from mrl.algos.rollout_correction import RATIO_LEVELS
+from mrl.config import names
+from mrl.data.sources import DATASETS
+from mrl.data.toy import TOY_TASKS
+
+
+def test_every_name_is_registered_and_every_registered_one_is_known() -> None:
+    assert sorted(names.ADVANTAGES) == sorted(ADVANTAGES)
+    assert sorted(names.AGGREGATIONS) == sorted(AGGREGATIONS)
+    assert sorted(names.KL_ESTIMATORS) == sorted(KL_ESTIMATORS)
+    assert sorted(names.POLICY_LOSSES) == sorted(POLICY_LOSSES)
+    assert sorted(names.RATIO_LEVELS) == sorted(RATIO_LEVELS)
+    assert sorted(names.DATASETS) == sorted(DATASETS)
+    assert sorted(names.TOY_TASKS) == sorted(TOY_TASKS)

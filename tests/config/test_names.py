@@ -1,0 +1,171 @@
+"""A name that nothing goes by and a handed-on value of a wrong type are mistakes of the configuration, told at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mrl.config.annotations import wrong_value
+from mrl.config.load import load_config
+from mrl.errors import ConfigError
+
+Write = Callable[..., str]
+UNKNOWN = {
+    "algorithm.advantage=gpro": 'unknown advantage estimator "gpro" (did you mean "grpo"?',
+    "algorithm.advantage=GAE": 'unknown advantage estimator "GAE" (known: dr_grpo, gae, gpg, grpo, opo, ',
+    "algorithm.advantage=grpo_passk": 'unknown advantage estimator "grpo_passk"',
+    "algorithm.loss.policy=gspo_token": 'unknown policy loss "gspo_token" (known: cispo, geo_mean, ',
+    "algorithm.loss.policy=dpo": 'unknown policy loss "dpo" (did you mean "ppo"?',
+    "algorithm.loss.aggregation=token_mean": 'unknown loss aggregation "token_mean" (did you mean "token-mean"?',
+    "algorithm.loss.aggregation=mean": 'unknown loss aggregation "mean"',
+    "algorithm.kl.in_reward=k4": 'unknown KL estimator "k4" (',
+    "algorithm.kl.in_loss=low_var": 'unknown KL estimator "low_var" (did you mean "low_var_kl"?',
+    "algorithm.kl.in_loss=k3++": 'unknown KL estimator "k3++" (did you mean "k3+"?',
+    "algorithm.correction.level=tokens": 'unknown importance ratio level "tokens" (did you mean "token"?',
+    "rollout.engine=vlm": 'unknown rollout engine "vlm" (did you mean "vllm"?',
+    "rollout.engine=sglang": 'unknown rollout engine "sglang" (known: transformers, vllm',
+    "data.train.math.dataset=toy:adition": 'there is no toy task "adition" (did you mean "addition"?)',
+    "data.validation={sums: {dataset: toy:plus}}": 'there is no toy task "plus"',
+    "cluster={device: gpu, devices_per_node: 4, hardware: h100-80}": '"h100-80" is not known (did you mean "h100-80gb"',
+    "cluster.hardware=h100-80gb": "names GPUs, and devices are CPU slots",
+    "algorithm.advantage=own_parts:gpro": 'own_parts.py has no "gpro"; did you mean "grpo"?',
+    "algorithm.advantage=own parts:grpo": '"own parts:grpo" is not of the form package.module:attribute',
+    "algorithm.loss.policy=own_parts:los": 'own_parts.py has no "los"; did you mean "loss"?',
+    "algorithm.loss.policy='own_parts:'": '"own_parts:" is not of the form package.module:attribute',
+    "algorithm.loss.aggregation=own_parts:sum_": 'own_parts.py has no "sum_"',
+    "algorithm.kl.in_reward=own_parts:k5": 'own_parts.py has no "k5"',
+    "algorithm.kl.in_loss=own_parts.deeper:k1": "",
+    "algorithm.correction.level=own_parts:word": 'own_parts.py has no "word"',
+    "rollout.engine=own_parts:Engin": 'own_parts.py has no "Engin"; did you mean "Engine"?',
+    "data.train.math.dataset=own_parts:row": 'own_parts.py has no "row"; did you mean "rows"?',
+    "reward.functions.answer.name=own_parts:scor": 'own_parts.py has no "scor"; did you mean "score"?',
+    "reward.functions.answer.name=broken_parts:score": "broken_parts.py cannot be read as Python: invalid syntax",
+    "algorithm.advantage=nowhere.at_all:grpo": "",
+}
+"""Override -> what is said of its key; nothing where the module is not on this machine, which is only warned of."""
+WRONG_TYPES = {
+    "actor.optimizer.lr=fast": 'must be float or null, not "fast"',
+    "actor.optimizer.lr=[1e-6]": "must be float or null, not [1e-06]",
+    "actor.optimizer.clip_grad=true": "must be float, not true",
+    "actor.optimizer.adam_beta1=none": 'must be float, not "none"',
+    "actor.optimizer.adam_eps={value: 1e-8}": 'must be float, not {"value": 1e-08}',
+    "actor.optimizer.decoupled_weight_decay=maybe": 'must be bool, not "maybe"',
+    "actor.optimizer.weight_decay=null": "must be float, not null",
+    "critic.optimizer.lr=1e-6s": 'must be float or null, not "1e-6s"',
+    "actor.ddp.bucket_size=many": 'must be int or null, not "many"',
+    "actor.ddp.bucket_size=1e7": "must be int or null, not 10000000.0",
+    "actor.ddp.overlap_grad_reduce=1": "must be bool, not 1",
+    "actor.ddp.pad_buckets_for_high_nccl_busbw=null": "must be bool, not null",
+    "critic.ddp.overlap_param_gather=on_": 'must be bool, not "on_"',
+    "actor.megatron.recompute_granularity=all": 'must be full, selective or null, not "all"',
+    "actor.megatron.recompute_granularity=3": "must be str or null, not 3",
+    "actor.megatron.recompute_method=blocks": 'must be uniform, block or null, not "blocks"',
+    "actor.megatron.recompute_num_layers=two": 'must be int or null, not "two"',
+    "actor.megatron.recompute_modules=mlp": 'must be a list (list[str]) or null, not "mlp"',
+    "actor.megatron.recompute_modules=[mlp, 7]": 'must be a list (list[str]) or null, not ["mlp", 7]',
+    "critic.megatron.hidden_dropout=zero": 'must be float, not "zero"',
+    "critic.megatron.bias_activation_fusion=0": "must be bool, not 0",
+    "rollout.vllm.dtype=half": 'must be bfloat16, float16 or float32, not "half"',
+    "rollout.vllm.dtype=3": "must be bfloat16, float16 or float32, not 3",
+    "rollout.vllm.gpu_memory_utilization=high": 'must be float, not "high"',
+    "rollout.vllm.gpu_memory_utilization=null": "must be float, not null",
+    "rollout.vllm.kv_cache_memory_bytes=64M": 'must be int or null, not "64M"',
+    "rollout.vllm.max_num_seqs=2.5": "must be int or null, not 2.5",
+    "rollout.vllm.max_num_batched_tokens=[8192]": "must be int or null, not [8192]",
+    "rollout.vllm.enforce_eager=yes_": 'must be bool, not "yes_"',
+    "rollout.vllm.kv_cache_dtype=fp7": 'not "fp7"',
+    "rollout.vllm.performance_mode=fastest": 'must be balanced, interactivity or throughput, not "fastest"',
+    "rollout.vllm.scheduling_policy=lifo": 'must be fcfs or priority, not "lifo"',
+    "rollout.vllm.cudagraph_capture_sizes=[1, two]": 'must be a list (list[int]) or null, not [1, "two"]',
+    "rollout.vllm.max_lora_rank=7": "512, not 7",
+    "rollout.vllm.hf_overrides=7": "",
+}
+"""The same of types and choices; nothing where only the library itself could tell."""
+
+
+@pytest.fixture
+def own_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's module that would never load: its parts are found without being imported."""
+    source = "raise SystemExit('imported')\nif True:\n    def grpo(): ...\nasync def score(): ...\nclass Engine: ...\n"
+    (tmp_path / "own_parts.py").write_text(f"{source}loss, rows = 1, []\nfrom json import loads as k1\n")
+    (tmp_path / "broken_parts.py").write_text("def score(:\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def said_of(path: str, override: str) -> str:
+    try:
+        load_config(path, [override])
+    except ConfigError as error:
+        return "\n".join(map(str, error.problems))
+    return ""
+
+
+@pytest.mark.parametrize("override", UNKNOWN)
+@pytest.mark.usefixtures("own_parts")
+def test_a_name_that_nothing_goes_by(override: str, valid: str, write: Write) -> None:
+    said = said_of(write(valid), override)
+    assert UNKNOWN[override] in said
+    assert bool(said) == bool(UNKNOWN[override])
+
+
+@pytest.mark.parametrize("name", ["grpo", "k1", "Engine", "loss", "score"])
+@pytest.mark.usefixtures("own_parts")
+def test_what_a_module_defines_is_found_unloaded(name: str, valid: str, write: Write) -> None:
+    resolved = load_config(write(valid), [f"algorithm.loss.policy=own_parts:{name}"])
+    assert not any("own_parts" in warning for warning in resolved.warnings)
+
+
+def test_a_module_that_is_not_here_is_warned_of(valid: str, write: Write) -> None:
+    resolved = load_config(write(valid), ["algorithm.loss.policy=nowhere.at_all:loss"])
+    assert 'algorithm.loss.policy: there is no module "nowhere.at_all" on this machine' in resolved.warnings
+
+
+@pytest.mark.needs
+@pytest.mark.parametrize("override", WRONG_TYPES)
+def test_a_value_of_a_wrong_type(override: str, valid: str, write: Write) -> None:
+    said = said_of(write(valid), override)
+    assert WRONG_TYPES[override] in said
+    assert bool(said) == bool(WRONG_TYPES[override])
+
+
+def test_what_the_plan_reads_is_checked_without_the_libraries(valid: str, write: Write) -> None:
+    code = (
+        "import importlib.util, sys\n"
+        "importlib.util.find_spec = lambda name: None\n"
+        "from mrl.config.load import load_config\n"
+        f"load_config({write(valid)!r}, sys.argv[1:])\n"
+    )
+    wrong = ["rollout.vllm.dtype=3", "actor.ddp.bucket_size=many", "rollout.vllm.max_num_seqs=few"]
+    began = time.perf_counter()
+    ran = subprocess.run([sys.executable, "-c", code, *wrong], capture_output=True, text=True, timeout=60)
+    assert "must be bfloat16, float16 or float32, not 3" in ran.stderr
+    assert 'actor.ddp.bucket_size: must be int or null, not "many"' in ran.stderr
+    assert 'rollout.vllm.max_num_seqs: must be int or null, not "few"' in ran.stderr
+    assert time.perf_counter() - began < 20
+
+
+@pytest.mark.parametrize(
+    ("annotation", "good", "bad"),
+    [
+        ("int", [1], [True, 1.0, "1", None]),
+        ("float", [1, 1.5], [True, "1.5"]),
+        ("Optional[Union[str, List[int]]]", [None, "a", [1]], [2, ["a"]]),
+        ("'int | None'", [None, 3], ["3"]),
+        ("Literal['a', 2] | Other", ["a", 2, object()], []),
+        ("Tuple[int, ...]", [[1, 2]], [["a"], (1,)]),
+        ("dict[str, int]", [{}], [[]]),
+        ("Word", ["in"], ["out", 1]),
+        ("Callable[[int], str]", ["whatever"], []),
+    ],
+)
+def test_annotations(annotation: str, good: list[object], bad: list[object]) -> None:
+    def alias(name: str) -> str | None:
+        return "Literal['in', 'on']" if name == "Word" else None
+
+    assert [value for value in good if wrong_value(annotation, value, alias)] == []
+    assert [value for value in bad if not wrong_value(annotation, value, alias)] == []
