@@ -79,6 +79,9 @@ BROAD_EXCEPT_ALLOWED = {
     ("mrl/controller/worker_host.py", "WorkerHost.call"),
     ("mrl/controller/worker_host.py", "WorkerHost.call_on_shard"),
     ("mrl/verify/spawn.py", "_rank_main"),
+    ("mrl/observe/trackers.py", "TrackerThread._work"),
+    ("mrl/observe/trackers.py", "TrackerThread._delivered"),
+    ("mrl/observe/trackers.py", "TrackerThread._closed"),
     ("mrl/rewards/worker.py", "_load"),
     ("mrl/rewards/worker.py", "score_sample"),
 }

@@ -29,13 +29,14 @@ ENGINES = {
     "vllm": "mrl.rollout.vllm_engine:VllmEngine",
     "transformers": "mrl.rollout.transformers_engine:TransformersEngine",
 }
+TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
 DATASETS = ("toy", "reasoning_gym")
 TOY_TASKS = ("addition", "reversing", "sorting")
 
 
 def check_names(config: AnyConfig) -> Iterator[Problem]:
     """Yield every name that nothing goes by, but a module that is not on this machine."""
-    for key, kind, name, known in _algorithm_names(config) if isinstance(config, Config) else ():
+    for key, kind, name, known in _known_names(config):
         if name not in known and ":" not in name:
             near = did_you_mean(name, known)
             yield problem(
@@ -60,7 +61,7 @@ def missing_modules(config: AnyConfig) -> Iterator[Problem]:
 
 def own_parts(config: AnyConfig) -> Iterator[tuple[str, str]]:
     """Yield the keys that name a user's own part, with the name."""
-    for key, _, name, _ in _algorithm_names(config) if isinstance(config, Config) else ():
+    for key, _, name, _ in _known_names(config):
         if ":" in name:
             yield key, name
     for key, name in _datasets(config):
@@ -69,6 +70,13 @@ def own_parts(config: AnyConfig) -> Iterator[tuple[str, str]]:
     for label, function in config.reward.functions.items() if isinstance(config, Config) else ():
         if is_path(function.name):
             yield f"reward.functions.{label}.name", function.name
+
+
+def _known_names(config: AnyConfig) -> Iterator[tuple[str, str, str, Collection[str]]]:
+    for number, name in enumerate(config.training.trackers):
+        yield f"training.trackers.{number}", "tracker", name, TRACKERS
+    if isinstance(config, Config):
+        yield from _algorithm_names(config)
 
 
 def _algorithm_names(config: Config) -> Iterator[tuple[str, str, str, Collection[str]]]:

@@ -39,8 +39,9 @@ class TrainingConfig:
     checkpoint begins the count anew. 0 stops at once."""
     time_limit_s: Seconds | None = None
     """Wall-clock time after which the run saves and ends; null has none."""
-    tracker: Literal["none", "tensorboard", "wandb", "both"] = "none"
-    """Where figures go beside `metrics.jsonl`; each needs the extra of its name."""
+    trackers: list[Text] = field(default_factory=list)
+    """Where figures go beside `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, `swanlab`, each with the extra of its
+    name, or your own as `package.module:class`. One that fails is reported, and the run goes on."""
     samples_every: NotNegative = 1
     """Steps between files of samples with their text; 0 writes none."""
 

@@ -56,8 +56,9 @@ class SftTrainingConfig:
     """Whether a run directory that holds a verified checkpoint goes on from it."""
     time_limit_s: Seconds | None = None
     """Wall-clock time after which the run saves and ends; null has none."""
-    tracker: Literal["none", "tensorboard", "wandb", "both"] = "none"
-    """Where figures go beside `metrics.jsonl`; each needs the extra of its name."""
+    trackers: list[Text] = field(default_factory=list)
+    """Where figures go beside `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, `swanlab`, each with the extra of its
+    name, or your own as `package.module:class`. One that fails is reported, and the run goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,8 +115,8 @@ class RayPPOTrainer:
             with self.clock("values"):
                 batch = batch.union(self.critic.compute_values(batch))
         with self.clock("advantage"):
-            advantages, kl = self.estimate_advantages(batch, list(samples.batch["uid"]))
-            batch, metrics = batch.union(advantages), metrics | kl
+            advantages, figures = self.estimate_advantages(batch, list(samples.batch["uid"]))
+            batch, metrics = batch.union(advantages), metrics | figures
         updates: dict[str, list[Metrics]] = {}
         if self.critic is not None:
             with self.clock("update_critic"):
@@ -134,7 +134,8 @@ class RayPPOTrainer:
 
     def _measured(self, batch: DataProto) -> Metrics:
         """Return the lengths, seconds and speed of the step that ends now."""
-        metrics = step_metrics.batch_metrics(batch, self.config.rollout.max_response_tokens)
+        longest, solved_at = self.config.rollout.max_response_tokens, self.config.validation.solved_at
+        metrics = step_metrics.batch_metrics(batch, longest, solved_at)
         seconds = self.clock.pop_seconds()
         metrics |= step_metrics.timing_metrics(seconds, batch, self.config.cluster)
         num_trained = int(metrics["perf/total_num_tokens"]) * self.config.batch.epochs_per_step

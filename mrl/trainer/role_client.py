@@ -60,8 +60,8 @@ class RoleClient:
 
 class _AdvantageClient(RoleClient):
     def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> tuple[DataProto, Metrics]:
-        """Return the advantages, and the mean KL of the rewards. No model runs: rows are cut by number."""
-        return _merged(self.group.compute_advantages(batch, whole), "reward")
+        """Return the advantages, and figures of what they were made of. No model runs: rows are cut by number."""
+        return _merged(self.group.compute_advantages(batch, whole))
 
 
 class ActorClient(_AdvantageClient):
@@ -108,8 +108,9 @@ class SftClient(RoleClient):
         return self._update("update_sft", batch)
 
 
-def _merged(written: DataProto, prefix: str) -> tuple[DataProto, Metrics]:
-    metrics = {f"{prefix}/{name}": of_shards[0] for name, of_shards in written.meta_info.items()}  # alike on all
+def _merged(written: DataProto, prefix: str = "") -> tuple[DataProto, Metrics]:
+    begin = f"{prefix}/" if prefix else ""
+    metrics = {f"{begin}{name}": of_shards[0] for name, of_shards in written.meta_info.items()}  # alike on all
     written.meta_info = {}
     return written, metrics
 

@@ -13,8 +13,9 @@ from mrl.config.run_directory import CHECKPOINTS, open_run_directory
 from mrl.errors import WorkerRaised
 from mrl.events import EventLog, RunStarted, Warned
 from mrl.observe.console import Console
-from mrl.observe.metrics import MetricsFile, Tracker, open_trackers
+from mrl.observe.metrics import MetricsFile
 from mrl.observe.step_timer import StepTimer
+from mrl.observe.trackers import TrackerThread, open_trackers
 from mrl.trainer.checkpoints import CheckpointManager
 from mrl.trainer.resume_config import describe_changes, resume_config
 from mrl.trainer.role_client import RoleClient
@@ -51,7 +52,7 @@ class Run(Generic[AnyTyped]):
         self.checkpoints = CheckpointManager(directory / CHECKPOINTS, self.config.training.keep, self.events)
         self._metrics: MetricsFile
         self.stopping = ShutdownSignal(self.config.training.time_limit_s)
-        self.trackers: list[Tracker] = []
+        self.trackers: list[TrackerThread] = []
         self._best: float | None = None
         self._best_before: float | None = None
         self._num_failed_saves = 0
@@ -72,7 +73,7 @@ class Run(Generic[AnyTyped]):
             self.warn("resume", "this run began here before and left no checkpoint: it begins again")
         next_step = 1 if found is None else found.step + 1
         self._metrics = MetricsFile(metrics, next_step)
-        which, name = self.config.training.tracker, self.config.run.name
+        which, name = self.config.training.trackers, self.config.run.name
         self.trackers = open_trackers(which, name, self.directory, resume_config(self.config), next_step)
         if found is None:
             return 0
@@ -90,6 +91,8 @@ class Run(Generic[AnyTyped]):
         self._metrics.write(step, metrics)
         for tracker in self.trackers:
             tracker.log(step, metrics)
+            if news := tracker.news():
+                self.warn("tracker", news)
 
     def save_is_due(self, step: int) -> bool:
         """Return whether the configuration wants a checkpoint after this step, or one failed that is to be made up."""
@@ -157,5 +160,6 @@ def open_run(resolved: Resolved[AnyTyped], console: Console) -> Iterator[Run[Any
                 yield run
         finally:
             for tracker in run.trackers:
-                tracker.close()
+                if lost := tracker.close():
+                    run.warn("tracker", lost)
             run.events.close()

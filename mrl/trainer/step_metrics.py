@@ -13,10 +13,14 @@ from mrl.protocol import DataProto
 from mrl.trainer.role_client import RoleClient
 
 
-def batch_metrics(batch: DataProto, max_response_tokens: int) -> dict[str, float]:
-    """Return the scores, lengths, and how many groups teach nothing."""
+def batch_metrics(batch: DataProto, max_response_tokens: int, solved_at: float) -> dict[str, float]:
+    """Return the scores, the lengths, by outcome and by source too, and how many groups teach nothing."""
     scores = np.asarray(batch["scores"], dtype=np.float64)
     figures = summary_metrics("critic/score", scores) | summary_metrics("response_length", batch.lengths("responses"))
+    figures |= _lengths_by(batch, {"solved": scores >= solved_at, "unsolved": scores < solved_at})
+    sources = batch["data_source"].astype(str)
+    if len(names := np.unique(sources)) > 1:
+        figures |= _lengths_by(batch, {f"source/{name}": sources == name for name in names})
     figures |= summary_metrics("prompt_length", batch.lengths("prompts"))
     figures["response_length/clip_ratio"] = float((batch.lengths("responses") >= max_response_tokens).mean())
     uids, group = np.unique(batch["uid"].astype(str), return_inverse=True)
@@ -26,6 +30,11 @@ def batch_metrics(batch: DataProto, max_response_tokens: int) -> dict[str, float
     figures["groups/uniform_share"] = float((lowest == highest).mean())
     figures["batch/samples"] = len(batch)
     return figures
+
+
+def _lengths_by(batch: DataProto, parts: Mapping[str, npt.NDArray[np.bool_]]) -> dict[str, float]:
+    lengths = batch.lengths("responses")
+    return {f"response_length/{name}/mean": float(lengths[rows].mean()) for name, rows in parts.items() if rows.any()}
 
 
 def timing_metrics(seconds: Mapping[str, float], batch: DataProto, cluster: ClusterConfig) -> dict[str, float]:

@@ -59,9 +59,9 @@ class ActorRolloutRefWorker(ModelWorker):
     @register_call(step_calls.ACTOR_ADVANTAGES)
     def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> DataProto:
         """Compute advantages where there is no critic."""
-        estimate, kl = shard_advantages(batch, whole, self._algorithm, self.sum_over_shards)
+        estimate, figures = shard_advantages(batch, whole, self._algorithm, self.sum_over_shards, self.max_over_shards)
         column = jagged(estimate.advantages_T.float(), batch.lengths("responses"))
-        return DataProto.from_dict({"advantages": column}, meta_info={"kl": kl}, row_ids=batch.row_ids)
+        return DataProto.from_dict({"advantages": column}, meta_info=figures, row_ids=batch.row_ids)
 
     @register_call(step_calls.UPDATE_ACTOR)
     def update_actor(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:

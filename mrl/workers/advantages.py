@@ -1,13 +1,17 @@
-"""Advantages of a shard: rewards on tokens, the KL penalty, and the estimator, which may look at the whole batch."""
+"""Advantages of a shard: rewards on tokens, the KL penalty, the estimator, which may look at the whole batch, and what
+figures there are of all of these."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
 
-from mrl.algos.advantages import AdvantageInputs, Advantages, estimate_advantages
+import torch
+from torch import Tensor
+
+from mrl.algos.advantages import VARIANCE_FLOOR, AdvantageInputs, Advantages, estimate_advantages
 from mrl.algos.groups import Outcomes
 from mrl.algos.kl import mean_row_kl, token_kl
-from mrl.algos.rows import Reduce, Rows
+from mrl.algos.rows import Reduce, Rows, apply_mask
 from mrl.algos.token_rewards import apply_kl_penalty, kl_penalized_scores, scores_to_token_rewards
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.protocol import DataProto
@@ -16,9 +20,10 @@ from mrl.workers.model_worker import optional_values, response_mask
 
 
 def shard_advantages(
-    batch: DataProto, whole: WholeBatch, config: AlgorithmConfig, sum_over_shards: Reduce
-) -> tuple[Advantages, float]:
-    """Return the shard's advantages, and the mean KL to the reference over all shards (0 where it is not charged)."""
+    batch: DataProto, whole: WholeBatch, config: AlgorithmConfig, sum_over_shards: Reduce, max_over_shards: Reduce
+) -> tuple[Advantages, dict[str, float]]:
+    """Return the shard's advantages, and figures of all shards, the mean KL to the reference among them (0 where it is
+    not charged)."""
     rows, mask_T = Rows.of(torch.from_numpy(batch.lengths("responses").copy())), response_mask(batch)
     columns = optional_values(batch, "values", "old_log_probs", "ref_log_probs")
     scores_B, position_B = batch["scores"], batch["position"]
@@ -42,4 +47,44 @@ def shard_advantages(
         position_B,
         sum_over_shards,
     )
-    return estimate_advantages(inputs, config), kl
+    found = estimate_advantages(inputs, config)
+    every_B = torch.ones(rows.num_rows, dtype=torch.bool)
+    measured = {
+        "rewards": (rows.sum(apply_mask(rewards_T, mask_T)), every_B),
+        "advantages": (found.advantages_T, mask_T),
+    }
+    values_T, returns_T = columns.get("values"), found.returns_T
+    if values_T is not None and returns_T is not None:
+        measured |= {"returns": (returns_T, mask_T), "values": (values_T, mask_T)}
+    figures = _distributions(measured, sum_over_shards, max_over_shards)
+    if values_T is not None and returns_T is not None:
+        figures["critic/vf_explained_var"] = _explained(returns_T, values_T, mask_T, sum_over_shards)
+    return found, figures | {"reward/kl": kl}
+
+
+def _distributions(
+    measured: Mapping[str, tuple[Tensor, Tensor]], sum_over_shards: Reduce, max_over_shards: Reduce
+) -> dict[str, float]:
+    """Return mean, largest and smallest of columns over those of their entries, of all shards, that count."""
+    sums, extremes = [], []
+    for x, counted in measured.values():
+        sums += [apply_mask(x.double(), counted).sum(), counted.sum().double()]
+        extremes += [torch.where(counted, sign * x.double(), -torch.inf).max() for sign in (1, -1)]
+    totals, ends = sum_over_shards(torch.stack(sums)).tolist(), max_over_shards(torch.stack(extremes)).tolist()
+    figures: dict[str, float] = {}
+    for number, name in enumerate(measured):
+        total, count = totals[2 * number : 2 * number + 2]
+        largest, smallest = ends[2 * number], -ends[2 * number + 1]
+        figures |= {f"critic/{name}/mean": total / max(count, 1.0)}
+        figures |= {f"critic/{name}/max": largest, f"critic/{name}/min": smallest}
+    return figures
+
+
+def _explained(returns_T: Tensor, values_T: Tensor, mask_T: Tensor, sum_over_shards: Reduce) -> float:
+    """Return the share of the returns' variance that the critic foresaw: 1 - var(returns - values) / var(returns)."""
+    columns = [apply_mask(each_T.double(), mask_T) for each_T in (returns_T, returns_T - values_T)]
+    sums = [mask_T.sum().double(), *(part.sum() for each_T in columns for part in (each_T, each_T.square()))]
+    count, *parts = sum_over_shards(torch.stack(sums)).tolist()
+    count = max(count, 1.0)
+    of_returns, of_errors = (parts[at + 1] / count - (parts[at] / count) ** 2 for at in (0, 2))
+    return float(1.0 - of_errors / (of_returns + VARIANCE_FLOOR))

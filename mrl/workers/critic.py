@@ -36,13 +36,13 @@ class CriticWorker(ModelWorker):
     @register_call(step_calls.CRITIC_ADVANTAGES)
     def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> DataProto:
         """Compute advantages, and the returns that the critic is trained towards."""
-        estimate, kl = shard_advantages(batch, whole, self._algorithm, self.sum_over_shards)
+        estimate, figures = shard_advantages(batch, whole, self._algorithm, self.sum_over_shards, self.max_over_shards)
         assert estimate.returns_T is not None, "an estimator that reads values gives returns"
         lengths = batch.lengths("responses")
         columns = {"advantages": estimate.advantages_T, "returns": estimate.returns_T}
         return DataProto.from_dict(
             {name: jagged(values_T.float(), lengths) for name, values_T in columns.items()},
-            meta_info={"kl": kl},
+            meta_info=figures,
             row_ids=batch.row_ids,
         )
 

@@ -162,7 +162,7 @@ training:
   resume: auto                                   # default
   max_restarts: 0                                # default
   time_limit_s: null                             # default
-  tracker: none                                  # default
+  trackers: []                                   # default
   samples_every: 1                               # default
 validation:
   every: 0                                       # default

@@ -94,8 +94,9 @@ def row_advantages(name: str, rows: Sequence[Row], scores: Sequence[float]) -> l
     return found
 
 
-def add_advantages(rows: Sequence[Row], algorithm: dict[str, Any], kl_coef: float) -> float:
-    """The columns `advantages`, and `returns` where there is a critic; the mean KL, where it is charged in the reward.
+def add_advantages(rows: Sequence[Row], algorithm: dict[str, Any], kl_coef: float) -> tuple[float, list[float]]:
+    """The columns `advantages`, and `returns` where there is a critic; the mean KL, where it is charged in the reward,
+    and the reward of each row, less that charge.
 
     r_t = -kl_coef kl_t, and the row's score on its last token. The KL is averaged over a row's tokens, then over rows.
     """
@@ -126,7 +127,7 @@ def add_advantages(rows: Sequence[Row], algorithm: dict[str, Any], kl_coef: floa
             advantages = whitened(rows, advantages)
     for row, of_row in zip(rows, advantages, strict=True):
         row.columns["advantages"] = torch.tensor(of_row, dtype=torch.float64)
-    return float(sum(row_kls) / max(len(row_kls), 1))
+    return float(sum(row_kls) / max(len(row_kls), 1)), [sum(of_row) for of_row in rewards]
 
 
 def _generalized(rows: Sequence[Row], rewards: list[list[float]], algorithm: dict[str, Any]) -> list[list[float]]:

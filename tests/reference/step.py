@@ -125,7 +125,14 @@ class Reference:
             add_column(rows, "ref_log_probs", lambda row: self.log_probs(self.initial, row)[0])
         if self.critic is not None:
             add_column(rows, "values", lambda row: token_values(self.critic, row))
-        figures["reward/kl"] = formulas.add_advantages(rows, self.algorithm, self.kl_coef)
+        figures["reward/kl"], rewards = formulas.add_advantages(rows, self.algorithm, self.kl_coef)
+        figures |= spread_of("critic/rewards", rewards)
+        for name in ("advantages", "returns", "values")[: 3 if self.critic is not None else 1]:
+            figures |= spread_of(f"critic/{name}", torch.cat([row.columns[name] for row in rows]).tolist())
+        if self.critic is not None:
+            returns, values = (torch.cat([row.columns[name] for row in rows]) for name in ("returns", "values"))
+            left, whole = (each.var(correction=0) for each in (returns - values, returns))
+            figures["critic/vf_explained_var"] = float(1 - left / (whole + 1e-8))
         updates = {}
         if self.critic is not None:
             updates["critic"] = self.update(rows, number, self.critic_adam, self.critic_loss)
@@ -254,6 +261,10 @@ class Reference:
             "perf/total_num_tokens": sum(prompts) + sum(responses),
         }
         figures |= spread_of("critic/score", [row.score for row in rows]) | spread_of("response_length", responses)
+        for name, wanted in (("solved", True), ("unsolved", False)):
+            at = self.config["validation"]["solved_at"]
+            lengths = [len(row.response) for row in rows if (row.score >= at) is wanted]
+            figures |= {f"response_length/{name}/mean": float(np.mean(lengths))} if lengths else {}
         return figures | spread_of("prompt_length", prompts)
 
 

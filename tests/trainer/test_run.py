@@ -35,8 +35,12 @@ class Tracker:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.logged.append((step, dict(metrics)))
 
-    def close(self) -> None:
+    def news(self) -> str:
+        return "it is down" if len(self.logged) == 2 else ""
+
+    def close(self) -> str:
         self.num_closed += 1
+        return "2 steps did not arrive" if self.logged else ""
 
 
 @pytest.fixture
@@ -138,14 +142,14 @@ def test_a_run_that_comes_back_puts_everything_where_it_was(begin: Begin, tracke
     first.resume(team_of())
     first.save(team_of(6), 3)
     team = team_of()
-    again = begin(training={"tracker": "both"})
+    again = begin(training={"trackers": ["tensorboard", "wandb"]})
     assert again.resume(team) == 3
     path = again.directory / "checkpoints" / "step-000003"
     assert team.actor.loaded == [str(path / "actor")]
     assert team.prompts.num_drawn == 6
     assert again.console.said == [f"resumed from {path}"]  # type: ignore[attr-defined]
     which, name, directory, config, next_step = tracker.opened
-    assert (which, name, directory, next_step) == ("both", "run", again.directory, 4)
+    assert (which, name, directory, next_step) == (["tensorboard", "wandb"], "run", again.directory, 4)
     assert config["rollout"]["temperature"] == 0.7
     assert "training" not in config
 
@@ -320,7 +324,11 @@ def test_an_open_run_hears_signals_and_closes_what_it_opened(
         os.kill(os.getpid(), signal.SIGTERM)
         assert run.should_stop()
         assert tracker.num_closed == 0
+        for step in (1, 2):
+            run.record(step, {"figure": 1.0})
     assert tracker.num_closed == 1
+    said = [each.event for each in read_events(tmp_path / "run" / "events.jsonl")]
+    assert [each.message for each in said if isinstance(each, Warned)] == ["it is down", "2 steps did not arrive"]
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises((ValueError, OSError)):
         run.events.write(Warned("", "closed"))

@@ -24,14 +24,16 @@ def batch_of(scores: list[float], uids: list[str], responses: list[int], prompts
         "responses": from_rows([[1] * length for length in responses]),
         "scores": torch.tensor(scores, dtype=torch.float64),
     }
-    return DataProto.from_dict(columns, {"uid": uids})
+    return DataProto.from_dict(
+        columns, {"uid": uids, "data_source": ["math" if uid == "b" else "code" for uid in uids]}
+    )
 
 
 BATCH = batch_of([1.0, 0.0, 0.5, 0.5, -2.0], ["a", "b", "a", "b", "c"], [8, 3, 7, 8, 4], [2, 5, 2, 5, 1])
 
 
 def test_scores_lengths_and_groups() -> None:
-    assert step_metrics.batch_metrics(BATCH, 8) == pytest.approx(
+    assert step_metrics.batch_metrics(BATCH, 8, 0.5) == pytest.approx(
         {
             "critic/score/mean": 0.0,
             "critic/score/max": 1.0,
@@ -43,6 +45,10 @@ def test_scores_lengths_and_groups() -> None:
             "prompt_length/max": 5,
             "prompt_length/min": 1,
             "response_length/clip_ratio": 2 / 5,
+            "response_length/solved/mean": 23 / 3,
+            "response_length/unsolved/mean": 7 / 2,
+            "response_length/source/code/mean": 19 / 3,
+            "response_length/source/math/mean": 11 / 2,
             "groups/uniform_share": 1 / 3,  # c, which is alone
             "batch/samples": 5,
         }
@@ -55,7 +61,7 @@ def test_scores_lengths_and_groups() -> None:
 )
 def test_a_group_is_uniform_if_all_its_scores_are_the_same(scores: list[float], share: float) -> None:
     batch = batch_of(scores, ["a", "a", "b", "b"], [1] * 4, [1] * 4)
-    assert step_metrics.batch_metrics(batch, 8)["groups/uniform_share"] == share
+    assert step_metrics.batch_metrics(batch, 8, 1.0)["groups/uniform_share"] == share
 
 
 def test_tokens_per_second_and_device() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def advantages_by_worker(
         columns[name] = found
     for batch, answer in zip(batches, answers, strict=True):
         assert answer.row_ids.tolist() == batch.row_ids.tolist(), "each row's answer bears the row's id"
-    return answers, columns, [float(answer.meta_info["kl"]) for answer in answers]
+    return answers, columns, [float(answer.meta_info["reward/kl"]) for answer in answers]
 
 
 def check(rows: list[Row], config: AlgorithmConfig, num_shards: int, worker_class: type = ActorOfShards) -> None:
@@ -92,6 +93,16 @@ def check(rows: list[Row], config: AlgorithmConfig, num_shards: int, worker_clas
         assert all(answer.values(name).dtype == torch.float32 for answer in answers)
     assert kls == pytest.approx([kl] * num_shards, rel=1e-9, abs=1e-12), "every shard knows the mean of all"
     assert (kl != 0) == (config.kl.where in ("reward", "both"))
+    for name, of_rows in expected.items():
+        written = [float(value) for of_row in of_rows for value in of_row]
+        of_all = {"mean": np.mean(written), "max": max(written), "min": min(written)}
+        for answer in answers:
+            figures = {of: answer.meta_info[f"critic/{name}/{of}"] for of in of_all}
+            assert figures == pytest.approx(of_all, rel=1e-5, abs=1e-6), "figures are of all shards' written tokens"
+    if worker_class is CriticOfShards:
+        values = [float(value) for row in rows for value in row.written("values")]
+        share = 1 - np.var(np.subtract(written, values)) / (np.var(written) + 1e-8)
+        assert answers[0].meta_info["critic/vf_explained_var"] == pytest.approx(share, rel=1e-4)
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
@@ -122,11 +133,12 @@ def test_group_estimators_feel_the_coefficient_of_this_step() -> None:
     rows, config = make_rows(*COLUMNS), config_of("grpo", "reward")
     batch = shards_of(rows, 1)[0]
     found = [
-        shard_advantages(batch, WholeBatch(UIDS, coef), config, lambda x: x)[0].advantages_T for coef in (0.0, 0.3)
+        shard_advantages(batch, WholeBatch(UIDS, coef), config, _same, _same)[0].advantages_T for coef in (0.0, 0.3)
     ]
     assert not torch.allclose(*found)
     assert torch.equal(
-        found[0], shard_advantages(batch, WholeBatch(UIDS, 0.3), config_of("grpo", "loss"), _same)[0].advantages_T
+        found[0],
+        shard_advantages(batch, WholeBatch(UIDS, 0.3), config_of("grpo", "loss"), _same, _same)[0].advantages_T,
     )
 
 
@@ -143,7 +155,7 @@ def test_a_score_per_token_is_refused() -> None:
     column = jagged(torch.zeros(int(batch.lengths("responses").sum())), batch.lengths("responses"))
     wrong = wrong.union(DataProto.from_dict({"scores": column}, row_ids=batch.row_ids))
     with pytest.raises(AssertionError, match="`scores` has one number per row"):
-        shard_advantages(wrong, WholeBatch(UIDS, 0.0), config_of("grpo", "none"), _same)
+        shard_advantages(wrong, WholeBatch(UIDS, 0.0), config_of("grpo", "none"), _same, _same)
 
 
 def _same(x: Tensor) -> Tensor:
