@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.harness import Benchmark, parser
 from mrl.config.algorithm import AlgorithmConfig, KlConfig
 from mrl.config.hardware import hardware
+from mrl.config.reward import RewardConfig
 from mrl.config.schema import (
     BatchConfig,
     ClusterConfig,
@@ -35,7 +36,6 @@ from mrl.config.schema import (
     ModelConfig,
     ParallelConfig,
     PlacementConfig,
-    RewardConfig,
     RolloutConfig,
     RunConfig,
     TrainedModelConfig,

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, parser
-from mrl.config.schema import RewardConfig, RewardFunctionConfig
+from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.events import EventLog
 from mrl.rewards.manager import RewardManager
 from mrl.rewards.outcome import Failure, Score

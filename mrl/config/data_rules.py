@@ -11,8 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mrl.config.reward import RewardFunctionConfig
 from mrl.config.rules import problem
-from mrl.config.schema import Config, RewardFunctionConfig, SourceConfig
+from mrl.config.schema import Config, SourceConfig
 from mrl.config.sft import AnyConfig
 from mrl.errors import Problem, did_you_mean
 

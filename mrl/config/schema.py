@@ -7,10 +7,11 @@ The dataclasses below are schema, defaults and documentation at once: the docstr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from mrl.config.algorithm import AlgorithmConfig
-from mrl.config.bounds import Count, NotNegative, PlainName, Proportion, Seconds, Share, Text, at_least
+from mrl.config.bounds import Count, NotNegative, PlainName, Proportion, Seconds, Share, Text
+from mrl.config.reward import RewardConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,45 +317,6 @@ class DataConfig:
     """How many rows that are no prompts may be skipped, each with an event; one more stops the run."""
     template: dict[str, Any] = field(default_factory=dict)
     """Passed on to the tokenizer's chat template (`enable_thinking: false`)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardFunctionConfig:
-    """One of the functions whose weighted sum is the reward."""
-
-    name: Text
-    """A built-in function such as `gsm8k`, or your own as `package.module:function`."""
-    weight: float = 1.0
-    """What its score is multiplied by; 0 only records it in the metrics."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Passed on to the function as keywords."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    """How responses are scored: by functions, in worker processes."""
-
-    functions: dict[PlainName, RewardFunctionConfig] = field(default_factory=dict)
-    """What metrics call each function -> which one it is; there may be none where a reward model scores."""
-    num_workers: Count = 4
-    """Processes that score at the same time, one sample each."""
-    limit_s: Seconds = 10.0
-    """For all functions on one sample together, from when a worker begins with it; waiting does not count."""
-    start_limit_s: Seconds = 60.0
-    """For a worker to import the functions."""
-    memory_bytes: Annotated[int, at_least(1 << 27)] = 2 << 30
-    """Address space of a worker."""
-    max_samples_per_s: Seconds | None = None
-    """Samples begun per second by all workers together, for a service that allows no more; null is no bound."""
-    retries: NotNegative = 1
-    """How often a sample that failed is tried again."""
-    on_failure: Literal["drop", "stop"] = "drop"
-    """A sample that still fails is left out of the update and counted, or stops the run. It is never scored 0."""
-    max_failed_share: Proportion = 0.05
-    """Share of the samples of a step that may fail; more stop the run."""
-    environment: dict[PlainName, Text] = field(default_factory=dict)
-    """Environment variables for the functions (`JUDGE_API_KEY: ${oc.env:JUDGE_API_KEY}`); those of the run that
-    may hold secrets are not handed on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from mrl.config.schema import RewardConfig
+from mrl.config.reward import RewardConfig
 from mrl.errors import RewardError
 from mrl.events import EventLog, Retried, SampleSkipped
 from mrl.redaction import redact_text

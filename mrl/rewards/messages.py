@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from mrl.config.schema import RewardConfig, RewardFunctionConfig
+from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.errors import RewardError
 
 CONTROL = 0  # the ticket of what belongs to no sample

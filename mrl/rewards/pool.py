@@ -12,7 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 
-from mrl.config.schema import RewardConfig
+from mrl.config.reward import RewardConfig
 from mrl.errors import RewardError, SetupError
 from mrl.rewards.messages import CONTROL, MAX_REPLY_BYTES, FrameReader, config_to_json, control, frame
 

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from mrl.config.schema import RewardConfig
+from mrl.config.reward import RewardConfig
 from mrl.errors import MrlError
 from mrl.rewards.messages import (
     CONTROL,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mrl.config.schema import RewardConfig, RewardFunctionConfig
+from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.errors import MrlError, NameUnknown, SetupError
 from mrl.registry import load_attribute
 from mrl.rewards.messages import MAX_REPLY_BYTES, MAX_SAMPLE_BYTES, FrameReader, control, frame, to_json

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.schema import RewardConfig, RewardFunctionConfig
+from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.events import Event, EventLog, read_events
 from mrl.rewards.manager import RewardManager
 from mrl.rewards.sample import Sample

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.schema import RewardFunctionConfig
+from mrl.config.reward import RewardFunctionConfig
 from mrl.errors import RewardError
 from mrl.rewards.functions import http
 from mrl.rewards.outcome import Failure, Score

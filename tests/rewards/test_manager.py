@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.schema import RewardFunctionConfig
+from mrl.config.reward import RewardFunctionConfig
 from mrl.errors import RewardError
 from mrl.events import Retried, SampleSkipped
 from mrl.rewards.outcome import Failure, Score, read_reply, reward_metrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mrl.config.schema import RewardFunctionConfig
+from mrl.config.reward import RewardFunctionConfig
 from mrl.errors import RewardError
 from mrl.events import Retried, SampleSkipped
 from mrl.rewards import sample as sample_module

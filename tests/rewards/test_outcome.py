@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from mrl.config.schema import RewardFunctionConfig
+from mrl.config.reward import RewardFunctionConfig
 from mrl.rewards.messages import CONTROL, FrameError, FrameReader, control, frame, to_json
 from mrl.rewards.outcome import (
     FAILURE_KINDS,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.schema import RewardConfig, RewardFunctionConfig
+from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.errors import RewardError
 from mrl.rewards import pool
 from mrl.rewards.manager import RewardManager

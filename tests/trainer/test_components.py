@@ -17,7 +17,8 @@ import pytest
 from mrl.algos.kl import AdaptiveKLController, FixedKLController
 from mrl.config.algorithm import KlConfig
 from mrl.config.mesh import Mesh
-from mrl.config.schema import Config, ParallelConfig, PlacementConfig, RewardConfig, RewardFunctionConfig, SourceConfig
+from mrl.config.reward import RewardConfig, RewardFunctionConfig
+from mrl.config.schema import Config, ParallelConfig, PlacementConfig, SourceConfig
 from mrl.errors import MrlError
 from mrl.events import EventLog, ModelLoaded, Warned, read_events
 from mrl.observe.step_timer import StepTimer
