@@ -96,6 +96,7 @@ def check_reward_rules(config: Config) -> Iterator[Problem]:
     elif not any(weights) and config.validation.every:
         what = "validation goes by reward.functions alone, and none of them has a weight"
         yield problem("validation.every", what, "give one a weight, or validation.every=0")
+    yield from _unscored(config)
     if model is not None:
         yield from _scored_late(config)
     for label, function in functions.items():
@@ -110,6 +111,19 @@ def check_reward_rules(config: Config) -> Iterator[Problem]:
             near = did_you_mean(function.name, reward_functions())
             fix = f"{near}{'' if near.endswith('?') else '.'} Or name your own as package.module:function"
             yield problem(f"{key}.name", f'unknown reward function "{function.name}"', fix)
+
+
+def _unscored(config: Config) -> Iterator[Problem]:
+    """Yield the sources that no function scores, among those whose rows are known by the name of their source."""
+    with_weight = any(function.weight for function in config.reward.functions.values())
+    model_scores = config.reward_model is not None and config.reward_model.weight
+    for key, source in _sources(config):
+        name = key.split(".", 2)[2]
+        if source.columns.data_source is not None or (model_scores and key.startswith("data.train.")):
+            continue
+        if with_weight and not config.reward.scores(name):
+            what = f'no function with a weight scores the data source "{name}"'
+            yield problem(key, what, "add it to reward.functions.NAME.sources")
 
 
 def _scored_late(config: Config) -> Iterator[Problem]:

@@ -105,6 +105,8 @@ def describe_type(annotation: Any) -> str:
         return " | ".join(str(choice) for choice in arguments)
     if origin in (Union, types.UnionType):
         return " | ".join(describe_type(choice) for choice in arguments)
+    if origin is list:
+        return f"list of {describe_type(arguments[0])}"
     if origin is dict:
         return "free keys" if arguments[1] is Any else f"name: {describe_type(arguments[1])}"
     if section_of(annotation) is not None:
@@ -184,6 +186,8 @@ class _Conversion:
             return self._constrained(arguments[0], arguments[1], value, path)
         if origin is Literal:
             return self._choice(arguments, value, path)
+        if origin is list:
+            return self._list(arguments[0], value, path)
         if origin is dict:
             return self._free_keys(arguments, value, path)
         if section_of(annotation) is not None:
@@ -214,6 +218,12 @@ class _Conversion:
         names = [self._value(name_annotation, name, (*path, name)) for name in entries]
         typed = {name: self._value(annotation, value, (*path, name)) for name, value in entries.items()}
         return UNUSABLE if UNUSABLE in (*names, *typed.values()) else typed
+
+    def _list(self, annotation: Any, values: Any, path: KeyPath) -> Any:
+        if not isinstance(values, list):
+            return self._wrong(path, "a list", values, "" if isinstance(values, dict) else f"write [{values}]")
+        typed = [self._value(annotation, value, (*path, str(number))) for number, value in enumerate(values)]
+        return UNUSABLE if UNUSABLE in typed else typed
 
     def _whole_number(self, value: Any, path: KeyPath) -> Any:
         if isinstance(value, int) and not isinstance(value, bool):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from mrl.config.bounds import Count, NotNegative, PlainName, Proportion, Seconds, Text, at_least
@@ -16,8 +17,15 @@ class RewardFunctionConfig:
     """A built-in function such as `gsm8k`, or your own as `package.module:function`."""
     weight: float = 1.0
     """What its score is multiplied by; 0 only records it in the metrics."""
+    sources: list[Text] | None = None
+    """The data sources whose samples it scores, as patterns (`gsm8k`, `math/*`: a star stands for any text); null or
+    none scores all. A source that no function with a weight scores is an error before the run."""
     options: dict[str, Any] = field(default_factory=dict)
     """Passed on to the function as keywords."""
+
+    def scores(self, data_source: str) -> bool:
+        """Return whether the samples of a data source are its to score."""
+        return not self.sources or any(fnmatchcase(data_source, pattern) for pattern in self.sources)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,3 +53,7 @@ class RewardConfig:
     environment: dict[PlainName, Text] = field(default_factory=dict)
     """Environment variables for the functions (`JUDGE_API_KEY: ${oc.env:JUDGE_API_KEY}`); those of the run that
     may hold secrets are not handed on."""
+
+    def scores(self, data_source: str) -> bool:
+        """Return whether any function with a weight scores the samples of a data source."""
+        return any(function.weight and function.scores(data_source) for function in self.functions.values())

@@ -46,13 +46,18 @@ class RowParser:
         columns, cells = self._columns, _Cells(raw, where)
         return PromptRow(
             messages=cells.messages(columns.prompt),
-            data_source=cells.text(columns.data_source, "data_source") if columns.data_source else self._source_name,
+            data_source=self.data_source(raw, where),
             ability=cells.optional_text(columns.ability, "ability") if columns.ability else None,
             ground_truth=cells.text(columns.ground_truth, "ground_truth") if columns.ground_truth else None,
             extra_info=cells.extra_info(columns.extra_info) if columns.extra_info else {},
             id=cells.id(columns.id) if columns.id else None,
             where=where,
         )
+
+    def data_source(self, raw: Mapping[str, Any], where: str) -> str:
+        """Return under which name rewards and metrics know the row."""
+        column = self._columns.data_source
+        return _Cells(raw, where).text(column, "data_source") if column else self._source_name
 
 
 def describe(value: object) -> str:

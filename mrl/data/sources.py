@@ -6,6 +6,8 @@ import glob
 import inspect
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -16,8 +18,9 @@ from mrl.config.schema import ColumnsConfig, SourceConfig
 from mrl.data.jsonl import JsonlFile
 from mrl.data.parquet import ParquetFile
 from mrl.data.reasoning_gym import ReasoningGymTask
+from mrl.data.rows import RowParser
 from mrl.data.toy import TOY_TASKS
-from mrl.errors import DataError, did_you_mean
+from mrl.errors import BadRow, DataError, did_you_mean
 from mrl.registry import Registry, load_attribute
 
 
@@ -95,6 +98,24 @@ def open_source(source: SourceConfig) -> RawRows:
     if not len(rows):
         raise DataError("the dataset has no rows", where=source.dataset)
     return MadeRows(rows, source.dataset)
+
+
+def data_sources(source: SourceConfig, name: str, max_made_rows: int | None) -> set[str]:
+    """Return the names under which rewards know the rows of a source; rows that have none are left out.
+
+    All rows are read, but of those that code makes at most `max_made_rows`, at even distances.
+    """
+    column = source.columns.data_source
+    if column is None:
+        return {name}
+    alone = ColumnsConfig(prompt=column, data_source=column, ability=None, ground_truth=None, extra_info=None)
+    rows, parser = open_source(replace(source, columns=alone)), RowParser(alone, name)
+    step = max(1, len(rows) // max_made_rows) if max_made_rows and isinstance(rows, MadeRows) else 1
+    found = set()
+    for number in range(0, len(rows), step):
+        with suppress(BadRow):  # which is reported when it is drawn
+            found.add(parser.data_source(rows.row(number), rows.where(number)))
+    return found
 
 
 def _matching(pattern: str) -> list[str]:

@@ -26,6 +26,7 @@ from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.trainer.components import check_model, model_setup
 from mrl.trainer.model_scores import check_reward_model
+from mrl.trainer.reward_sources import check_reward_sources
 
 _BYTES_PER_PARAMETER = 2  # published weights are bfloat16
 
@@ -109,7 +110,13 @@ def check_data(config: Config, *, all_rows: bool) -> Iterator[CheckResult]:
             look = _all_rows if all_rows else _some_rows
             yield from guarded(key, _check_source(config, {key: source}, tokenizer, look, scored[key]))
     yield from guarded("data.train", _check_number(config, tokenizer))
+    yield from guarded("rewards", _check_reward_sources(config))
     yield from guarded("rewards", _check_rewards(config, scored, tokenizer))
+
+
+def _check_reward_sources(config: Config) -> Iterator[CheckResult]:
+    for warning in check_reward_sources(config):
+        yield warn("rewards", warning, "a pattern is compared with the whole name; case counts")
 
 
 def _check_reward_model(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
@@ -186,7 +193,7 @@ def _check_rewards(
     with tempfile.TemporaryDirectory() as directory:
         events = EventLog(Path(directory, "events.jsonl"))
         try:
-            with RewardManager(reward, events) as rewards:
+            with RewardManager(reward, events, others_score=config.reward_model is not None) as rewards:
                 for key, of_source in prompts.items():
                     if of_source:
                         samples = [_answered(prompt, form, tokenizer) for form in _FORMS for prompt in of_source]

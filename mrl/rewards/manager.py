@@ -35,8 +35,10 @@ class RewardManager:
     ticket, `drain` waits for all that were submitted. One thread at a time may use a manager.
     """
 
-    def __init__(self, config: RewardConfig, events: EventLog) -> None:
+    def __init__(self, config: RewardConfig, events: EventLog, *, others_score: bool = False) -> None:
+        """Make workers. With `others_score` a sample may be of a data source that no function scores."""
         self._config = config
+        self._others_score = others_score
         self._events = events
         self._pending: dict[int, _Pending] = {}
         self._num_submitted = 0  # in all
@@ -62,6 +64,8 @@ class RewardManager:
 
     def submit(self, sample: Sample) -> int:
         """Queue a sample; the ticket that is returned names it in `drain`."""
+        if not self._others_score and not self._config.scores(sample.data_source):
+            raise nothing_scores(self._config, sample.data_source, sample.name)
         body = sample.to_json()
         self._num_submitted += 1
         self._pending[self._num_submitted] = _Pending(sample, body)
@@ -127,6 +131,14 @@ class RewardManager:
             where="reward",
             fix="mend the reward function, or raise reward.max_failed_share",
         )
+
+
+def nothing_scores(config: RewardConfig, data_source: str, where: str) -> RewardError:
+    """Return the error of a data source that no function with a weight scores."""
+    scored = {label: ", ".join(function.sources or ["everything"]) for label, function in config.functions.items()}
+    listed = "; ".join(f"{label} scores {sources}" for label, sources in scored.items())
+    what = f'no function with a weight scores the data source "{data_source}" ({listed})'
+    return RewardError(what, where=where, fix="add it to reward.functions.NAME.sources, or a function without sources")
 
 
 def _example(sample: Sample, failure: Failure) -> str:

@@ -136,7 +136,8 @@ def _figures(prefix: str, outcomes: Sequence[Outcome]) -> dict[str, float]:
 def _columns(scores: Sequence[Score]) -> Mapping[str, list[float]]:
     columns: dict[str, list[float]] = defaultdict(list)
     for score in scores:
-        columns["score"].append(score.value)
+        if score.parts:  # else no function scores its data source, and the reward model does later
+            columns["score"].append(score.value)
         for name, value in score.parts.items():
             columns[name].append(value)
     return columns

@@ -163,7 +163,10 @@ def score_sample(functions: list[RewardFunction], body: bytes, memory_bytes: int
     value, parts = 0.0, dict[str, float]()
     kind: FailureKind
     try:
+        sample = Sample.from_json(body)
         for function in functions:
+            if not function.config.scores(sample.data_source):
+                continue
             label = function.label
             # Each gets its own copy: what one does to its sample the next one does not see.
             scored = numbers_of(function(Sample.from_json(body)))

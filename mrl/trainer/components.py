@@ -30,6 +30,7 @@ from mrl.trainer.generation import Generator
 from mrl.trainer.model_scores import check_reward_model
 from mrl.trainer.node_libraries import check_libraries
 from mrl.trainer.node_models import fetch_models
+from mrl.trainer.reward_sources import check_reward_sources
 from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, RoleClient
 from mrl.trainer.validation import Validator
 from mrl.workers.messages import ModelSetup
@@ -77,11 +78,13 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             check_model(model_setup(name, config))
         for warning in check_reward_model(config, tokenizer):
             events.write(Warned("reward_model", warning))
+        for warning in check_reward_sources(config):
+            events.write(Warned("reward", warning))
         prompts = PromptLoader(
             open_dataset(config.data.train, config.data, config.rollout, tokenizer), config.data, config.batch, events
         )
         validation = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
-        rewards = stack.enter_context(RewardManager(config.reward, events)) if config.reward.functions else None
+        rewards = stack.enter_context(_reward_manager(config, events)) if config.reward.functions else None
         with clock("start"):
             stack.enter_context(ray_cluster(config.cluster))
             resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
@@ -108,6 +111,10 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             validator=validator,
             kl=_kl_controller(config),
         )
+
+
+def _reward_manager(config: Config, events: EventLog) -> RewardManager:
+    return RewardManager(config.reward, events, others_score=config.reward_model is not None)
 
 
 def check_model(setup: ModelSetup) -> None:

@@ -204,6 +204,16 @@ def test_rewards_that_never_reward_are_warned_of_and_those_that_raise_fail(
     assert check(*small(model), "reward.functions.answer.name=own_rewards:absent")[0] == 2
 
 
+def test_a_data_source_that_nothing_scores_fails(check: Callable[..., tuple[int, str]], model: Path) -> None:
+    code, said = check(*small(model), "reward.functions.answer.sources=[gsm8k]")
+    assert code == 2
+    assert 'data.train.sums: no function with a weight scores the data source "toy:addition"' in said
+    code, said = check(*small(model), 'reward.functions.answer.sources=["toy:*", gsm8k]')
+    assert code == 0
+    assert 'warn  rewards: reward.functions.answer.sources: "gsm8k" matches no data source' in said
+    assert "written as" in said
+
+
 def test_bad_rows_long_prompts_and_ids_that_occur_twice(
     check: Callable[..., tuple[int, str]], model: Path, tmp_path: Path
 ) -> None:

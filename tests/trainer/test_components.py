@@ -125,6 +125,7 @@ class Stage:
             "load_tokenizer": self._load_tokenizer,
             "check_model": lambda setup: self.journal.append(("check", setup.path, setup.head)),
             "check_reward_model": lambda config, tokenizer: iter(["it reads other templates"]),
+            "check_reward_sources": self._check_sources,
             "open_dataset": self._open_dataset,
             "PromptLoader": self._recorder("prompts"),
             "RewardManager": self._manager,
@@ -168,8 +169,12 @@ class Stage:
 
         return block
 
-    def _manager(self, *arguments: Any) -> Any:
-        return self._block("rewards", "the rewards")(*arguments)
+    def _check_sources(self, config: Config) -> Iterator[str]:
+        self.journal.append("sources")
+        yield "a pattern matches nothing"
+
+    def _manager(self, *arguments: Any, others_score: bool) -> Any:
+        return self._block("rewards", "the rewards")(*arguments, others_score)
 
     def _resources(self, *arguments: Any) -> Any:
         self.given["resources"] = arguments
@@ -215,7 +220,7 @@ def test_a_team_is_put_together(tmp_path: Path, stage: Stage) -> None:
         assert (team.prompts, team.generator, team.validator) == ("the prompts", "the generator", "the validator")
         assert team.kl == AdaptiveKLController(0.2, 0.5, 10)
         assert stage.given["prompts"] == ("sums", config.data, config.batch, events)
-        assert stage.given["rewards"] == (config.reward, events)
+        assert stage.given["rewards"] == (config.reward, events, True)
         assert stage.given["ray"] == (config.cluster,)
         assert stage.given["generator"] == (config, team.hybrid, "the rewards", stage.tokenizer, clock.progress)
         assert team.engine_probe == "the probe"
@@ -227,6 +232,7 @@ def test_a_team_is_put_together(tmp_path: Path, stage: Stage) -> None:
     assert stage.dataset_of == dict.fromkeys(["sums", "held"], (config.data, config.rollout, stage.tokenizer))
     warned = [record.event for record in read_events(tmp_path / "events.jsonl")]
     assert Warned("reward_model", "it reads other templates") in warned
+    assert Warned("reward", "a pattern matches nothing") in warned
     assert stage.given["hybrid"] == (config, ["actor", "critic", "reward_model"], "the context")
 
 
@@ -236,6 +242,7 @@ def test_what_is_cheap_comes_first_and_what_began_last_ends_first(tmp_path: Path
         assert [*stage.journal[:-4], stage.journal[-1]] == [
             ("tokenizer", "policy"),
             *[("check", "policy", "lm"), ("check", "policy", "score"), ("check", "scorer", "score")],
+            "sources",
             "rewards begins",
             "ray begins",
             ("resources", tmp_path, events),

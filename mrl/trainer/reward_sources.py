@@ -1,0 +1,41 @@
+"""Which data sources the prompts come from, and whether a reward function scores each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from mrl.config.schema import Config
+from mrl.data.sources import data_sources
+from mrl.rewards.manager import nothing_scores
+
+_MAX_MADE_ROWS = 10_000
+
+
+def check_reward_sources(config: Config) -> Iterator[str]:
+    """Raise where nothing scores a data source; yield what to warn of: patterns that match no data source.
+
+    Rows are read only where a function names its sources. Of many training rows that code makes some are read; a
+    sample of yet another source stops the run. Validation goes by the functions alone: a reward model scores nothing.
+    """
+    functions = config.reward.functions.items()
+    patterns = {label: function.sources for label, function in functions if function.sources}
+    if not patterns:
+        return
+    found = {
+        f"data.{part}.{name}": data_sources(source, name, _MAX_MADE_ROWS if part == "train" else None)
+        for part, sources in (("train", config.data.train), ("validation", config.data.validation))
+        for name, source in sources.items()
+    }
+    for key, names in found.items():
+        if key.startswith("data.train.") and config.reward_model is not None and config.reward_model.weight:
+            continue
+        for name in sorted(names):
+            if not config.reward.scores(name):
+                raise nothing_scores(config.reward, name, key)
+    everything = set().union(*found.values())
+    for label, of_function in patterns.items():
+        for pattern in of_function:
+            if not any(fnmatchcase(name, pattern) for name in everything):
+                known = ", ".join(sorted(everything)) or "none"
+                yield f'reward.functions.{label}.sources: "{pattern}" matches no data source; there are {known:.500}'
