@@ -37,9 +37,10 @@ class RewardConfig:
     num_workers: Count = 4
     """Processes that score at the same time, one sample each."""
     limit_s: Seconds = 10.0
-    """For all functions on one sample together, from when a worker begins with it; waiting does not count."""
+    """For all functions on one sample together, from when a worker begins with it. Waiting in the queue does not
+    count, nor do the seconds in which the worker is ready to run and no core is free (`mrl/rewards/clock.py`)."""
     start_limit_s: Seconds = 60.0
-    """For a worker to import the functions."""
+    """For a worker to import the functions, and to run the `warm_up()` of their modules where they have one."""
     memory_bytes: Annotated[int, at_least(1 << 27)] = 2 << 30
     """Address space of a worker."""
     max_samples_per_s: Seconds | None = None

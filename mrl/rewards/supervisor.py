@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 
 from mrl.config.reward import RewardConfig
 from mrl.errors import MrlError
+from mrl.rewards.clock import WorkerClock
 from mrl.rewards.messages import (
     CONTROL,
     MAX_REPLY_BYTES,
@@ -58,8 +59,8 @@ class WorkerHandle:
         self.started = False
         """Whether it ever was ready."""
         self.ticket: int | None = None
-        self.since = time.monotonic()
-        """When it got its sample, or, without one, when it was last waited for."""
+        self.clock = WorkerClock(self.pid)
+        """Runs since it got its sample, or, without one, since it was last waited for."""
         self.is_ready = False
         self._reader = FrameReader(MAX_REPLY_BYTES)
         self._outgoing = memoryview(b"")
@@ -71,20 +72,17 @@ class WorkerHandle:
 
     @property
     def limit_s(self) -> float:
-        """How long its clock may run."""
+        """How much time it may take."""
         if self.ticket is not None:
             return self._config.limit_s
         if self.is_ready:
             return float("inf")
         return _TURN_S if self.started else self._config.start_limit_s
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.since
-
     def assign(self, ticket: int, body: bytes) -> None:
         """Give it a sample, and start the clock."""
-        self.ticket, self.since, self.is_ready = ticket, time.monotonic(), False
+        self.ticket, self.is_ready = ticket, False
+        self.clock.restart()
         self._outgoing = memoryview(frame(ticket, body))
         self.write()
 
@@ -218,7 +216,8 @@ class Supervisor:
             if ticket != worker.ticket:
                 raise FrameError("an answer that nobody asked for")
             self._outgoing += frame(ticket, body)
-            worker.ticket, worker.since = None, time.monotonic()
+            worker.ticket = None
+            worker.clock.restart()
         elif worker.ticket is None and not worker.is_ready:
             said = json.loads(body)
             if "problems" in said:
@@ -236,7 +235,7 @@ class Supervisor:
 
     def _check_clocks(self) -> None:
         for worker in list(self._workers):
-            if worker.seconds >= worker.limit_s:
+            if worker.clock.is_late(worker.limit_s):
                 what = "it was not ready" if worker.ticket is None else "no answer"
                 self._fail_sample(worker, "timeout", f"{what} within {worker.limit_s:g} s")
 
@@ -244,7 +243,7 @@ class Supervisor:
         """End a worker; whatever it had in hand failed. Between two samples it costs nobody anything."""
         self._stop_worker(worker)
         if worker.ticket is not None:
-            self._outgoing += frame(worker.ticket, to_json(failure_reply(kind, detail, worker.seconds)))
+            self._outgoing += frame(worker.ticket, to_json(failure_reply(kind, detail, worker.clock.seconds)))
         elif not worker.started and self._failed_starts < _MAX_FAILED_STARTS:
             self._failed_starts += 1
             if self._failed_starts == _MAX_FAILED_STARTS:
@@ -267,7 +266,7 @@ class Supervisor:
 
     def _wait_s(self) -> float:
         """Return the seconds until something has to be done although nothing is received."""
-        waits = [_BEAT_S, *(worker.limit_s - worker.seconds for worker in self._workers)]
+        waits = [_BEAT_S, *(worker.clock.look_in_s(worker.limit_s) for worker in self._workers)]
         if self._has_orphans:
             waits.append(_SWEEP_S)
         if self._queue:

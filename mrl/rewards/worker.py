@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -50,11 +51,14 @@ def is_built_in(name: str) -> bool:
     return ":" not in name
 
 
+def _path(name: str) -> str:
+    return f"mrl.rewards.functions.{name}:score" if is_built_in(name) else name
+
+
 def load_reward_function(label: str, config: RewardFunctionConfig) -> RewardFunction:
     """Load a function and try its options; a built-in one is `score` in the module of its name."""
-    path = f"mrl.rewards.functions.{config.name}:score" if is_built_in(config.name) else config.name
     try:
-        function = load_attribute(path)
+        function = load_attribute(_path(config.name))
     except ModuleNotFoundError as error:
         if not is_built_in(config.name):
             raise
@@ -125,8 +129,13 @@ def _lower(limit: int, value: int) -> None:
 
 
 def _load(label: str, config: RewardFunctionConfig) -> RewardFunction | str:
+    """Return the function, after the `warm_up()` of its module: what it imports late is not charged to a sample."""
     try:
-        return load_reward_function(label, config)
+        function = load_reward_function(label, config)
+        warm_up = getattr(sys.modules[_path(config.name).partition(":")[0]], "warm_up", None)
+        if warm_up is not None:
+            warm_up()
+        return function
     except BaseException as error:  # importing a user's module may raise anything, SystemExit included
         return f"reward.functions.{label}: {config.name} cannot be loaded: {_describe(error)}"
 

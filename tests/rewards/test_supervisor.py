@@ -115,6 +115,15 @@ def test_an_import_has_a_clock_of_its_own(bench: Bench, tmp_path: Path) -> None:
         flaky(bench, tmp_path, "", import_s=0.6, limit_s=30, start_limit_s=0.2)
 
 
+def test_what_a_function_imports_late_is_not_charged_to_its_first_sample(bench: Bench) -> None:
+    functions = {"f0": RewardFunctionConfig(name="tests.rewards.warms_up:score")}
+    manager = bench.manager(functions=functions, limit_s=0.3, start_limit_s=20)
+    (outcome,) = manager.score([make_sample()])
+    assert isinstance(outcome, Score), outcome
+    with pytest.raises(RewardError, match=r"tests\.rewards\.warms_up:score cannot be loaded: OSError: no library"):
+        bench.manager(functions=functions, environment={"MRL_BROKEN": "1"})
+
+
 def test_starts_that_fail_count_in_a_row_only(bench: Bench, tmp_path: Path) -> None:
     manager = flaky(bench, tmp_path, "1,2,4,5")
     (left,) = manager.score([make_sample("leave")])

@@ -55,3 +55,11 @@ def limits(sample: Sample) -> dict[str, float]:
 def as_told(sample: Sample, factor: float = 1.0, shift: float = 0.0) -> dict[str, float]:
     """The sample's own number times an option, plus another, and a part beside it."""
     return {"score": factor * float(sample.extra_info["ok"]) + shift, "half": 0.5}
+
+
+def work(sample: Sample) -> dict[str, float]:
+    """Use a core for so many seconds, and sleep for others."""
+    end = time.process_time() + sample.extra_info["work_s"]
+    while time.process_time() < end:
+        pass
+    return score(sample)

@@ -1,0 +1,98 @@
+"""How long a worker has had, which on a machine with too few cores is less than the time that has passed.
+
+It is late after `limit_s` in which it ran, slept or waited for something else than a core. The seconds in which its
+main thread was ready to run and no core was free do not count. They count where it crowds itself: it is late as well
+once it and all that it has started have used `limit_s` of the cores together. Nobody gets more than thirty times the
+limit. Where the kernel does not tell how long a process waits (no /proc/PID/schedstat), every second counts.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+LOOK_S = 0.05  # between two looks at a worker that may be late
+_MAX_STRETCH = 30
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class WorkerClock:
+    """Runs from the last `restart`."""
+
+    def __init__(self, pid: int) -> None:
+        self._process = Path(f"/proc/{pid}")
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew: a sample was handed out, or the worker is waited for."""
+        self._begin = time.monotonic()
+        self._ran_ns: int | None = None  # at the last look
+        _, self._waited_s = _on_cores(self._process)
+        self._used_s = _used_s(self._process)
+
+    @property
+    def seconds(self) -> float:
+        """What has passed."""
+        return time.monotonic() - self._begin
+
+    def look_in_s(self, limit_s: float) -> float:
+        """Return the seconds until it can be late, or until the next look."""
+        left = limit_s - self.seconds
+        return left if left > 0 else LOOK_S
+
+    def is_late(self, limit_s: float) -> bool:
+        passed = self.seconds
+        if passed < limit_s:
+            return False
+        if passed >= _MAX_STRETCH * limit_s or self._family_used(limit_s):
+            return True
+        ran_ns, waited_s = _on_cores(self._process)
+        # The kernel adds a wait when it is over. What is ready and has not run since the last look is in one.
+        waits_now = _state(self._process) == "R" and self._ran_ns in (None, ran_ns)
+        self._ran_ns = ran_ns
+        return not waits_now and passed - (waited_s - self._waited_s) >= limit_s
+
+    def _family_used(self, limit_s: float) -> bool:
+        used_s = -self._used_s
+        for process in _family(self._process):
+            used_s += _used_s(process)
+            if used_s >= limit_s:
+                return True
+        return False
+
+
+def _on_cores(process: Path) -> tuple[int, float]:
+    """Return for how many nanoseconds the main thread ran, and for how many seconds it waited for a core."""
+    ran_ns, waited_ns = (_read(process / "schedstat") or "0 0").split()[:2]
+    return int(ran_ns), int(waited_ns) / 1e9
+
+
+def _state(process: Path) -> str:
+    return (_fields(process) or ["gone"])[0]
+
+
+def _used_s(process: Path) -> float:
+    """Return the seconds on cores of all threads, and of children that have ended and were waited for."""
+    return sum(map(int, _fields(process)[11:15])) / _TICKS_PER_S
+
+
+def _family(process: Path) -> Iterator[Path]:
+    """Yield a process and all below it."""
+    yield process
+    for children in process.glob("task/*/children"):
+        for child in _read(children).split():
+            yield from _family(process.parent / child)
+
+
+def _fields(process: Path) -> list[str]:
+    """Return what stands in `stat` after the name, which may hold anything."""
+    return _read(process / "stat").rpartition(")")[2].split()
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:  # the process has just ended, or the kernel has no such file
+        return ""
