@@ -107,6 +107,8 @@ def check_reward_rules(config: Config) -> Iterator[Problem]:
             yield problem(key, "metrics call the reward model so", "choose another name for this function")
         if function.name in reward_functions():
             yield from _options(key, function)
+            if function.group:
+                yield problem(f"{key}.group", f"{function.name} scores one sample at a time", f"{key}.group=false")
         elif not is_path(function.name):
             near = did_you_mean(function.name, reward_functions())
             fix = f"{near}{'' if near.endswith('?') else '.'} Or name your own as package.module:function"

@@ -20,6 +20,9 @@ class RewardFunctionConfig:
     sources: list[Text] | None = None
     """The data sources whose samples it scores, as patterns (`gsm8k`, `math/*`: a star stands for any text); null or
     none scores all. A source that no function with a weight scores is an error before the run."""
+    group: bool = False
+    """Call it once for all samples of a prompt, with a list of them, for a list of results: for pairwise and relative
+    rewards. Where it fails, each of these samples has failed."""
     options: dict[str, Any] = field(default_factory=dict)
     """Passed on to the function as keywords."""
 
@@ -37,8 +40,9 @@ class RewardConfig:
     num_workers: Count = 4
     """Processes that score at the same time, one sample each."""
     limit_s: Seconds = 10.0
-    """For all functions on one sample together, from when a worker begins with it. Waiting in the queue does not
-    count, nor do the seconds in which the worker is ready to run and no core is free (`mrl/rewards/clock.py`)."""
+    """For all functions on one sample together, from when a worker begins with it, and likewise for those with
+    `group` on one prompt's samples. Neither the queue counts nor the seconds in which the worker is ready to run and
+    no core is free (`mrl/rewards/clock.py`)."""
     start_limit_s: Seconds = 60.0
     """For a worker to import the functions, and to run the `warm_up()` of their modules where they have one."""
     memory_bytes: Annotated[int, at_least(1 << 27)] = 2 << 30

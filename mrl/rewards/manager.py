@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from mrl.config.reward import RewardConfig
 from mrl.errors import RewardError
 from mrl.events import EventLog, Retried, SampleSkipped
 from mrl.redaction import redact_text
-from mrl.rewards.outcome import FAILURE_KINDS, Failure, Outcome, read_reply
+from mrl.rewards.outcome import FAILURE_KINDS, Failure, Outcome, read_reply, sum_of
 from mrl.rewards.pool import RewardPool
 from mrl.rewards.sample import Sample
 
@@ -20,12 +20,22 @@ _EXAMPLE_CHARACTERS = 200
 
 
 @dataclass
-class _Pending:
-    """A sample that waits for its outcome."""
+class _Job:
+    """What a worker gets at once: a sample for the functions that score it alone, or a group for those of groups."""
 
-    sample: Sample
+    tickets: list[int]
+    name: str
     body: bytes
     attempts: int = 1
+
+
+@dataclass
+class _Awaited:
+    """A sample that waits for the outcomes of its jobs."""
+
+    sample: Sample
+    num_jobs: int
+    outcomes: list[Outcome] = field(default_factory=list)
 
 
 class RewardManager:
@@ -40,8 +50,10 @@ class RewardManager:
         self._config = config
         self._others_score = others_score
         self._events = events
-        self._pending: dict[int, _Pending] = {}
-        self._num_submitted = 0  # in all
+        self._awaited: dict[int, _Awaited] = {}
+        self._groups: dict[str, list[tuple[int, int, bytes]]] = {}  # not whole yet: rows, tickets and samples of a uid
+        self._jobs: dict[int, _Job] = {}
+        self._num_jobs = self._num_submitted = 0  # in all
         self._batch_begin = 0  # what had been submitted when the last batch was drained
         self._failed: list[tuple[Sample, Failure]] = []  # of this batch
         self._pool = RewardPool(config)
@@ -56,27 +68,47 @@ class RewardManager:
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Return the outcome of each sample, in their order."""
-        if self._pending:
-            raise RewardError(f"{len(self._pending)} submitted samples are not done", fix="drain() before score()")
-        tickets = [self.submit(sample) for sample in samples]
+        if self._awaited:
+            raise RewardError(f"{len(self._awaited)} submitted samples are not done", fix="drain() before score()")
+        sizes = Counter(sample.uid for sample in samples)
+        tickets = [self.submit(sample, sizes[sample.uid]) for sample in samples]
         outcomes = self.drain()
         return [outcomes[ticket] for ticket in tickets]
 
-    def submit(self, sample: Sample) -> int:
-        """Queue a sample; the ticket that is returned names it in `drain`."""
+    def submit(self, sample: Sample, group_size: int = 1) -> int:
+        """Queue a sample; the ticket that is returned names it in `drain`.
+
+        `group_size` samples of its uid are submitted in all: functions of groups begin when the last of them is there.
+        """
         if not self._others_score and not self._config.scores(sample.data_source):
             raise nothing_scores(self._config, sample.data_source, sample.name)
         body = sample.to_json()
         self._num_submitted += 1
-        self._pending[self._num_submitted] = _Pending(sample, body)
-        self._pool.submit(self._num_submitted, body)
-        return self._num_submitted
+        ticket, functions = self._num_submitted, self._config.functions.values()
+        are_of_groups = {function.group for function in functions if function.scores(sample.data_source)}
+        self._awaited[ticket] = _Awaited(sample, max(1, len(are_of_groups)))
+        if are_of_groups != {True}:
+            self._begin(_Job([ticket], sample.name, body))
+        if True in are_of_groups:
+            group = self._groups.setdefault(sample.uid, [])
+            group.append((sample.row_id, ticket, body))
+            if len(group) == group_size:
+                _, tickets, bodies = zip(*sorted(self._groups.pop(sample.uid)), strict=True)
+                name = f"the {group_size} samples of uid {sample.uid}, source {sample.data_source}"
+                self._begin(_Job(list(tickets), name, Sample.group_to_json(bodies, name)))
+        return ticket
+
+    def _begin(self, job: _Job) -> None:
+        self._num_jobs += 1
+        self._jobs[self._num_jobs] = job
+        self._pool.submit(self._num_jobs, job.body)
 
     def drain(self) -> dict[int, Outcome]:
         """Wait for all that were submitted; the run stops where too many of them have failed."""
+        assert not self._groups, f"as many samples are submitted as a group has; not of {list(self._groups)[:3]}"
         done: dict[int, Outcome] = {}
         self._check_share()
-        while self._pending:
+        while self._awaited:
             done |= self._take()
             self._check_share()
         self._batch_begin, self._failed = self._num_submitted, []
@@ -88,24 +120,33 @@ class RewardManager:
 
     def _take(self) -> dict[int, Outcome]:
         done: dict[int, Outcome] = {}
-        for ticket, body in self._pool.receive():
-            pending = self._pending[ticket]
-            outcome = read_reply(body, pending.attempts)
-            if isinstance(outcome, Failure) and pending.attempts <= self._config.retries:
-                self._retry(ticket, outcome)
+        for number, body in self._pool.receive():
+            job = self._jobs[number]
+            outcomes = read_reply(body, job.attempts, len(job.tickets))
+            if isinstance(outcomes[0], Failure) and job.attempts <= self._config.retries:
+                self._retry(number, outcomes[0])
                 continue
-            del self._pending[ticket]
-            done[ticket] = outcome
-            if isinstance(outcome, Failure):
-                self._fail(pending.sample, outcome)
+            del self._jobs[number]
+            for ticket, outcome in zip(job.tickets, outcomes, strict=True):
+                awaited = self._awaited[ticket]
+                awaited.outcomes.append(outcome)
+                if len(awaited.outcomes) == awaited.num_jobs:
+                    done[ticket] = self._finish(ticket)
         return done
 
-    def _retry(self, ticket: int, failure: Failure) -> None:
-        pending = self._pending[ticket]
-        pending.attempts += 1
+    def _finish(self, ticket: int) -> Outcome:
+        awaited = self._awaited.pop(ticket)
+        outcome = sum_of(awaited.outcomes)
+        if isinstance(outcome, Failure):
+            self._fail(awaited.sample, outcome)
+        return outcome
+
+    def _retry(self, number: int, failure: Failure) -> None:
+        job = self._jobs[number]
+        job.attempts += 1
         reason = f"{failure.kind}: {failure.detail}"
-        self._events.write(Retried(f"reward of {pending.sample.name}", pending.attempts, reason))
-        self._pool.submit(ticket, pending.body)
+        self._events.write(Retried(f"reward of {job.name}", job.attempts, reason))
+        self._pool.submit(number, job.body)
 
     def _fail(self, sample: Sample, failure: Failure) -> None:
         self._failed.append((sample, failure))

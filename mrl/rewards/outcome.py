@@ -67,7 +67,7 @@ def _part_name(name: Any) -> str:
 def _finite(value: Any, subject: str) -> float:
     if inspect.iscoroutine(value):
         value.close()  # or Python complains that nobody awaited it
-        raise BadResult(f"{subject}a coroutine; write `def score`, not `async def`")
+        raise BadResult(f"{subject}a coroutine; is an `await` missing?")
     if value is None:
         raise BadResult(f"{subject}None; is a `return` missing?")
     if not isinstance(value, numbers.Real):
@@ -88,18 +88,41 @@ def failure_reply(kind: FailureKind, detail: str, seconds: float) -> dict[str, A
     return {"failure": kind, "detail": clipped, "seconds": seconds}
 
 
-def read_reply(body: bytes, attempts: int) -> Outcome:
-    """Return the outcome of a reply; a reward function may have written it, so it is checked like a result."""
+def read_reply(body: bytes, attempts: int, num_samples: int = 1) -> list[Outcome]:
+    """Return the outcome of each sample; a reward function may have written the reply, so it is checked like a result.
+
+    What has failed has failed for each sample.
+    """
     try:
         reply = json.loads(body)
         if "failure" in reply:
             if reply["failure"] not in FAILURE_KINDS:
                 raise ValueError(f"unknown failure {reply['failure']!r:.100}")
-            return Failure(reply["failure"], str(reply["detail"]), float(reply["seconds"]), attempts)
-        parts = {str(name): _finite(number, "a part is ") for name, number in reply["parts"].items()}
-        return Score(_finite(reply["value"], "the score is "), parts, float(reply["seconds"]))
+            failure = Failure(reply["failure"], str(reply["detail"]), float(reply["seconds"]), attempts)
+            return [failure] * num_samples
+        if len(reply["scores"]) != num_samples:
+            raise ValueError(f"{len(reply['scores'])} scores of {num_samples} samples")
+        return [_read_score(score, float(reply["seconds"])) for score in reply["scores"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return Failure("crashed", f"its answer cannot be read: {error!r:.200}", 0.0, attempts)
+        return [Failure("crashed", f"its answer cannot be read: {error!r:.200}", 0.0, attempts)] * num_samples
+
+
+def _read_score(score: Any, seconds: float) -> Score:
+    parts = {str(name): _finite(number, "a part is ") for name, number in score["parts"].items()}
+    return Score(_finite(score["value"], "the score is "), parts, seconds)
+
+
+def sum_of(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return what the outcomes of a sample come to: the first failure, or the sum of the scores."""
+    for outcome in outcomes:
+        if isinstance(outcome, Failure):
+            return outcome
+    scores = [outcome for outcome in outcomes if isinstance(outcome, Score)]
+    seconds = max((score.seconds for score in scores), default=0.0)
+    value = sum(score.value for score in scores)
+    if not math.isfinite(value):
+        return Failure("bad_result", "the weighted sum is not a finite number", seconds)
+    return Score(value, {name: part for score in scores for name, part in score.parts.items()}, seconds)
 
 
 def reward_metrics(samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> dict[str, float]:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mrl.errors import RewardError
 from mrl.rewards.messages import MAX_SAMPLE_BYTES, to_json
+
+
+def is_group(body: bytes) -> bool:
+    """Return whether these are the samples of a group, be it a single one, and not a sample by itself."""
+    return body.startswith(b"[")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,19 @@ class Sample:
     def from_json(cls, body: bytes) -> Sample:
         """Return the sample that `to_json` wrote."""
         return cls(**json.loads(body))
+
+    @staticmethod
+    def group_to_json(bodies: Sequence[bytes], name: str) -> bytes:
+        """Return what `to_json` made of the samples of a group as it travels to a worker."""
+        group = b"[" + b",".join(bodies) + b"]"
+        if len(group) > MAX_SAMPLE_BYTES:
+            raise RewardError(f"the samples have {len(group)} bytes together; at most {MAX_SAMPLE_BYTES}", where=name)
+        return group
+
+    @classmethod
+    def all_from_json(cls, body: bytes) -> list[Sample]:
+        """Return the one sample of `to_json`, or those of `group_to_json`."""
+        return [cls(**sample) for sample in (json.loads(body) if is_group(body) else [json.loads(body)])]
 
     @property
     def name(self) -> str:

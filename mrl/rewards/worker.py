@@ -7,6 +7,7 @@ running is ended. This is containment of accidents, not a sandbox: code that mea
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import math
@@ -28,7 +29,7 @@ from mrl.registry import load_attribute
 from mrl.rewards.messages import MAX_REPLY_BYTES, MAX_SAMPLE_BYTES, FrameReader, control, frame, to_json
 from mrl.rewards.outcome import BadResult, FailureKind, failure_reply, numbers_of
 from mrl.rewards.processes import adopt_orphans, children, die_with, end_group, has_children, reap
-from mrl.rewards.sample import Sample
+from mrl.rewards.sample import Sample, is_group
 
 _SAMPLES_PER_WORKER = 1000  # then a fresh process, so that a function that leaks fails nobody's sample
 _MAX_FILE_BYTES = 256 << 20
@@ -42,8 +43,17 @@ class RewardFunction:
     config: RewardFunctionConfig
     function: Callable[..., Any]
 
-    def __call__(self, sample: Sample) -> Any:
-        return self.function(sample, **self.config.options)
+    def __call__(self, samples: list[Sample]) -> list[dict[str, float]]:
+        """Return the numbers of each sample: of a group, or of the one that there is."""
+        result = self.function(samples if self.config.group else samples[0], **self.config.options)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        results = result if self.config.group else [result]
+        if not isinstance(results, list | tuple) or len(results) != len(samples):
+            size = f" of length {len(results)}" if isinstance(results, list | tuple) else ""
+            what = f"the result is of type {type(results).__name__}{size}, not a list of {len(samples)} results"
+            raise BadResult(what)
+        return [numbers_of(each) for each in results]
 
 
 def is_built_in(name: str) -> bool:
@@ -167,25 +177,27 @@ def _clean_up(home: str) -> None:
 
 
 def score_sample(functions: list[RewardFunction], body: bytes, memory_bytes: int) -> dict[str, Any]:
-    """Return what the functions say about a sample, or how they failed, ready to be sent."""
+    """Return what the functions say about a sample, or about each of a group, or how they failed, ready to be sent."""
     begin, label = time.monotonic(), ""
-    value, parts = 0.0, dict[str, float]()
     kind: FailureKind
     try:
-        sample = Sample.from_json(body)
+        samples = Sample.all_from_json(body)
+        scores: list[dict[str, Any]] = [{"value": 0.0, "parts": {}} for _ in samples]
         for function in functions:
-            if not function.config.scores(sample.data_source):
+            if function.config.group != is_group(body) or not function.config.scores(samples[0].data_source):
                 continue
             label = function.label
-            # Each gets its own copy: what one does to its sample the next one does not see.
-            scored = numbers_of(function(Sample.from_json(body)))
-            value += function.config.weight * scored["score"]
-            parts |= {label if name == "score" else f"{label}/{name}": number for name, number in scored.items()}
-        if not math.isfinite(value):
+            # Each gets its own copies: what one does to its samples the next one does not see.
+            for score, numbers in zip(scores, function(Sample.all_from_json(body)), strict=True):
+                score["value"] += function.config.weight * numbers["score"]
+                for name, number in numbers.items():
+                    score["parts"][label if name == "score" else f"{label}/{name}"] = number
+        if not all(math.isfinite(score["value"]) for score in scores):
             raise BadResult("the weighted sum is not a finite number")
-        reply = {"value": value, "parts": parts, "seconds": time.monotonic() - begin}
+        reply = {"scores": scores, "seconds": time.monotonic() - begin}
         if (size := len(to_json(reply))) > MAX_REPLY_BYTES:
-            raise BadResult(f"the {len(parts)} parts of all functions take {size} bytes; at most {MAX_REPLY_BYTES}")
+            num_parts = sum(len(score["parts"]) for score in scores)
+            raise BadResult(f"the {num_parts} parts of all functions take {size} bytes; at most {MAX_REPLY_BYTES}")
         return reply
     except BadResult as error:
         kind, detail = "bad_result", str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -56,11 +57,12 @@ class Generator:
         responses: dict[int, Generated] = {}
         samples: dict[int, Sample] = {}
         tickets: dict[int, int] = {}
+        sizes = Counter(batch["uid"])
         for response in self._hybrid.generate(requests, sampling):
             row = row_of[response.key]
             responses[row], samples[row] = response, self._sample(batch, row, response)
             if self._rewards is not None:
-                tickets[row] = self._rewards.submit(samples[row])
+                tickets[row] = self._rewards.submit(samples[row], sizes[samples[row].uid])
             self._progress(len(responses), len(requests))
         rows = range(len(requests))
         outcomes: list[Outcome] = [Score(0.0, {}, 0.0)] * len(rows)  # where only a reward model scores, later

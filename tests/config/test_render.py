@@ -97,6 +97,8 @@ reward:
     answer:
       name: gsm8k                                # run.yaml:27
       weight: 1.0                                # default
+      sources: null                              # default
+      group: false                               # default
       options: {}                                # default
   num_workers: 4                                 # default
   limit_s: 10.0                                  # default

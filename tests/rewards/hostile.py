@@ -160,6 +160,36 @@ async def later() -> float:
     return 1.0
 
 
+def score_group(samples: list[Sample]) -> Any:
+    """Each sample's place among its group from the smallest number, or what the first sample says."""
+    do = samples[0].extra_info["do"]
+    if do != "ok":
+        return {
+            "too few": [1.0] * (len(samples) - 1),
+            "one number": 1.0,
+            "one is nan": [math.nan] + [1.0] * (len(samples) - 1),
+            "numbers by name": [{"score": 1.0, "size": len(samples)}] * len(samples),
+        }.get(do) or ACTIONS[do](samples[0])
+    numbers = [sample.extra_info["ok"] for sample in samples]
+    return [float(sorted(numbers).index(number)) for number in numbers]
+
+
+async def score_later(sample: Sample) -> float:
+    return await later()
+
+
+async def score_group_later(samples: list[Sample]) -> list[float]:
+    """Its answers come all at once."""
+    return await asyncio.gather(*(later() for _ in samples))
+
+
+def spoil_group(samples: list[Sample]) -> list[float]:
+    """Changes what it was given."""
+    for sample in samples:
+        sample.extra_info["ok"] = -1
+    return [0.0] * len(samples)
+
+
 ACTIONS: dict[str, Any] = {
     "ok": count,
     "true": lambda sample: True,
@@ -201,6 +231,7 @@ ACTIONS: dict[str, Any] = {
     "object": lambda sample: object(),
     "bytes": lambda sample: b"1",
     "coroutine": lambda sample: later(),
+    "dict of a coroutine": lambda sample: {"score": later()},
     "generator": lambda sample: (number for number in [1.0]),
     "dict without score": lambda sample: {"accuracy": 1.0},
     "empty dict": lambda sample: {},

@@ -58,7 +58,7 @@ FAILURES = {
     "huge int": ("bad_result", "f0: the result is a whole number too large for a float"),
     "complex": ("bad_result", "f0: the result is of type complex, not a number"),
     "object": ("bad_result", "f0: the result is of type object, not a number"),
-    "coroutine": ("bad_result", "f0: the result is a coroutine; write `def score`, not `async def`"),
+    "dict of a coroutine": ("bad_result", 'f0: "score" is a coroutine; is an `await` missing?'),
     "generator": ("bad_result", "f0: the result is of type generator, not a number"),
     "dict without score": ("bad_result", 'f0: the dictionary has no "score"; it has accuracy'),
     "empty dict": ("bad_result", 'f0: the dictionary has no "score"; it has nothing'),
@@ -88,6 +88,7 @@ RAISED = {
 }
 SCORED = {
     "true": 1.0,
+    "coroutine": 1.0,
     "fraction": 0.25,
     "parts": 0.5,
     "child": 1.0,

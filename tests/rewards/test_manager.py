@@ -264,12 +264,12 @@ def test_a_closed_manager_says_so(bench: Bench) -> None:
         b"[]",
         b"{}",
         b"nonsense",
-        b'{"value":NaN,"parts":{},"seconds":0}',
+        b'{"scores":[{"value":NaN,"parts":{}}],"seconds":0}',
         b'{"failure":"x","detail":"","seconds":0}',
     ],
 )
 def test_an_answer_that_was_forged_is_a_crash(forged: bytes) -> None:
-    outcome = read_reply(forged, 1)
+    (outcome,) = read_reply(forged, 1)
     assert isinstance(outcome, Failure)
     assert outcome.kind == "crashed"
     assert outcome.detail.startswith("its answer cannot be read: ")

@@ -19,6 +19,7 @@ from mrl.rewards.outcome import (
     numbers_of,
     read_reply,
     reward_metrics,
+    sum_of,
 )
 from mrl.rewards.processes import describe_status
 from mrl.rewards.sample import Sample
@@ -77,17 +78,33 @@ def test_long_details_are_cut() -> None:
 @pytest.mark.parametrize("kind", FAILURE_KINDS)
 def test_a_failure_is_read_as_it_was_told(kind: str) -> None:
     body = to_json({"failure": kind, "detail": "why", "seconds": 1.5})
-    assert read_reply(body, 3) == Failure(kind, "why", 1.5, attempts=3)  # type: ignore[arg-type]
+    failure = Failure(kind, "why", 1.5, attempts=3)  # type: ignore[arg-type]
+    assert read_reply(body, 3) == [failure]
+    assert read_reply(body, 3, 2) == [failure, failure]
 
 
 def test_a_score_is_read_as_it_was_told() -> None:
-    body = to_json({"value": 2, "parts": {"a": 1, "a/b": -0.5}, "seconds": 0.25})
-    assert read_reply(body, 1) == Score(2.0, {"a": 1.0, "a/b": -0.5}, 0.25)
+    score = {"value": 2, "parts": {"a": 1, "a/b": -0.5}}
+    body = to_json({"scores": [score, score | {"value": 3}], "seconds": 0.25})
+    parts = {"a": 1.0, "a/b": -0.5}
+    assert read_reply(body, 1, 2) == [Score(2.0, parts, 0.25), Score(3.0, parts, 0.25)]
+    (wrong,) = read_reply(body, 1)
+    assert isinstance(wrong, Failure)
+    assert wrong.detail == "its answer cannot be read: ValueError('2 scores of 1 samples')"
+
+
+def test_outcomes_add_up_unless_one_is_a_failure() -> None:
+    one, other = Score(1.0, {"a": 1.0}, 0.5), Score(-3.0, {"b": 3.0}, 0.25)
+    late = Failure("timeout", "why", 1.0)
+    assert sum_of([one, other]) == Score(-2.0, {"a": 1.0, "b": 3.0}, 0.5)
+    assert sum_of([one, late]) == late
+    huge = Score(1e308, {}, 0.5)
+    assert sum_of([huge, huge]) == Failure("bad_result", "the weighted sum is not a finite number", 0.5)
 
 
 @pytest.mark.parametrize("parts", [{"a": True, "b": None}, {"a": "1"}, [1.0]], ids=repr)
 def test_parts_are_numbers_too(parts: object) -> None:
-    outcome = read_reply(to_json({"value": 1.0, "parts": parts, "seconds": 0.0}), 2)
+    (outcome,) = read_reply(to_json({"scores": [{"value": 1.0, "parts": parts}], "seconds": 0.0}), 2)
     assert isinstance(outcome, Failure)
     assert outcome.kind == "crashed"
     assert outcome.attempts == 2
@@ -108,7 +125,7 @@ def test_the_sum_is_weighted_and_parts_bear_their_functions_names() -> None:
     functions = [function("a", 2.0, {"score": 1.5, "x": 9}), function("b", -1.0, 4), function("c", 0.0, 100)]
     reply = score_sample(functions, make_sample().to_json(), 1 << 28)
     assert reply.pop("seconds") >= 0
-    assert reply == {"value": 2 * 1.5 - 4, "parts": {"a": 1.5, "a/x": 9.0, "b": 4.0, "c": 100.0}}
+    assert reply == {"scores": [{"value": 2 * 1.5 - 4, "parts": {"a": 1.5, "a/x": 9.0, "b": 4.0, "c": 100.0}}]}
 
 
 def test_a_failure_names_the_function_and_ends_the_sample() -> None:
@@ -129,7 +146,7 @@ def test_options_are_handed_over() -> None:
     made = function("a", 1.0, 2)
     config = RewardFunctionConfig(name="own:function", options={"plus": 0.5})
     with_option = RewardFunction("a", config, made.function)
-    assert score_sample([with_option], make_sample().to_json(), 1 << 28)["value"] == 2.5
+    assert score_sample([with_option], make_sample().to_json(), 1 << 28)["scores"][0]["value"] == 2.5
     assert is_built_in("gsm8k")
     assert not is_built_in(made.config.name)
 

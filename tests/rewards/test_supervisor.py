@@ -42,7 +42,7 @@ def test_the_clock_starts_anew_between_an_answer_and_the_word_that_follows_it(be
     """
     smile = "\N{GRINNING FACE}"  # twelve bytes of JSON
     numbers = {"f0": 1.0, "f0/pid": 12345.0, "f0/begin": 1234.567890123, "f0/end": 1235.767890123}
-    told = len(to_json({"value": 1.0, "parts": numbers, "seconds": 1.201234567890123}))
+    told = len(to_json({"scores": [{"value": 1.0, "parts": numbers}], "seconds": 1.201234567890123}))
     one = len(to_json({f"f0/00{smile * 90}": 1.0})) - 1  # with its comma and without braces
     num_names, left = divmod((1 << 16) - 20 - told, one)
     assert 100 < left < 1000, "one more name fills the rest"

@@ -63,3 +63,13 @@ def work(sample: Sample) -> dict[str, float]:
     while time.process_time() < end:
         pass
     return score(sample)
+
+
+def order(samples: list[Sample]) -> list[float]:
+    """At which place each came."""
+    return [float(place) for place, _ in enumerate(samples)]
+
+
+def size(samples: list[Sample]) -> list[float]:
+    """How many came together, each only once."""
+    return [float(len({sample.response for sample in samples}))] * len(samples)

@@ -189,7 +189,7 @@ class Rewards:
         self._outcomes: dict[int, Outcome] = {}
         self._num_submitted = 0
 
-    def submit(self, sample: Sample) -> int:
+    def submit(self, sample: Sample, group_size: int = 1) -> int:
         self.samples.append(sample)
         self._num_submitted += 1
         ticket = self._num_submitted * 600 % 1009
