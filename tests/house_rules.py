@@ -60,7 +60,7 @@ WITHOUT_TORCH = {
     "cli",
 }
 TORCH_ONLY = {"algos"}
-HEAVY = {"torch", "transformers", "wandb", *LIBRARY_HOMES} - {"omegaconf", "yaml"}
+HEAVY = {"torch", "transformers", "wandb", "mlflow", "swanlab", *LIBRARY_HOMES} - {"omegaconf", "yaml"}
 """What may be imported where it is needed; an extra that not everybody installs is among them."""
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_METHODS, MAX_PARAMETERS = 400, 60, 16, 6

@@ -6,7 +6,9 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
@@ -92,7 +94,7 @@ class MLflow:
 
 
 class SwanLab:
-    """An experiment of the project that `SWANLAB_PROJ_NAME` names, else `mrl`; a resumed run goes on in the same one."""
+    """An experiment of the project that `SWANLAB_PROJ_NAME` names, else `mrl`."""
 
     def __init__(self, run: str, directory: Path, config: Mapping[str, Any], step: int) -> None:
         import swanlab
@@ -148,11 +150,10 @@ class TrackerThread:
 
     def close(self, limit_s: float = CLOSE_S) -> str:
         """Wait for what is under way, but not for ever; return how much the service did not take."""
-        try:
-            self._queue.put_nowait(None)
-        except Full:
-            pass  # it takes nothing any more: what waits is counted below
-        self._thread.join(limit_s)
+        until = time.monotonic() + limit_s
+        with suppress(Full):
+            self._queue.put(None, timeout=limit_s)
+        self._thread.join(max(0.0, until - time.monotonic()))
         num_waiting = sum(each is not None for each in self._queue.queue) if self._thread.is_alive() else 0
         lost = self._num_unsent + self._num_refused + num_waiting
         late = f"after {limit_s:g} s it had not ended" if self._thread.is_alive() else ""

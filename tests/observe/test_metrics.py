@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
 import pytest
 
-from mrl.errors import MrlError, SetupError
+from mrl.errors import MrlError
 from mrl.observe.metrics import MetricsFile, read_metrics
 
 

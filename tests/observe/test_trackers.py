@@ -106,7 +106,9 @@ def test_the_known_ones_are_those_of_the_configuration() -> None:
 def test_a_tracker_that_is_not_installed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None if package == name else find(package))
-    with pytest.raises(SetupError, match=rf"training\.trackers: {name} is not installed(.|\n)*pip install 'mrl\[{name}"):
+    with pytest.raises(
+        SetupError, match=rf"training\.trackers: {name} is not installed(.|\n)*pip install 'mrl\[{name}"
+    ):
         open_trackers([name], "run", tmp_path, {}, 1)
 
 
