@@ -1,30 +1,34 @@
-"""`mrl report RUN`: a run as one HTML file."""
+"""`mrl report RUN [RUN ...]`: a run as one HTML file, or several over each other."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
-from mrl.errors import SetupError
+from mrl.config.load import Resolved, load_config, load_sft_config
+from mrl.config.render import render_difference
+from mrl.errors import ConfigError, SetupError
 
 EXAMPLE = "mrl report runs/laptop-ppo"
 _NUM_SAMPLES = 24
+_MAX_RUNS = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="the directory of a run, whether it has ended or not")
-    parser.add_argument("--out", help="the file to write (default RUN/report.html)")
+    parser.add_argument("run", metavar="RUN", nargs="+", help="directories of runs, whether they have ended or not")
+    parser.add_argument("--out", help="the file to write (default RUN/report.html; of several, comparison.html)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    print(write_report(Path(arguments.run), Path(arguments.out) if arguments.out else None))
+    directories = [Path(each) for each in arguments.run]
+    out = Path(arguments.out) if arguments.out else None
+    print(write_report(directories[0], out) if len(directories) == 1 else write_comparison(directories, out))
     return 0
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:
-    metrics, config = directory / "metrics.jsonl", directory / "config.yaml"
-    if not metrics.is_file() or not config.is_file():
-        raise SetupError(f"{directory} is not the directory of a run: it lacks metrics.jsonl or config.yaml")
+    metrics, config = _files(directory)
     from mrl.data.sample_files import read_newest_samples
     from mrl.observe.metrics import read_metrics
     from mrl.observe.report import render_report
@@ -34,3 +38,37 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     out = out or directory / "report.html"
     out.write_text(page, encoding="utf-8")
     return out
+
+
+def write_comparison(directories: Sequence[Path], out: Path | None = None) -> Path:
+    if len(directories) > _MAX_RUNS:
+        raise SetupError(f"{len(directories)} runs; at most {_MAX_RUNS} can be told apart on one page")
+    from mrl.observe.metrics import read_metrics
+    from mrl.observe.report import render_comparison
+
+    names = [each.name for each in directories]
+    labels = names if len(set(names)) == len(names) else [str(each) for each in directories]
+    found = [_files(directory) for directory in directories]
+    first, *others = (_configuration(config) for _, config in found)
+    difference = "\n".join(filter(None, (render_difference(first, other) for other in others)))
+    lines = {label: read_metrics(metrics) for label, (metrics, _) in zip(labels, found, strict=True)}
+    out = out or Path("comparison.html")
+    out.write_text(render_comparison(lines, difference), encoding="utf-8")
+    return out
+
+
+def _configuration(config: Path) -> Resolved:  # type: ignore[type-arg]
+    try:
+        return load_config(str(config))
+    except ConfigError as error:
+        try:
+            return load_sft_config(str(config))
+        except ConfigError:
+            raise error from None
+
+
+def _files(directory: Path) -> tuple[Path, Path]:
+    metrics, config = directory / "metrics.jsonl", directory / "config.yaml"
+    if not metrics.is_file() or not config.is_file():
+        raise SetupError(f"{directory} is not the directory of a run: it lacks metrics.jsonl or config.yaml")
+    return metrics, config

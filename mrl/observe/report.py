@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-Lines = Sequence[dict[str, Any]]
+from mrl.observe.curves import COLORS, Lines, curves
+
 _RECENT = 10
 
 
@@ -75,21 +76,7 @@ _RULES = (
 )
 
 
-_CURVES = (
-    ("critic/score/mean", "score"),
-    ("reward/model/mean", "score of the reward model"),
-    ("response_length/mean", "response length"),
-    ("reward/kl", "KL to the reference"),
-    ("actor/entropy_mean", "entropy"),
-    ("actor/grad_norm", "gradient norm"),
-    ("actor/pg_clipfrac", "share clipped"),
-    ("mismatch/log_prob_abs_diff_mean", "engine mismatch"),
-    ("critic/vf_loss", "value loss"),
-    ("perf/throughput", "tokens per second and device"),
-)
-_WIDTH, _HEIGHT, _MARGIN = 340, 140, 34
-_COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0")
-_STYLE = """
+STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 2rem auto; padding: 0 1rem; color: #222 }
 h1, h2 { font-weight: 600 } h2 { margin-top: 2.2rem }
 .curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(340px, 1fr)); gap: 1rem }
@@ -107,12 +94,34 @@ def render_report(name: str, lines: Lines, samples: Sequence[Mapping[str, Any]],
     sections = [
         f"<h1>{escape(name)}</h1><p>{_summary(lines, len(steps))}</p>",
         f"<h2>Health</h2>{_health(steps)}",
-        f'<h2>Curves</h2><div class="curves">{_curves(lines)}</div>',
+        f"<h2>Curves</h2>{curves({name: lines})}",
         f"<h2>Where the seconds of a step went</h2>{_phases(steps)}",
         f"<h2>Samples of the last recorded step</h2>{_samples(samples)}",
         f"<h2>Configuration</h2><pre>{escape(configuration)}</pre>",
     ]
-    head = f'<meta charset="utf-8"><title>{escape(name)}</title><style>{_STYLE}</style>'
+    return page(name, sections)
+
+
+def render_comparison(runs: Mapping[str, Lines], difference: str) -> str:
+    """Return a page on which these runs lie over each other, with the difference of their configurations."""
+    title = " and ".join(runs)
+    steps = {name: [line for line in lines if line["step"] > 0] for name, lines in runs.items()}
+    summaries = "".join(
+        f'<p><span class="key" style="background:{color}"></span>{escape(name)}: {_summary(lines, len(steps[name]))}</p>'
+        for (name, lines), color in zip(runs.items(), COLORS, strict=False)
+    )
+    found = "".join(f"<h3>{escape(name)}</h3>{_health(of_run)}" for name, of_run in steps.items())
+    sections = [
+        f"<h1>{escape(title)}</h1>{summaries}",
+        f"<h2>Difference of the configurations</h2><pre>{escape(difference or 'None.')}</pre>",
+        f"<h2>Curves</h2>{curves(runs)}",
+        f"<h2>Health</h2>{found}",
+    ]
+    return page(title, sections)
+
+
+def page(title: str, sections: Sequence[str]) -> str:
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(sections)}</body></html>\n'
 
 
@@ -133,31 +142,6 @@ def _health(lines: Lines) -> str:
     return "".join(boxes)
 
 
-def _curves(lines: Lines) -> str:
-    return "".join(_curve(lines, name, title) for name, title in _CURVES)
-
-
-def _curve(lines: Lines, name: str, title: str) -> str:
-    points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-    if not points:
-        return ""
-    steps, values = [step for step, _ in points], [value for _, value in points]
-    low, high, first, last = min(values), max(values), steps[0], steps[-1]
-    across = (_WIDTH - _MARGIN) / max(last - first, 1)
-    up = (_HEIGHT - 24) / (high - low) if high > low else 0.0
-    places = " ".join(
-        f"{_MARGIN + (step - first) * across:.1f},{_HEIGHT - 16 - (value - low) * up:.1f}" for step, value in points
-    )
-    labels = "".join(
-        f'<text x="0" y="{y}" font-size="10" fill="#777">{value:.3g}</text>'
-        for y, value in ((12, high), (_HEIGHT - 14, low))
-    )
-    steps_at = f'<text x="{_MARGIN}" y="{_HEIGHT - 2}" font-size="10" fill="#777">step {first} to {last}</text>'
-    line = f'<polyline points="{places}" fill="none" stroke="{_COLORS[0]}" stroke-width="1.6"/>'
-    caption = f"<figcaption>{escape(title)}: {values[-1]:.4g}</figcaption>"
-    return f'<figure>{caption}<svg viewBox="0 0 {_WIDTH} {_HEIGHT}">{labels}{steps_at}{line}</svg></figure>'
-
-
 def _phases(lines: Lines) -> str:
     """Draw one bar per part of the run, each phase its share of the mean step; what no phase covers is shown as
     such."""
@@ -174,7 +158,7 @@ def _phases(lines: Lines) -> str:
         shares["nothing of these"] = max(0.0, 1 - sum(shares.values()))
         rows.append((f"{part[0]['step']} to {part[-1]['step']}", whole / len(part), shares))
     keys = list(rows[0][2])
-    colors = {key: _COLORS[number % len(_COLORS)] for number, key in enumerate(keys)}
+    colors = {key: COLORS[number % len(COLORS)] for number, key in enumerate(keys)}
     legend = "".join(
         f'<span class="key" style="background:{colors[key]}"></span>{escape(key.removeprefix("timing_s/"))}'
         for key in keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mrl.observe.report import findings, render_report
+from mrl.observe.report import findings, render_comparison, render_report
 
 
 def line(step: int, **figures: float) -> dict[str, Any]:
@@ -49,3 +49,34 @@ def test_each_finding_names_its_evidence() -> None:
         lines = [line(step, **{name: first if step <= 20 else last}) for step in range(1, 41)]
         (found,) = findings(lines)
         assert name in found.evidence or "optimizer steps" in found.evidence, name
+
+
+def test_what_never_changes_is_named_and_not_drawn() -> None:
+    lines = [line(step, **{"critic/score/mean": step / 2, "reward/kl": 0.0}) for step in (1, 2, 3)]
+    page = render_report("run", lines, [], "")
+    assert "<figcaption>score: 1.5</figcaption>" in page
+    assert "<figcaption>KL to the reference" not in page
+    assert "The same in every step: KL to the reference 0." in page
+    assert "explained variance" not in page, "nobody measured it"
+
+
+def test_validation_is_drawn_where_it_was_measured() -> None:
+    lines: list[dict[str, Any]] = [{"step": 0, "val/score/mean@4": 0.25}, line(1), line(2, **{"val/score/mean@4": 0.5})]
+    page = render_report("run", lines, [], "")
+    assert "<figcaption>val/score/mean@4: 0.5</figcaption>" in page
+    assert "step 0 to 2" in page
+
+
+def test_runs_lie_over_each_other() -> None:
+    runs = {
+        "<a>": [line(step, **{"critic/score/mean": 0.1 * step}) for step in (1, 2)],
+        "b": [line(step, **{"critic/score/mean": 0.3}) for step in (1, 2, 3)],
+        "c": [line(1)],
+    }
+    page = render_comparison(runs, "- actor.optimizer.lr: 1e-6\n+ actor.optimizer.lr: <2e-6>\n")
+    assert page.count("<polyline") == 2
+    assert "<figcaption>score: 0.2, 0.3</figcaption>" in page
+    assert "actor.optimizer.lr: &lt;2e-6&gt;" in page
+    assert "<title>&lt;a&gt; and b and c</title>" in page
+    points = [part.split('"')[0] for part in page.split('<polyline points="')[1:]]
+    assert points == ["34.0,124.0 187.0,66.0", "34.0,8.0 187.0,8.0 340.0,8.0"], "on the same axes"
