@@ -107,7 +107,8 @@ def render_comparison(runs: Mapping[str, Lines], difference: str) -> str:
     title = " and ".join(runs)
     steps = {name: [line for line in lines if line["step"] > 0] for name, lines in runs.items()}
     summaries = "".join(
-        f'<p><span class="key" style="background:{color}"></span>{escape(name)}: {_summary(lines, len(steps[name]))}</p>'
+        f'<p><span class="key" style="background:{color}"></span>{escape(name)}: '
+        f"{_summary(lines, len(steps[name]))}</p>"
         for (name, lines), color in zip(runs.items(), COLORS, strict=False)
     )
     found = "".join(f"<h3>{escape(name)}</h3>{_health(of_run)}" for name, of_run in steps.items())

@@ -18,6 +18,7 @@ FAILURE_KINDS: tuple[FailureKind, ...] = ("timeout", "crashed", "raised", "bad_r
 _MAX_DETAIL_LENGTH = 2000
 _MAX_NAME_LENGTH = 100
 _MAX_PARTS = 100
+MAX_ANSWER_LENGTH = 1000
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Score:
     value: float
     parts: dict[str, float]
     seconds: float
+    answer: str | None = None
+    """What a function took for the answer, where one says it; validation lets answers vote."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,19 @@ def numbers_of(result: Any) -> dict[str, float]:
             raise BadResult(f'the dictionary has no "score"; it has {names or "nothing"}')
         if len(result) > _MAX_PARTS:
             raise BadResult(f"the dictionary has {len(result)} entries; at most {_MAX_PARTS}")
-        return {_part_name(name): _finite(value, f'"{name}" is ') for name, value in result.items()}
+        parts = {name: value for name, value in result.items() if not _is_answer(name, value)}
+        return {_part_name(name): _finite(value, f'"{name}" is ') for name, value in parts.items()}
     return {"score": _finite(result, "the result is ")}
+
+
+def answer_of(result: Any) -> str | None:
+    """Return the text under `answer` in what a reward function returned: its beginning, where it is very long."""
+    answer = result.get("answer") if isinstance(result, dict) else None
+    return answer[:MAX_ANSWER_LENGTH] if isinstance(answer, str) else None
+
+
+def _is_answer(name: Any, value: Any) -> bool:
+    return bool(name == "answer") and (value is None or isinstance(value, str))
 
 
 def _part_name(name: Any) -> str:
@@ -109,7 +123,7 @@ def read_reply(body: bytes, attempts: int, num_samples: int = 1) -> list[Outcome
 
 def _read_score(score: Any, seconds: float) -> Score:
     parts = {str(name): _finite(number, "a part is ") for name, number in score["parts"].items()}
-    return Score(_finite(score["value"], "the score is "), parts, seconds)
+    return Score(_finite(score["value"], "the score is "), parts, seconds, answer_of(score))
 
 
 def sum_of(outcomes: Sequence[Outcome]) -> Outcome:
@@ -122,7 +136,8 @@ def sum_of(outcomes: Sequence[Outcome]) -> Outcome:
     value = sum(score.value for score in scores)
     if not math.isfinite(value):
         return Failure("bad_result", "the weighted sum is not a finite number", seconds)
-    return Score(value, {name: part for score in scores for name, part in score.parts.items()}, seconds)
+    answer = next((score.answer for score in scores if score.answer is not None), None)
+    return Score(value, {name: part for score in scores for name, part in score.parts.items()}, seconds, answer)
 
 
 def reward_metrics(samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> dict[str, float]:

@@ -27,7 +27,7 @@ from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.errors import MrlError, NameUnknown, SetupError
 from mrl.registry import load_attribute
 from mrl.rewards.messages import MAX_REPLY_BYTES, MAX_SAMPLE_BYTES, FrameReader, control, frame, to_json
-from mrl.rewards.outcome import BadResult, FailureKind, failure_reply, numbers_of
+from mrl.rewards.outcome import BadResult, FailureKind, answer_of, failure_reply, numbers_of
 from mrl.rewards.processes import adopt_orphans, children, die_with, end_group, has_children, reap
 from mrl.rewards.sample import Sample, is_group
 
@@ -43,8 +43,8 @@ class RewardFunction:
     config: RewardFunctionConfig
     function: Callable[..., Any]
 
-    def __call__(self, samples: list[Sample]) -> list[dict[str, float]]:
-        """Return the numbers of each sample: of a group, or of the one that there is."""
+    def __call__(self, samples: list[Sample]) -> list[tuple[dict[str, float], str | None]]:
+        """Return the numbers and the answer of each sample: of a group, or of the one that there is."""
         result = self.function(samples if self.config.group else samples[0], **self.config.options)
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
@@ -53,7 +53,7 @@ class RewardFunction:
             size = f" of length {len(results)}" if isinstance(results, list | tuple) else ""
             what = f"the result is of type {type(results).__name__}{size}, not a list of {len(samples)} results"
             raise BadResult(what)
-        return [numbers_of(each) for each in results]
+        return [(numbers_of(each), answer_of(each)) for each in results]
 
 
 def is_built_in(name: str) -> bool:
@@ -188,8 +188,10 @@ def score_sample(functions: list[RewardFunction], body: bytes, memory_bytes: int
                 continue
             label = function.label
             # Each gets its own copies: what one does to its samples the next one does not see.
-            for score, numbers in zip(scores, function(Sample.all_from_json(body)), strict=True):
+            for score, (numbers, answer) in zip(scores, function(Sample.all_from_json(body)), strict=True):
                 score["value"] += function.config.weight * numbers["score"]
+                if answer is not None:
+                    score.setdefault("answer", answer)
                 for name, number in numbers.items():
                     score["parts"][label if name == "score" else f"{label}/{name}"] = number
         if not all(math.isfinite(score["value"]) for score in scores):

@@ -69,13 +69,13 @@ def test_gsm8k(response: str, truth: Any, options: dict[str, Any], expected: tup
     ],
 )
 def test_digits(response: str, truth: str, expected: float) -> None:
-    assert digits.score(sample(response, truth)) == pytest.approx(expected)
+    assert digits.score(sample(response, truth))["score"] == pytest.approx(expected)
 
 
 def test_digits_of_the_answer_that_fits_best_earn_the_share_that_is_asked_for() -> None:
-    assert digits.score(sample("137", ["942", "147"]), partial=0.9) == pytest.approx(0.9 * 2 / 3)
-    assert digits.score(sample("137", ["942", " 137 "]), partial=0.9) == 1.0
-    assert digits.score(sample("137", "13"), partial=0.9) == 0.0
+    assert digits.score(sample("137", ["942", "147"]), partial=0.9)["score"] == pytest.approx(0.9 * 2 / 3)
+    assert digits.score(sample("137", ["942", " 137 "]), partial=0.9)["score"] == 1.0
+    assert digits.score(sample("137", "13"), partial=0.9)["score"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_countdown_needs_its_numbers() -> None:
 def test_math_verify() -> None:
     pytest.importorskip("math_verify", reason="the extra `math` is not installed")
     math_verify = importlib.import_module("mrl.rewards.functions.math_verify")
-    assert math_verify.score(sample("\\boxed{(x+1)^2}", "x^2+2x+1")) == {"score": 1.0, "found": 1.0}
-    assert math_verify.score(sample("\\boxed{x}", "y")) == {"score": 0.0, "found": 1.0}
+    assert math_verify.score(sample("\\boxed{(x+1)^2}", "x^2+2x+1"))["score"] == 1.0
+    assert math_verify.score(sample("\\boxed{x}", "y")) == {"score": 0.0, "found": 1.0, "answer": "x"}
     assert math_verify.score(sample("no idea", "5")) == {"score": 0.0, "found": 0.0}
     with pytest.raises(RewardError, match="math-verify cannot read the ground truth ''"):
         math_verify.score(sample("\\boxed{1}", ""))
@@ -163,8 +163,26 @@ def test_math_verify() -> None:
     ],
 )
 def test_question_answering(response: str, truth: Any, options: dict[str, Any], exact: float, shared: Any) -> None:
-    assert exact_match.score(sample(response, truth), **options) == exact
-    assert f1.score(sample(response, truth), **options) == shared
+    assert exact_match.score(sample(response, truth), **options)["score"] == exact
+    assert f1.score(sample(response, truth), **options)["score"] == shared
+
+
+@pytest.mark.parametrize(
+    ("function", "response", "answer"),
+    [
+        (gsm8k.score, "I think\n#### $1,200.00", "1200"),
+        (gsm8k.score, "1200", None),
+        (math.score, "so \\boxed{ \\frac{1}{2} }", "1/2"),
+        (math.score, "so #### 0.5", "1/2"),
+        (digits.score, " 137 ", "137"),
+        (digits.score, "it is 137", None),
+        (exact_match.score, "The Eiffel Tower!", "eiffel tower"),
+        (f1.score, "the", None),
+    ],
+)
+def test_the_answer_that_was_judged_is_told_in_its_normal_form(function: Any, response: str, answer: str) -> None:
+    """It votes in validation: however the rest of a response reads, and however the answer is written."""
+    assert function(sample(response, "7")).get("answer") == answer
 
 
 @pytest.mark.parametrize("truth", [None, [], {"a": 1}, [None]], ids=repr)

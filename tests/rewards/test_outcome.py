@@ -12,9 +12,11 @@ from mrl.config.reward import RewardFunctionConfig
 from mrl.rewards.messages import CONTROL, FrameError, FrameReader, control, frame, to_json
 from mrl.rewards.outcome import (
     FAILURE_KINDS,
+    MAX_ANSWER_LENGTH,
     BadResult,
     Failure,
     Score,
+    answer_of,
     failure_reply,
     numbers_of,
     read_reply,
@@ -68,6 +70,24 @@ def test_results_are_numbers_within_bounds() -> None:
             numbers_of(wrong)
     with pytest.raises(BadResult, match="printable"):
         numbers_of({"score": 1, "a\nb": 1})
+
+
+def test_an_answer_is_text_and_travels_with_the_score() -> None:
+    assert numbers_of({"score": 1, "answer": "12"}) == {"score": 1.0}
+    assert numbers_of({"score": 1, "answer": None}) == {"score": 1.0}
+    assert numbers_of({"score": 1, "answer": 12}) == {"score": 1.0, "answer": 12.0}, "a number is a part"
+    assert [answer_of(result) for result in (1.0, {"score": 1}, {"score": 1, "answer": 12})] == [None] * 3
+    assert answer_of({"answer": "x" * 5000}) == "x" * MAX_ANSWER_LENGTH
+    functions = [
+        function("format", 1.0, 1),
+        function("math", 1.0, {"score": 0, "answer": "1/2"}),
+        function("qa", 1.0, {"score": 0, "answer": "half"}),
+    ]
+    reply = score_sample(functions, make_sample().to_json(), 1 << 28)
+    assert reply["answer"] == "1/2", "of the first function that has one"
+    outcome = read_reply(to_json(reply), 1)
+    assert isinstance(outcome, Score)
+    assert (outcome.value, outcome.answer) == (1.0, "1/2")
 
 
 def test_long_details_are_cut() -> None:

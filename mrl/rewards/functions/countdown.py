@@ -20,7 +20,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 _MAX_CHARACTERS = 200
 
 
-def score(sample: Sample, partial: float = 0.1) -> dict[str, float]:
+def score(sample: Sample, partial: float = 0.1) -> dict[str, float | str]:
     """1 where the last `<answer>...</answer>` uses each of `extra_info.numbers` once and has the ground truth's value.
 
     `partial` where it uses them so and has another value, else 0. It is made of whole numbers, + - * / and
@@ -36,8 +36,9 @@ def score(sample: Sample, partial: float = 0.1) -> dict[str, float]:
     except (SyntaxError, ValueError, ZeroDivisionError):
         return {"score": 0.0, "found": 0.0}
     if sorted(used) != sorted(numbers):
-        return {"score": 0.0, "found": 1.0}
-    return {"score": 1.0 if value == Fraction(str(sample.ground_truth)) else partial, "found": 1.0}
+        return {"score": 0.0, "found": 1.0, "answer": expression}
+    score = 1.0 if value == Fraction(str(sample.ground_truth)) else partial
+    return {"score": score, "found": 1.0, "answer": expression}
 
 
 def _value(expression: str, used: list[int]) -> Fraction:

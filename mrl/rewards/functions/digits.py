@@ -6,13 +6,14 @@ from mrl.rewards.answer_text import accepted_answers
 from mrl.rewards.sample import Sample
 
 
-def score(sample: Sample, partial: float = 0.5) -> float:
+def score(sample: Sample, partial: float = 0.5) -> dict[str, float | str]:
     """1 for the right number; else `partial` times the share of its digits that stand at their places from the right.
 
     The response must be the number and nothing else; one that has too many digits gets nothing.
     """
     answer = sample.response.strip()
-    return max(_score(answer, truth.strip(), partial) for truth in accepted_answers(sample))
+    best = max(_score(answer, truth.strip(), partial) for truth in accepted_answers(sample))
+    return {"score": best} | ({"answer": answer} if answer.isdecimal() else {})
 
 
 def _score(answer: str, truth: str, partial: float) -> float:

@@ -6,11 +6,12 @@ from mrl.rewards.answer_text import accepted_answers, answer_in, plain_words
 from mrl.rewards.sample import Sample
 
 
-def score(sample: Sample, tag: str | None = None) -> float:
+def score(sample: Sample, tag: str | None = None) -> dict[str, float | str]:
     """1 where the answer and an accepted one have the same words, else 0.
 
     Case, punctuation and the articles a, an, the do not count. The ground truth is one text or a list of accepted
     ones. The answer is the whole response, or with `tag` what the last `<tag>...</tag>` holds.
     """
     words = plain_words(answer_in(sample.response, tag))
-    return float(any(words == plain_words(accepted) for accepted in accepted_answers(sample)))
+    right = any(words == plain_words(accepted) for accepted in accepted_answers(sample))
+    return {"score": float(right)} | ({"answer": " ".join(words)} if words else {})

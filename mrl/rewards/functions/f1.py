@@ -8,14 +8,15 @@ from mrl.rewards.answer_text import accepted_answers, answer_in, plain_words
 from mrl.rewards.sample import Sample
 
 
-def score(sample: Sample, tag: str | None = None) -> float:
+def score(sample: Sample, tag: str | None = None) -> dict[str, float | str]:
     """The F1 of the answer's words against those of the accepted answer that it fits best.
 
     Words, accepted answers and `tag` are those of `exact_match`. Where either side has no words, both must have
     none to score 1.
     """
     words = plain_words(answer_in(sample.response, tag))
-    return max(_f1(words, plain_words(accepted)) for accepted in accepted_answers(sample))
+    best = max(_f1(words, plain_words(accepted)) for accepted in accepted_answers(sample))
+    return {"score": best} | ({"answer": " ".join(words)} if words else {})
 
 
 def _f1(words: list[str], accepted: list[str]) -> float:

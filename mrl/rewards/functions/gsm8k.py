@@ -6,11 +6,11 @@ import re
 
 from mrl.answers import after_hashes
 from mrl.rewards.answer_text import ANY_NUMBER
-from mrl.rewards.math_answer import same_answer
+from mrl.rewards.math_answer import normal_form, same_answer
 from mrl.rewards.sample import Sample
 
 
-def score(sample: Sample, last_number: bool = False) -> dict[str, float]:
+def score(sample: Sample, last_number: bool = False) -> dict[str, float | str]:
     """1 where the number after the last `####` of the response equals the ground truth's, else 0.
 
     With `last_number` a response without `####` is judged by the last number in it. The ground truth may be the
@@ -23,4 +23,5 @@ def score(sample: Sample, last_number: bool = False) -> dict[str, float]:
     if answer is None:
         return {"score": 0.0, "found": 0.0}
     truth = str(sample.ground_truth)
-    return {"score": float(same_answer(answer, after_hashes(truth) or truth)), "found": 1.0}
+    score = float(same_answer(answer, after_hashes(truth) or truth))
+    return {"score": score, "found": 1.0, "answer": normal_form(answer).text}

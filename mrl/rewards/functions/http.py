@@ -30,7 +30,8 @@ def score(
     backoff_s: float = 0.5,
     key_variable: str | None = None,
 ) -> Any:
-    """What the service at `url` answers to a POST of the sample as JSON: a number, or numbers by name with `score`.
+    """What the service at `url` answers to a POST of the sample as JSON: a number, or numbers by name with `score`,
+    and the text that it judged as `"answer"`.
 
     No answer within `timeout_s`, a broken or unreadable one, and a status that may pass (408, 425, 429, 5xx) are
     tried again, `attempts` times in all, after `backoff_s`, then twice that, and so on; any other status is an error

@@ -8,7 +8,7 @@ from mrl.errors import RewardError
 from mrl.rewards.sample import Sample
 
 
-def score(sample: Sample) -> dict[str, float]:
+def score(sample: Sample) -> dict[str, float | str]:
     """1 where math-verify finds the response's answer equal to the ground truth, else 0.
 
     Its own time limits are switched off: they rest on signals, and the worker's limit holds for everything.
@@ -19,4 +19,5 @@ def score(sample: Sample) -> dict[str, float]:
     if not gold:
         raise RewardError(f"math-verify cannot read the ground truth {truth!r:.200}", where=sample.name)
     answer = parse(sample.response, parsing_timeout=None)
-    return {"score": float(verify(gold, answer, timeout_seconds=None)), "found": float(bool(answer))}
+    said = {"answer": str(answer[0])} if answer else {}
+    return {"score": float(verify(gold, answer, timeout_seconds=None)), "found": float(bool(answer))} | said
