@@ -75,6 +75,11 @@ def reward_functions() -> Mapping[str, Mapping[str, bool]]:
     return {file.stem: _signature(file) for file in sorted(_FUNCTIONS.glob("*.py")) if file.stem != "__init__"}
 
 
+def gives_answers(name: str) -> bool:
+    """Return whether a function says which answer it judged; of one that mrl does not bring along it may be so."""
+    return name not in reward_functions() or '"answer"' in (_FUNCTIONS / f"{name}.py").read_text(encoding="utf-8")
+
+
 def _signature(file: Path) -> dict[str, bool]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     (score,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "score")
@@ -93,14 +98,17 @@ def check_reward_rules(config: Config) -> Iterator[Problem]:
     elif not any(weights) and (model is None or model.weight == 0):
         key = "reward.functions" if functions else "reward_model.weight"
         yield problem(key, "every weight is 0, and so would be every reward", "give one another weight")
-    elif not any(weights) and config.validation.every:
+    measured = config.validation_reward().functions
+    if (functions or model) and config.validation.every and not any(each.weight for each in measured.values()):
         what = "validation goes by reward.functions alone, and none of them has a weight"
         yield problem("validation.every", what, "give one a weight, or validation.every=0")
     yield from _unscored(config)
     if model is not None:
         yield from _scored_late(config)
-    for label, function in functions.items():
-        key = f"reward.functions.{label}"
+    keys = [(f"reward.functions.{label}", label, function) for label, function in functions.items()]
+    of_validation = config.validation.reward_functions.items()
+    keys += [(f"validation.reward_functions.{label}", label, function) for label, function in of_validation]
+    for key, label, function in keys:
         if label == "score":
             yield problem(key, "metrics call the weighted sum so", "choose another name for this function")
         if label == "model" and model is not None:

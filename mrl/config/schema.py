@@ -6,12 +6,13 @@ The dataclasses below are schema, defaults and documentation at once: the docstr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.bounds import Count, NotNegative, PlainName, Proportion, Seconds, Share, Text
 from mrl.config.reward import RewardConfig
+from mrl.config.validation import ValidationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,24 +62,6 @@ class SyncConfig:
     started is always compared, and so is the mean over all samples of a step. 0 never compares any."""
     probe_tolerance: Share = 0.02
     """Largest mean difference of log-probs at the same weights; more stops the run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidationConfig:
-    """How the policy is measured on data.validation."""
-
-    every: NotNegative = 0
-    """Steps between validations; 0 validates never. The last step is validated as well."""
-    first: bool = True
-    """Also before training."""
-    samples_per_prompt: Count = 1
-    """Responses to each prompt, for mean@k, pass@k and maj@k."""
-    temperature: Share = 1.0
-    """As rollout.temperature."""
-    top_p: Share = 1.0
-    """As rollout.top_p."""
-    solved_at: Proportion = 1.0
-    """A response counts as right from this score on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,6 +328,10 @@ class Config:
 
     def trained_roles(self) -> dict[str, TrainedModelConfig]:
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
+
+    def validation_reward(self) -> RewardConfig:
+        """Return the section `reward` as it holds for validation."""
+        return replace(self.reward, functions=self.validation.reward_functions or self.reward.functions)
 
     def model_roles(self) -> dict[str, MegatronModelConfig]:
         """Return the roles that Megatron runs, trained or frozen, by name."""

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 
-def write_samples(directory: Path, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:
+def write_samples(directory: Path, step: int, columns: Mapping[str, Sequence[Any]], kind: str = "step") -> Path:
     """Write one row per sample into `step-000012.parquet`, complete or not there."""
     directory.mkdir(mode=0o700, exist_ok=True)
-    path = directory / f"step-{step:06d}.parquet"
+    path = directory / f"{kind}-{step:06d}.parquet"
     staged = path.with_suffix(".tmp")
     descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mrl.config.model_names import in_directories, model_names, rename_models
+from mrl.config.reward import RewardConfig
 from mrl.config.schema import Config, SourceConfig
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, open_dataset
@@ -111,7 +112,9 @@ def check_data(config: Config, *, all_rows: bool) -> Iterator[CheckResult]:
             yield from guarded(key, _check_source(config, {key: source}, tokenizer, look, scored[key]))
     yield from guarded("data.train", _check_number(config, tokenizer))
     yield from guarded("rewards", _check_reward_sources(config))
-    yield from guarded("rewards", _check_rewards(config, scored, tokenizer))
+    for part, reward in (("train", config.reward), ("validation", config.validation_reward())):
+        of_part = {key: prompts for key, prompts in scored.items() if key.startswith(f"data.{part}.")}
+        yield from guarded("rewards", _check_rewards(reward, of_part, tokenizer, config.reward_model is not None))
 
 
 def _check_reward_sources(config: Config) -> Iterator[CheckResult]:
@@ -183,17 +186,19 @@ def _all_rows(dataset: RLHFDataset) -> list[Prompt | SkippedRow]:
 
 
 def _check_rewards(
-    config: Config, prompts: Mapping[str, list[Prompt]], tokenizer: ChatTokenizer
+    config: RewardConfig, prompts: Mapping[str, list[Prompt]], tokenizer: ChatTokenizer, others_score: bool
 ) -> Iterator[CheckResult]:
     """Score the right answers in the workers that will score the responses: a sane reward gives them something."""
-    if not config.reward.functions:
+    if not config.functions and prompts:
         yield skip("rewards", "there is no reward function: the reward model alone scores")
         return
-    reward = dataclasses.replace(config.reward, on_failure="drop", max_failed_share=1.0)  # to see them all
+    if not any(prompts.values()):
+        return
+    reward = dataclasses.replace(config, on_failure="drop", max_failed_share=1.0)  # to see them all
     with tempfile.TemporaryDirectory() as directory:
         events = EventLog(Path(directory, "events.jsonl"))
         try:
-            with RewardManager(reward, events, others_score=config.reward_model is not None) as rewards:
+            with RewardManager(reward, events, others_score=others_score) as rewards:
                 for key, of_source in prompts.items():
                     if of_source:
                         samples = [_answered(prompt, form, tokenizer) for form in _FORMS for prompt in of_source]

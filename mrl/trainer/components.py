@@ -17,7 +17,7 @@ from mrl.config.model_names import in_directories
 from mrl.config.schema import Config
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
 from mrl.data.chat import load_tokenizer
-from mrl.data.prompt_loader import PromptLoader, SkipLog
+from mrl.data.prompt_loader import PromptLoader
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.events import EventLog, ModelLoaded, Warned
 from mrl.models.families import read_spec
@@ -32,7 +32,7 @@ from mrl.trainer.node_libraries import check_libraries
 from mrl.trainer.node_models import fetch_models
 from mrl.trainer.reward_sources import check_reward_sources
 from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, RoleClient
-from mrl.trainer.validation import Validator
+from mrl.trainer.validation import Validator, check_best
 from mrl.workers.messages import ModelSetup
 
 _CLIENTS = {"actor": ActorClient, "critic": CriticClient, "reward_model": RewardModelClient}
@@ -84,7 +84,13 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             open_dataset(config.data.train, config.data, config.rollout, tokenizer), config.data, config.batch, events
         )
         validation = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
-        rewards = stack.enter_context(_reward_manager(config, events)) if config.reward.functions else None
+        check_best(config, validation)
+        others = config.reward_model is not None
+        rewards = judges = None
+        if config.reward.functions:
+            rewards = judges = stack.enter_context(RewardManager(config.reward, events, others_score=others))
+        if config.validation.reward_functions:
+            judges = stack.enter_context(RewardManager(config.validation_reward(), events))
         with clock("start"):
             stack.enter_context(ray_cluster(config.cluster))
             resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
@@ -99,7 +105,9 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             roles = _with_models(config, groups, events)
             hybrid.connect()
         generator = Generator(config, hybrid, rewards, tokenizer, clock.progress)
-        validator = Validator(config, validation, generator, SkipLog(config.data.max_bad_rows, events))
+        validator = Validator(
+            config, validation, Generator(config, hybrid, judges, tokenizer, clock.progress), directory, events
+        )
         yield Components(
             actor=roles["actor"],
             critic=roles.get("critic"),
@@ -111,10 +119,6 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             validator=validator,
             kl=_kl_controller(config),
         )
-
-
-def _reward_manager(config: Config, events: EventLog) -> RewardManager:
-    return RewardManager(config.reward, events, others_score=config.reward_model is not None)
 
 
 def check_model(setup: ModelSetup) -> None:

@@ -47,8 +47,10 @@ class Generator:
         stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         rollout, validation = config.rollout, config.validation
         self.training = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, stop)
-        self.validation = Sampling(validation.temperature, validation.top_p, 0, stop)
         self.greedy = Sampling(1.0, 1.0, 1, stop)
+        self.validation = Sampling(validation.temperature, validation.top_p, validation.top_k, stop)
+        if validation.greedy:
+            self.validation = self.greedy
 
     def run(self, batch: DataProto, sampling: Sampling, step: int) -> ScoredBatch:
         """One response to each row's prompt, with its score. Rows of one uid are its samples, in their order."""
@@ -114,6 +116,9 @@ class Generator:
                 "truncated": torch.tensor([response.finish == "length" for response in responses]),
                 "scores": torch.tensor(scores, dtype=torch.float64),
             },
-            non_tensors={"response_text": [sample.response for sample in samples]},
+            non_tensors={
+                "response_text": [sample.response for sample in samples],
+                "answer": [outcome.answer if isinstance(outcome, Score) else None for outcome in outcomes],
+            },
             row_ids=batch.row_ids,
         )

@@ -52,6 +52,7 @@ class RayPPOTrainer:
         self.config, self.clock, self.run = run.config, run.clock, run
         self.calls = step_calls.step_calls(run.config)
         self.num_steps_done = 0
+        run.best_by = f"the {run.config.validation.best_mode} of {run.config.validation.best}"
 
     @contextmanager
     def init_workers(self) -> Iterator[Components]:
@@ -76,6 +77,7 @@ class RayPPOTrainer:
         if validation.every and validation.first and not self.num_steps_done:
             validated = self.validate()
             run.record(0, validated)
+            self.score_of(validated)
         while self.num_steps_done < self.config.training.steps:
             report = self.step()
             is_last = report.step == self.config.training.steps
@@ -85,8 +87,9 @@ class RayPPOTrainer:
             run.publish_save()
             stop = run.should_stop()
             self.record(report.step, report.batch, report.metrics | figures)
-            if is_last or stop or run.save_is_due(report.step):
-                score = figures.get(f"val/score/mean@{validation.samples_per_prompt}")
+            score = self.score_of(figures)
+            is_kept = validation.keep_best and run.is_best(score)
+            if is_last or stop or is_kept or run.save_is_due(report.step):
                 run.save(self.components, report.step, score, wait=is_last or stop)
             if stop:
                 break
@@ -154,10 +157,21 @@ class RayPPOTrainer:
     def validate(self) -> dict[str, float]:
         """Measure the policy as it is now on the validation prompts."""
         with self.clock("validation"), self.hybrid.rollout_mode():
-            figures = self.components.validator.run()
+            figures = self.components.validator.run(self.num_steps_done)
             answers = self.components.engine_probe.ask(self.num_steps_done)
+        while self.components.validator.warnings:
+            self.run.warn("validation", self.components.validator.warnings.pop(0))
         self.compare_engines(self.num_steps_done, answers)
         return figures
+
+    def score_of(self, figures: dict[str, float]) -> float | None:
+        """Return what says how good a checkpoint of this moment is, more being better; None without a validation."""
+        validation = self.config.validation
+        if figures and validation.best not in figures:
+            self.run.warn("validation", f"there is no {validation.best}: no checkpoint of this step can be the best")
+        if validation.best not in figures:
+            return None
+        return figures[validation.best] * (1 if validation.best_mode == "max" else -1)
 
     def compare_engines(self, step: int, answers: Answers) -> None:
         """See that the engines that were asked compute what the trainer computes, before anything is learned."""

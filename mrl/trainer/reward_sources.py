@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
+from mrl.config.reward import RewardFunctionConfig
 from mrl.config.schema import Config
 from mrl.data.sources import data_sources
 from mrl.rewards.manager import nothing_scores
@@ -18,24 +19,34 @@ def check_reward_sources(config: Config) -> Iterator[str]:
     Rows are read only where a function names its sources. Of many training rows that code makes some are read; a
     sample of yet another source stops the run. Validation goes by the functions alone: a reward model scores nothing.
     """
-    functions = config.reward.functions.items()
-    patterns = {label: function.sources for label, function in functions if function.sources}
+    rewards = {"train": config.reward, "validation": config.validation_reward()}
+    patterns = {
+        f"{key}.{label}": function.sources
+        for key, functions in (("reward.functions", config.reward.functions), *_own_of_validation(config))
+        for label, function in functions.items()
+        if function.sources
+    }
     if not patterns:
         return
     found = {
-        f"data.{part}.{name}": data_sources(source, name, _MAX_MADE_ROWS if part == "train" else None)
+        (part, f"data.{part}.{name}"): data_sources(source, name, _MAX_MADE_ROWS if part == "train" else None)
         for part, sources in (("train", config.data.train), ("validation", config.data.validation))
         for name, source in sources.items()
     }
-    for key, names in found.items():
-        if key.startswith("data.train.") and config.reward_model is not None and config.reward_model.weight:
+    for (part, key), names in found.items():
+        if part == "train" and config.reward_model is not None and config.reward_model.weight:
             continue
         for name in sorted(names):
-            if not config.reward.scores(name):
-                raise nothing_scores(config.reward, name, key)
+            if not rewards[part].scores(name):
+                raise nothing_scores(rewards[part], name, key)
     everything = set().union(*found.values())
     for label, of_function in patterns.items():
         for pattern in of_function:
             if not any(fnmatchcase(name, pattern) for name in everything):
                 known = ", ".join(sorted(everything)) or "none"
-                yield f'reward.functions.{label}.sources: "{pattern}" matches no data source; there are {known:.500}'
+                yield f'{label}.sources: "{pattern}" matches no data source; there are {known:.500}'
+
+
+def _own_of_validation(config: Config) -> Iterator[tuple[str, Mapping[str, RewardFunctionConfig]]]:
+    if config.validation.reward_functions:
+        yield "validation.reward_functions", config.validation.reward_functions

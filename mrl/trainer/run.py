@@ -53,6 +53,8 @@ class Run(Generic[AnyTyped]):
         self._metrics: MetricsFile
         self.stopping = ShutdownSignal(self.config.training.time_limit_s)
         self.trackers: list[TrackerThread] = []
+        self.best_by = ""
+        """What scores say; those that said something else are not compared with."""
         self._best: float | None = None
         self._best_before: float | None = None
         self._num_failed_saves = 0
@@ -82,7 +84,10 @@ class Run(Generic[AnyTyped]):
         for name, role in trained.roles.items():
             role.group.load_checkpoint(str(found.path / name))
         trained.load_state_dict(found.state["trained"])
-        self._best = found.state["best"]
+        if found.state["best_by"] == self.best_by:
+            self._best = found.state["best"]
+        elif found.state["best"] is not None:
+            self.warn("validation", f"the best was {found.state['best_by']}; it begins anew as {self.best_by}")
         self.console.print(f"resumed from {found.path}")
         return found.step
 
@@ -99,6 +104,10 @@ class Run(Generic[AnyTyped]):
         every = self.config.training.save_every
         return (bool(every) and step % every == 0) or self._num_failed_saves > 0
 
+    def is_best(self, score: float | None) -> bool:
+        """Return whether a checkpoint with this score would be the best so far."""
+        return score is not None and (self._best is None or score > self._best)
+
     def save(self, trained: Resumable, step: int, score: float | None = None, *, wait: bool = True) -> None:
         """Save everything. It is the best so far if it was validated itself, and scored higher than any before.
 
@@ -106,9 +115,10 @@ class Run(Generic[AnyTyped]):
         """
         with self.clock("save"):
             self.finish_save()
-            is_best = score is not None and (self._best is None or score > self._best)
+            is_best = self.is_best(score)
             self._best_before, self._best = self._best, score if is_best else self._best
-            state = {"config": resume_config(self.config), "trained": trained.state_dict(), "best": self._best}
+            best = {"best": self._best, "best_by": self.best_by}
+            state = {"config": resume_config(self.config), "trained": trained.state_dict(), **best}
             try:
                 self.checkpoints.begin(step, trained.roles, state, is_best)
             except SAVE_ERRORS as error:

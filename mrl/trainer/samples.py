@@ -20,6 +20,7 @@ def sample_columns(batch: DataProto) -> dict[str, Any]:
         "data_source": batch["data_source"],
         "prompt": batch["prompt_text"],
         "response": batch["response_text"],
+        "answer": batch["answer"],
         "ground_truth": batch["ground_truth"],
         "score": batch["scores"].tolist(),
         "num_tokens": batch.lengths("responses").tolist(),

@@ -2,63 +2,137 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mrl.config.schema import Config
+from mrl.config.validation import ValidationConfig
 from mrl.data.prompt_loader import SkipLog, one_pass
-from mrl.data.rlhf_dataset import RLHFDataset
+from mrl.data.rlhf_dataset import CHECKED_AT_ONCE, Prompt, RLHFDataset
+from mrl.data.sample_files import write_samples
+from mrl.errors import DataError, did_you_mean
+from mrl.events import EventLog
+from mrl.rollout.requests import Sampling
 from mrl.trainer.generation import Generator
+from mrl.trainer.samples import sample_columns
 
-Answers = list[tuple[str, float]]
-"""Text and score of the samples of one prompt."""
+Answers = list[tuple[str | None, float]]
+"""The answer of each sample of one prompt, where a reward function gave one, and its score."""
 
 
 class Validator:
     """Goes through the validation prompts."""
 
-    def __init__(self, config: Config, dataset: RLHFDataset, generator: Generator, skips: SkipLog) -> None:
+    def __init__(
+        self, config: Config, dataset: RLHFDataset, generator: Generator, directory: Path, events: EventLog
+    ) -> None:
         self._config = config
-        self._dataset = dataset
-        self._generator = generator
-        self._skips = skips
+        self._dataset, self._generator, self._directory = dataset, generator, directory
+        self._skips = SkipLog(config.data.max_bad_rows, events)
+        self._mute: set[str] = set()
+        self.warnings: list[str] = []
+        """What has not been said yet."""
 
-    def run(self) -> dict[str, float]:
-        """Measure every source, and of all together. The sampling is the same at each validation."""
+    def run(self, step: int, sampling: Sampling | None = None) -> dict[str, float]:
+        """Measure every source, and all together. The sampling is the same at each validation."""
         answers: dict[str, dict[str, Answers]] = defaultdict(lambda: defaultdict(list))
-        num_samples = self._config.validation.samples_per_prompt
+        columns: dict[str, list[Any]] = defaultdict(list)
+        validation = self._config.validation
+        sampling = sampling or self._generator.validation
         for prompts in one_pass(self._dataset, self._config.batch.prompts_per_step * 4, self._skips):
-            scored = self._generator.run(prompts.repeat(num_samples), self._generator.validation, step=0)
-            batch = scored.batch
-            scores = np.asarray(batch["scores"])
-            for row, score in enumerate(scores.tolist()):
-                of_prompt = answers[batch["data_source"][row]][batch["uid"][row]]
-                of_prompt.append((batch["response_text"][row], score))
-        metrics: dict[str, float] = {}
+            batch = self._generator.run(prompts.repeat(validation.samples_per_prompt), sampling, step=0).batch
+            rows = zip(batch["data_source"], batch["uid"], batch["answer"], batch["scores"].tolist(), strict=True)
+            for source, uid, answer, score in rows:
+                answers[source][uid].append((answer, score))
+            for name, values in sample_columns(batch).items():
+                columns[name].extend(values)
+        if validation.save_samples:
+            write_samples(self._directory / "samples", step, columns, "validation")
+        return self._figures(answers)
+
+    def _figures(self, answers: Mapping[str, Mapping[str, Answers]]) -> dict[str, float]:
+        figures: dict[str, float] = {}
         together: dict[str, Answers] = {}
+        voting: dict[str, Answers] = {}
         for source, by_prompt in answers.items():
-            metrics |= validation_metrics(f"val/{source}", by_prompt, num_samples, self._config.validation.solved_at)
-            together |= {f"{source} {uid}": found for uid, found in by_prompt.items()}
-        return metrics | validation_metrics("val", together, num_samples, self._config.validation.solved_at)
+            named = {f"{source} {uid}": found for uid, found in by_prompt.items()}
+            together |= named
+            figures |= score_figures(f"val/{source}", named, self._config.validation)
+            if any(answer is not None for found in by_prompt.values() for answer, _ in found):
+                voting |= named
+                figures |= vote_figures(f"val/{source}", named, self._config.validation)
+            elif source not in self._mute and self._config.validation.counts[-1] > 1:
+                self._mute.add(source)
+                self.warnings.append(f"no maj@k of {source}: no reward function says which answer it judged")
+        figures |= score_figures("val", together, self._config.validation)
+        return figures | (vote_figures("val", voting, self._config.validation) if voting else {})
 
 
-def validation_metrics(prefix: str, by_prompt: Mapping[str, Answers], k: int, solved_at: float) -> dict[str, float]:
-    """Return mean@k (mean score), pass@k (any sample right) and maj@k (commonest answer right, the first of equals)."""
-    scores = [[score for _, score in answers] for answers in by_prompt.values()]
-    found = {
+def score_figures(prefix: str, by_prompt: Mapping[str, Answers], validation: ValidationConfig) -> dict[str, float]:
+    """Return mean@k, the mean over all samples, and pass@k: how likely one of k samples is right, without bias.
+
+    Every prompt counts alike. Where fewer than k samples of one have a score, k is their number.
+    """
+    scores = [np.array([score for _, score in answers]) for answers in by_prompt.values()]
+    right = [of_prompt >= validation.solved_at for of_prompt in scores]
+    num_samples = validation.samples_per_prompt
+    figures = {
         f"{prefix}/prompts": float(len(scores)),
-        f"{prefix}/score/mean@{k}": float(np.mean([np.mean(of_prompt) for of_prompt in scores])),
-        f"{prefix}/solved/mean@{k}": float(np.mean([np.mean(np.array(each) >= solved_at) for each in scores])),
+        f"{prefix}/score/mean@{num_samples}": float(np.mean([of_prompt.mean() for of_prompt in scores])),
+        f"{prefix}/solved/mean@{num_samples}": float(np.mean([of_prompt.mean() for of_prompt in right])),
     }
-    if k > 1:
-        majorities = [_majority(answers) for answers in by_prompt.values()]
-        found[f"{prefix}/solved/pass@{k}"] = float(np.mean([max(of_prompt) >= solved_at for of_prompt in scores]))
-        found[f"{prefix}/solved/maj@{k}"] = float(np.mean(np.array(majorities) >= solved_at))
-    return found
+    for k in validation.counts:
+        if k > 1:
+            passed = [pass_at(k, len(of_prompt), int(of_prompt.sum())) for of_prompt in right]
+            figures[f"{prefix}/solved/pass@{k}"] = float(np.mean(passed))
+    return figures
 
 
-def _majority(answers: Sequence[tuple[str, float]]) -> float:
-    commonest, _ = Counter(text for text, _ in answers).most_common(1)[0]
-    return next(score for text, score in answers if text == commonest)
+def pass_at(k: int, num_samples: int, num_right: int) -> float:
+    """Return the share of all choices of k samples that have a right one among them."""
+    k = min(k, num_samples)
+    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def vote_figures(prefix: str, by_prompt: Mapping[str, Answers], validation: ValidationConfig) -> dict[str, float]:
+    """Return maj@k: whether the commonest answer among k samples is right, on average over one k after the other."""
+    return {
+        f"{prefix}/solved/maj@{k}": float(
+            np.mean([np.mean(_majorities(answers, k) >= validation.solved_at) for answers in by_prompt.values()])
+        )
+        for k in validation.counts
+        if k > 1
+    }
+
+
+def _majorities(answers: Answers, k: int) -> np.ndarray[Any, Any]:
+    starts = range(0, max(1, len(answers) - k + 1), k)
+    return np.array([_majority(answers[start : start + k]) for start in starts])
+
+
+def _majority(answers: Sequence[tuple[str | None, float]]) -> float:
+    """Return the score of the commonest answer, the first of equals. A sample without an answer does not vote."""
+    votes = Counter(answer for answer, _ in answers if answer is not None)
+    if not votes:
+        return -math.inf
+    commonest, _ = votes.most_common(1)[0]
+    return next(score for answer, score in answers if answer == commonest)
+
+
+def check_best(config: Config, dataset: RLHFDataset) -> None:
+    """Refuse a best that goes by a source of which there is no row."""
+    wanted, found = config.validation.source_of_best(), set[str]()
+    if not wanted or not config.validation.every:
+        return
+    for begin in range(0, len(dataset), CHECKED_AT_ONCE):
+        rows = dataset.read(dataset.draws(begin, begin + CHECKED_AT_ONCE))
+        found |= {row.row.data_source for row in rows if isinstance(row, Prompt)}
+        if wanted in found:
+            return
+    what = f'{config.validation.best} is of the source "{wanted}", of which data.validation has no row'
+    raise DataError(what, where="validation.best_metric", fix=did_you_mean(wanted, sorted(found)))

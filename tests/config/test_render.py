@@ -170,9 +170,17 @@ validation:
   every: 0                                       # default
   first: true                                    # default
   samples_per_prompt: 1                          # default
+  k: []                                          # default
+  greedy: false                                  # default
   temperature: 1.0                               # default
   top_p: 1.0                                     # default
+  top_k: 0                                       # default
   solved_at: 1.0                                 # default
+  reward_functions: {}                           # default
+  best_metric: null                              # default
+  best_mode: max                                 # default
+  keep_best: false                               # default
+  save_samples: true                             # default
 """
     )
 

@@ -27,7 +27,7 @@ from mrl.controller import RankInfo, RayWorkerGroup, Rendezvous, Worker
 from mrl.controller.dispatch import Dispatch, MethodSpec, registered_methods
 from mrl.controller.worker_group import _join_shards
 from mrl.data.chat import load_tokenizer
-from mrl.data.prompt_loader import PromptLoader, SkipLog
+from mrl.data.prompt_loader import PromptLoader
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.events import EventLog
@@ -158,7 +158,8 @@ class InstantRewards:
         self.num_submitted += 1
         score = score_of(sample.response, sample.ground_truth)
         fails = self.failures and (sample.row_id * 7 + len(sample.response)) % 11 == 0
-        self.waiting[self.num_submitted] = Failure("raised", "", 0.0) if fails else Score(score, {FUNCTION: score}, 0.0)
+        scored = Score(score, {FUNCTION: score}, 0.0, sample.response)
+        self.waiting[self.num_submitted] = Failure("raised", "", 0.0) if fails else scored
         return self.num_submitted
 
     def drain(self) -> dict[int, Outcome]:
@@ -203,7 +204,7 @@ def local_team(
         engine_probe=EngineProbe(config, hybrid, roles["actor"], tokenizer, events),
         prompts=PromptLoader(dataset, config.data, config.batch, events),
         generator=generator,
-        validator=Validator(config, validation, generator, SkipLog(0, events)),
+        validator=Validator(config, validation, generator, Path(config.run.dir, config.run.name), events),
         kl=team_module._kl_controller(config),
     )
 

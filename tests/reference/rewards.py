@@ -7,9 +7,9 @@ from mrl.rewards.sample import Sample
 FUNCTION = "likes_ones"
 
 
-def likes_ones(sample: Sample) -> float:
+def likes_ones(sample: Sample) -> dict[str, float | str]:
     """For one sample."""
-    return score_of(sample.response, sample.ground_truth)
+    return {"score": score_of(sample.response, sample.ground_truth), "answer": sample.response}
 
 
 def score_of(response: str, ground_truth: str) -> float:

@@ -325,8 +325,9 @@ class Validations:
 
     def __init__(self, journal: Journal, scores: Iterable[float]) -> None:
         self.journal, self.scores = journal, iter(scores)
+        self.warnings: list[str] = []
 
-    def run(self) -> dict[str, float]:
+    def run(self, step: int) -> dict[str, float]:
         self.journal.append("validation")
         return {"val/score/mean@1": next(self.scores)}
 

@@ -225,15 +225,22 @@ def test_a_team_is_put_together(tmp_path: Path, stage: Stage) -> None:
         assert stage.given["generator"] == (config, team.hybrid, "the rewards", stage.tokenizer, clock.progress)
         assert team.engine_probe == "the probe"
         assert stage.given["probe"] == (config, team.hybrid, team.actor, stage.tokenizer, events)
-        (*validator, skips) = stage.given["validator"]
-        assert validator == [config, "held", "the generator"]
-        assert skips._max_bad_rows == 3
+        assert stage.given["validator"] == (config, "held", "the generator", tmp_path, events)
         assert clock.pop_seconds().keys() == {"start", "step"}
     assert stage.dataset_of == dict.fromkeys(["sums", "held"], (config.data, config.rollout, stage.tokenizer))
     warned = [record.event for record in read_events(tmp_path / "events.jsonl")]
     assert Warned("reward_model", "it reads other templates") in warned
     assert Warned("reward", "a pattern matches nothing") in warned
     assert stage.given["hybrid"] == (config, ["actor", "critic", "reward_model"], "the context")
+
+
+def test_validation_has_the_reward_functions_that_are_given_for_it(tmp_path: Path, stage: Stage) -> None:
+    own = {"strict": RewardFunctionConfig(name="exact_match")}
+    config = whole_config(tmp_path, validation={"reward_functions": own})
+    with team_in(tmp_path, config) as _:
+        given, _ = stage.given["rewards"]
+        assert given == replace(config.reward, functions=own), "the manager that was made last"
+        assert stage.journal.count("rewards begins") == 2, "and training has its own"
 
 
 def test_what_is_cheap_comes_first_and_what_began_last_ends_first(tmp_path: Path, stage: Stage) -> None:

@@ -104,10 +104,51 @@ def test_the_best_is_chosen_by_the_score_of_all_sources_together(tmp_path: Path)
     with scene(config_of(tmp_path, validation={"every": 5}), tmp_path, validations=[0.1, 0.5]) as found:
         whole = found.components.validator.run
         others = {"val/score/prompts": 7.0, "val/score/solved/mean@1": 0.8, "val/easy/score/mean@1": 0.9}
-        found.components.validator.run = lambda: others | whole()
+        found.components.validator.run = lambda step: others | whole(step)
         found.trainer.fit()
     manifest = json.loads((tmp_path / "checkpoints" / "step-000005" / "manifest.json").read_text())
     assert manifest["state"]["best"] == 0.5
+
+
+def test_a_checkpoint_follows_a_new_best_where_it_is_to_be_kept(tmp_path: Path) -> None:
+    """Steps 2 and 4 are better than any before; step 3 is not, and the last is saved in any case."""
+    config = config_of(tmp_path, validation={"every": 1, "keep_best": True})
+    with scene(config, tmp_path, validations=[0.9, 0.2, 0.5, 0.5, 0.6, 0.1]) as found:
+        found.trainer.fit()
+    assert saved_steps(tmp_path) == [1, 2, 4, 5]
+    assert (tmp_path / "checkpoints" / "best").read_text() == "step-000004"
+
+
+def test_the_best_goes_by_the_figure_and_the_direction_that_are_asked_for(tmp_path: Path) -> None:
+    by = {"every": 1, "keep_best": True, "best_metric": "val/easy/solved/mean@1", "best_mode": "min"}
+    with scene(config_of(tmp_path, validation=by), tmp_path, validations=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5]) as found:
+        whole = found.components.validator.run
+        found.components.validator.run = lambda step: {"val/easy/solved/mean@1": (step - 3.0) ** 2} | whole(step)
+        found.trainer.fit()
+    assert saved_steps(tmp_path) == [1, 2, 3, 5]
+    assert (tmp_path / "checkpoints" / "best").read_text() == "step-000003"
+
+
+def test_a_figure_that_is_missing_makes_no_best_and_is_said(tmp_path: Path) -> None:
+    config = config_of(tmp_path, validation={"every": 5, "best_metric": "val/solved/maj@1"})
+    with scene(config, tmp_path, validations=[0.1, 0.2]) as found:
+        found.trainer.fit()
+    said = "warning: validation: there is no val/solved/maj@1: no checkpoint of this step can be the best"
+    assert found.screen.said == [said] * 2
+    assert not (tmp_path / "checkpoints" / "best").exists()
+
+
+def test_another_figure_is_not_compared_with_the_best_so_far(tmp_path: Path) -> None:
+    """Resumed with a figure whose values are far lower, a run finds a best of its own, and says so."""
+    config = config_of(tmp_path, training={"steps": 2}, validation={"every": 1})
+    with scene(config, tmp_path, validations=[0.1, 0.9, 0.8]) as found:
+        found.trainer.fit()
+    later = {"every": 1, "keep_best": True, "best_mode": "min"}
+    with scene(config_of(tmp_path, validation=later), tmp_path, validations=[0.7, 0.8, 0.6]) as found:
+        what = "the best was the max of val/score/mean@1; it begins anew as the min of val/score/mean@1"
+        assert f"warning: validation: {what}" in found.screen.said
+        found.trainer.fit()
+    assert saved_steps(tmp_path) == [2, 3, 5]
 
 
 def test_a_run_that_is_told_to_stop_records_saves_and_ends(tmp_path: Path) -> None:

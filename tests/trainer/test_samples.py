@@ -31,6 +31,7 @@ def samples() -> DataProto:
             "prompt_text": ["one", "two"],
             "response_text": ["five", "seven"],
             "ground_truth": ["5", None],
+            "answer": ["5", None],
         },
         row_ids=[4, 9],
     )
@@ -49,6 +50,7 @@ def test_every_sample_is_in_the_file(tmp_path: Path) -> None:
             "data_source": "easy",
             "prompt": "one",
             "response": "five",
+            "answer": "5",
             "ground_truth": "5",
             "score": 0.25,
             "num_tokens": 2,
@@ -59,6 +61,7 @@ def test_every_sample_is_in_the_file(tmp_path: Path) -> None:
             "data_source": "hard",
             "prompt": "two",
             "response": "seven",
+            "answer": None,
             "ground_truth": None,
             "score": -1.0,
             "num_tokens": 1,

@@ -1,24 +1,27 @@
-"""mean@k, pass@k and maj@k of known answers, and which samples they are made of."""
+"""mean@k, pass@k and maj@k of known answers, which samples they are made of, and what goes into a file of them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
-from mrl.data.prompt_loader import SkipLog
+from mrl.config.validation import ValidationConfig
 from mrl.data.rlhf_dataset import Prompt, SkippedRow
 from mrl.data.rows import PromptRow
 from mrl.data.sampler import Draw
+from mrl.errors import DataError
 from mrl.events import EventLog
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
 from mrl.trainer.generation import Generator
-from mrl.trainer.validation import Validator, validation_metrics
+from mrl.trainer.validation import Validator, check_best, pass_at, score_figures, vote_figures
 from tests.trainer.fakes import END, Hybrid, Rewards, Tokenizer, make_config
 
 ANSWERS = {
@@ -28,8 +31,14 @@ ANSWERS = {
 }
 
 
+def figures(by_prompt: Any, **settings: Any) -> dict[str, float]:
+    """All that is computed from these answers."""
+    validation = ValidationConfig(**settings)
+    return score_figures("val", by_prompt, validation) | vote_figures("val", by_prompt, validation)
+
+
 def test_figures() -> None:
-    assert validation_metrics("val", ANSWERS, 4, solved_at=1.0) == pytest.approx(
+    assert figures(ANSWERS, samples_per_prompt=4) == pytest.approx(
         {
             "val/prompts": 3,
             "val/score/mean@4": (0.5 + 0.25) / 3,
@@ -40,29 +49,60 @@ def test_figures() -> None:
     )
 
 
+def test_several_k_come_of_the_same_samples() -> None:
+    """Of four samples, two of which are right, five of the six pairs have a right one."""
+    found = figures({"a": ANSWERS["a"]}, samples_per_prompt=4, k=[4, 1, 2])
+    assert found == pytest.approx(
+        {
+            "val/prompts": 1,
+            "val/score/mean@4": 0.5,
+            "val/solved/mean@4": 0.5,
+            "val/solved/pass@2": 5 / 6,
+            "val/solved/pass@4": 1.0,
+            "val/solved/maj@2": 0.5,  # of the first two the answer is right, of the next two it is wrong
+            "val/solved/maj@4": 1.0,
+        }
+    )
+
+
+@pytest.mark.parametrize(("num_samples", "k"), [(6, 1), (6, 2), (6, 5), (6, 6), (3, 5)])
+def test_pass_at_k_is_the_share_of_choices_that_have_a_right_one(num_samples: int, k: int) -> None:
+    for num_right in range(num_samples + 1):
+        choices = list(combinations(range(num_samples), min(k, num_samples)))
+        share = sum(min(choice) < num_right for choice in choices) / len(choices)
+        assert pass_at(k, num_samples, num_right) == pytest.approx(share)
+
+
 def test_partial_scores_solve_nothing_unless_they_reach_the_mark() -> None:
     answers = {"a": [("x", 0.4), ("y", 0.6)]}
-    assert validation_metrics("val", answers, 2, solved_at=1.0)["val/solved/pass@2"] == 0
-    assert validation_metrics("val", answers, 2, solved_at=0.5)["val/solved/mean@2"] == 0.5
+    assert figures(answers, samples_per_prompt=2)["val/solved/pass@2"] == 0
+    assert figures(answers, samples_per_prompt=2, solved_at=0.5)["val/solved/mean@2"] == 0.5
 
 
 def test_one_sample_has_no_majority() -> None:
-    assert "val/solved/maj@1" not in validation_metrics("val", {"a": [("x", 1.0)]}, 1, solved_at=1.0)
+    assert "val/solved/maj@1" not in figures({"a": [("x", 1.0)]})
 
 
 def test_the_mark_itself_is_enough() -> None:
-    found = validation_metrics("val", {"a": [("x", 0.5), ("x", 0.5), ("y", 0.25)]}, 3, solved_at=0.5)
+    found = figures({"a": [("x", 0.5), ("x", 0.5), ("y", 0.25)]}, samples_per_prompt=3, solved_at=0.5)
     assert found["val/solved/mean@3"] == pytest.approx(2 / 3)
     assert (found["val/solved/pass@3"], found["val/solved/maj@3"]) == (1.0, 1.0)
 
 
 def test_the_first_of_equally_common_answers_is_the_majority() -> None:
     tie = {"a": [("x", 0.0), ("y", 1.0), ("y", 1.0), ("x", 0.0)], "b": [("y", 1.0), ("x", 0.0)]}
-    assert validation_metrics("val", tie, 4, solved_at=1.0)["val/solved/maj@4"] == 0.5
+    assert figures(tie, samples_per_prompt=4)["val/solved/maj@4"] == 0.5
+
+
+def test_samples_without_an_answer_do_not_vote() -> None:
+    """They are the most, and would be wrong; where nobody votes, nothing is solved."""
+    mute = {"a": [(None, 0.0), (None, 0.0), ("y", 1.0)], "b": [(None, 0.0), (None, 0.0), (None, 1.0)]}
+    assert figures(mute, samples_per_prompt=3)["val/solved/maj@3"] == 0.5
 
 
 def test_every_prompt_counts_alike_however_many_of_its_samples_were_scored() -> None:
-    found = validation_metrics("val", {"a": [("x", 1.0)], "b": [("x", 0.0), ("y", 0.0), ("z", 0.5)]}, 3, solved_at=0.5)
+    answers = {"a": [("x", 1.0)], "b": [("x", 0.0), ("y", 0.0), ("z", 0.5)]}
+    found = figures(answers, samples_per_prompt=3, solved_at=0.5)
     assert found["val/score/mean@3"] == pytest.approx((1 + 1 / 6) / 2)
     assert found["val/solved/mean@3"] == pytest.approx((1 + 1 / 3) / 2)
 
@@ -92,15 +132,14 @@ class Rows:
 class Stage:
     """A validator on a real generator: sample k of prompt n says 10 x n + k."""
 
-    def __init__(self, directory: Path, outcome: Any, rows: Any, num_samples: int = 2) -> None:
-        sections = {"samples_per_prompt": num_samples, "temperature": 0.25, "solved_at": 0.5}
+    def __init__(self, directory: Path, outcome: Any, rows: Any, num_samples: int = 2, **settings: Any) -> None:
+        sections = {"samples_per_prompt": num_samples, "temperature": 0.25, "solved_at": 0.5} | settings
         config = make_config(directory, validation=sections, batch={"prompts_per_step": 1})
         self.hybrid, self.events = Hybrid([], self._answer), EventLog(directory / "events.jsonl")
         self.rewards = Rewards(outcome)
         arguments: Any = (config, self.hybrid, self.rewards, Tokenizer(), lambda done, total: None)
         self.generator = Generator(*arguments)
-        self.skips = SkipLog(0, self.events)
-        self.validator = Validator(config, rows, self.generator, self.skips)
+        self.validator = Validator(config, rows, self.generator, directory, self.events)
         self.num_samples = num_samples
 
     def _answer(self, request: GenerationRequest, sampling: Sampling) -> list[int]:
@@ -113,12 +152,12 @@ def half_right(sample: Sample) -> Outcome:
     prompt, number = divmod(int(sample.response), 10)
     if (prompt, number) == (4, 1):
         return Failure("raised", "no", 0.0)
-    return Score(float(prompt == 3 or (prompt < 3 and number == 0)), {}, 0.0)
+    return Score(float(prompt == 3 or (prompt < 3 and number == 0)), {}, 0.0, sample.response)
 
 
 def test_validation_draws_from_its_own_distribution_the_same_each_time(tmp_path: Path) -> None:
     stage = Stage(tmp_path, half_right, Rows(6))
-    first, second = stage.validator.run(), stage.validator.run()
+    first, second = stage.validator.run(0), stage.validator.run(7)
     assert first == second
     assert {sampling.temperature for sampling in stage.hybrid.samplings} == {0.25}
     requests = stage.hybrid.requests
@@ -130,7 +169,7 @@ def test_validation_draws_from_its_own_distribution_the_same_each_time(tmp_path:
 
 
 def test_figures_are_of_each_source_and_of_all_together(tmp_path: Path) -> None:
-    found = Stage(tmp_path, half_right, Rows(6)).validator.run()
+    found = Stage(tmp_path, half_right, Rows(6)).validator.run(0)
     expected = {
         "val/even/prompts": 3,
         "val/even/score/mean@2": (0.5 + 0.5 + 0.0) / 3,
@@ -151,13 +190,13 @@ def test_figures_are_of_each_source_and_of_all_together(tmp_path: Path) -> None:
 
 def test_what_is_too_long_is_skipped_and_counted(tmp_path: Path) -> None:
     stage = Stage(tmp_path, half_right, Rows(6, bad=[1, 3]))
-    found = stage.validator.run()
+    found = stage.validator.run(0)
     assert (found["val/prompts"], found["val/odd/prompts"]) == (4, 1)
-    assert stage.skips.overlong == Counter({"all": 2})
+    assert stage.validator._skips.overlong == Counter({"all": 2})
 
 
 def test_an_answer_in_one_sample_is_its_prompts(tmp_path: Path) -> None:
-    found = Stage(tmp_path, half_right, Rows(3), num_samples=1).validator.run()
+    found = Stage(tmp_path, half_right, Rows(3), num_samples=1).validator.run(0)
     assert found == {
         "val/even/prompts": 2.0,
         "val/even/score/mean@1": 1.0,
@@ -169,3 +208,48 @@ def test_an_answer_in_one_sample_is_its_prompts(tmp_path: Path) -> None:
         "val/score/mean@1": 1.0,
         "val/solved/mean@1": 1.0,
     }
+
+
+def odd_alone_answers(sample: Sample) -> Outcome:
+    """Everything is right; of the source `even` nobody says what was judged."""
+    return Score(1.0, {}, 0.0, "one" if sample.data_source == "odd" else None)
+
+
+def test_where_no_function_gives_an_answer_nobody_votes_which_is_said_once(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, odd_alone_answers, Rows(4))
+    for _ in range(2):
+        found = stage.validator.run(0)
+        assert {name for name in found if "maj@" in name} == {"val/odd/solved/maj@2", "val/solved/maj@2"}
+        assert found["val/solved/maj@2"] == 1.0
+    assert stage.validator.warnings == ["no maj@k of even: no reward function says which answer it judged"]
+
+
+def test_responses_are_written_as_those_of_training_are(tmp_path: Path) -> None:
+    Stage(tmp_path, half_right, Rows(3)).validator.run(20)
+    rows = pq.read_table(tmp_path / "samples" / "validation-000020.parquet").to_pylist()
+    assert [(row["uid"], row["response"], row["answer"], row["score"]) for row in rows] == [
+        (f"all/0/{prompt}", str(10 * prompt + number), str(10 * prompt + number), float(number == 0))
+        for prompt in range(3)
+        for number in (0, 1)
+    ]
+    other = tmp_path / "other"
+    other.mkdir()
+    Stage(other, half_right, Rows(3), save_samples=False).validator.run(20)
+    assert not (other / "samples").exists()
+
+
+def test_greedy_is_one_response_of_the_likeliest_tokens(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, half_right, Rows(3), num_samples=1, temperature=1.0, greedy=True)
+    assert stage.validator.run(0)["val/score/mean@1"] == 1.0
+    assert {(each.temperature, each.top_k) for each in stage.hybrid.samplings} == {(1.0, 1)}
+
+
+def test_the_best_is_of_a_source_that_is_there(tmp_path: Path) -> None:
+    rows: Any = Rows(3)
+    for source in ("odd", "even"):
+        best = {"every": 1, "best_metric": f"val/{source}/score/mean@1"}
+        check_best(make_config(tmp_path, validation=best), rows)
+    with pytest.raises(DataError) as caught:
+        check_best(make_config(tmp_path, validation={"every": 1, "best_metric": "val/ood/score/mean@1"}), rows)
+    assert caught.value.fix == 'did you mean "odd"?'
+    assert 'of the source "ood", of which data.validation has no row' in caught.value.what

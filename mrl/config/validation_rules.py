@@ -1,0 +1,39 @@
+"""Rules of the section `validation`: what cannot be measured is said before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config.data_rules import gives_answers
+from mrl.config.rules import nearest, problem
+from mrl.config.schema import Config
+from mrl.errors import Problem, did_you_mean
+
+
+def check_validation_rules(config: Config) -> Iterator[Problem]:
+    """Yield every problem of the section."""
+    validation, most = config.validation, config.validation.samples_per_prompt
+    if validation.counts[-1] > most:
+        what = f"{validation.counts[-1]} of {most} samples of a prompt cannot be drawn"
+        yield problem("validation.k", what, nearest("validation.samples_per_prompt", [validation.counts[-1]]))
+    if validation.greedy:
+        plain = {"samples_per_prompt": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+        for name, value in plain.items():
+            if (given := getattr(validation, name)) != value:
+                what = f"{given} means nothing beside validation.greedy, which draws nothing"
+                yield problem(f"validation.{name}", what, f"validation.{name}={value:g}, or validation.greedy=false")
+    yield from _best_is_measured(config)
+
+
+def _best_is_measured(config: Config) -> Iterator[Problem]:
+    validation, key = config.validation, "validation.best_metric"
+    if validation.keep_best and not validation.every:
+        yield problem("validation.keep_best", "nothing is validated: validation.every is 0", "validation.every=10")
+    names = [f"val/{figure}" for figure in validation.figures()]
+    if validation.source_of_best() is None:
+        fix = f"{did_you_mean(validation.best, names)} Or of one source: val/SOURCE/{validation.figures()[0]}"
+        yield problem(key, f'validation has no figure "{validation.best}"', fix)
+    functions = config.validation_reward().functions.values()
+    if "/solved/maj@" in validation.best and not any(gives_answers(function.name) for function in functions):
+        listed = ", ".join(function.name for function in functions) or "no function"
+        yield problem(key, f"answers vote, and none is given by {listed}", f"{key}={names[0]}")
