@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from mrl.config.load import load_config
+from mrl.config.schema import Config
 from mrl.dtypes import torch_dtype
 from mrl.errors import SetupError
 from mrl.hub import local_files, model_directory
@@ -26,19 +27,28 @@ def run(arguments: argparse.Namespace) -> int:
     if not (directory / "config.yaml").is_file():
         raise SetupError(f"{directory} is not the directory of a run: it lacks config.yaml")
     config = load_config(str(directory / "config.yaml")).config
+    step, number = export_role(
+        config, directory, arguments.checkpoint, arguments.role, arguments.dtype, Path(arguments.out)
+    )
+    print(f"{arguments.out}: {number} tensors of {step}")
+    return 0
+
+
+def export_role(
+    config: Config, directory: Path, which: str, role: str, dtype: str | None, out: Path
+) -> tuple[str, int]:
+    """Write a role's model as it was at a checkpoint of a run; the checkpoint's name, and the number of tensors."""
     roles = config.trained_roles()
-    if arguments.role not in roles:
-        raise SetupError(f"this run has no {arguments.role}", where=str(directory))
+    if role not in roles:
+        raise SetupError(f"this run has no {role}", where=str(directory))
     # These load torch.
     from mrl.engine.checkpoint_export import export_checkpoint
     from mrl.trainer.checkpoints import find_checkpoint
 
-    found = find_checkpoint(directory / "checkpoints", arguments.checkpoint)
-    is_actor = arguments.role == "actor"
-    name = config.model_of(arguments.role)[1]
+    found = find_checkpoint(directory / "checkpoints", which)
+    name = config.model_of(role)[1]
     source = local_files(name) or model_directory(name, download=True)  # of a snapshot, its weights are not needed
-    dtype = torch_dtype(arguments.dtype or roles[arguments.role].dtype)
-    saved, out = found / arguments.role, Path(arguments.out)
-    number = export_checkpoint(saved, source, "lm" if is_actor else "score", dtype, out)
-    print(f"{arguments.out}: {number} tensors of {found.name}")
-    return 0
+    number = export_checkpoint(
+        found / role, source, "lm" if role == "actor" else "score", torch_dtype(dtype or roles[role].dtype), out
+    )
+    return found.name, number

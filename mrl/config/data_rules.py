@@ -125,15 +125,16 @@ def check_reward_rules(config: Config) -> Iterator[Problem]:
 
 def _unscored(config: Config) -> Iterator[Problem]:
     """Yield the sources that no function scores, among those whose rows are known by the name of their source."""
-    with_weight = any(function.weight for function in config.reward.functions.values())
     model_scores = config.reward_model is not None and config.reward_model.weight
     for key, source in _sources(config):
         name = key.split(".", 2)[2]
         if source.columns.data_source is not None or (model_scores and key.startswith("data.train.")):
             continue
-        if with_weight and not config.reward.scores(name):
+        reward = config.reward if key.startswith("data.train.") else config.validation_reward()
+        if any(function.weight for function in reward.functions.values()) and not reward.scores(name):
             what = f'no function with a weight scores the data source "{name}"'
-            yield problem(key, what, "add it to reward.functions.NAME.sources")
+            section = "reward.functions" if reward is config.reward else "validation.reward_functions"
+            yield problem(key, what, f"add it to {section}.NAME.sources")
 
 
 def _scored_late(config: Config) -> Iterator[Problem]:

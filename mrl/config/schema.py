@@ -331,7 +331,8 @@ class Config:
 
     def validation_reward(self) -> RewardConfig:
         """Return the section `reward` as it holds for validation."""
-        return replace(self.reward, functions=self.validation.reward_functions or self.reward.functions)
+        own = self.validation.reward_functions
+        return replace(self.reward, functions=own) if own else self.reward
 
     def model_roles(self) -> dict[str, MegatronModelConfig]:
         """Return the roles that Megatron runs, trained or frozen, by name."""

@@ -29,7 +29,7 @@ class Score:
     parts: dict[str, float]
     seconds: float
     answer: str | None = None
-    """What a function took for the answer, where one says it; validation lets answers vote."""
+    """What a function took for the answer, empty where it found none; None where no function says so."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,13 @@ def numbers_of(result: Any) -> dict[str, float]:
 
 
 def answer_of(result: Any) -> str | None:
-    """Return the text under `answer` in what a reward function returned: its beginning, where it is very long."""
-    answer = result.get("answer") if isinstance(result, dict) else None
-    return answer[:MAX_ANSWER_LENGTH] if isinstance(answer, str) else None
+    """Return the text under `answer` in what a reward function returned: its beginning, where it is very long.
+
+    It is empty where the function says that it found none, and None where it speaks of no answer.
+    """
+    if not isinstance(result, dict) or "answer" not in result or not _is_answer("answer", result["answer"]):
+        return None
+    return (result["answer"] or "")[:MAX_ANSWER_LENGTH]
 
 
 def _is_answer(name: Any, value: Any) -> bool:
@@ -136,7 +140,8 @@ def sum_of(outcomes: Sequence[Outcome]) -> Outcome:
     value = sum(score.value for score in scores)
     if not math.isfinite(value):
         return Failure("bad_result", "the weighted sum is not a finite number", seconds)
-    answer = next((score.answer for score in scores if score.answer is not None), None)
+    answers = [score.answer for score in scores if score.answer is not None]
+    answer = next(filter(None, answers), answers[0] if answers else None)
     return Score(value, {name: part for score in scores for name, part in score.parts.items()}, seconds, answer)
 
 

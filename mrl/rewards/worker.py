@@ -190,8 +190,8 @@ def score_sample(functions: list[RewardFunction], body: bytes, memory_bytes: int
             # Each gets its own copies: what one does to its samples the next one does not see.
             for score, (numbers, answer) in zip(scores, function(Sample.all_from_json(body)), strict=True):
                 score["value"] += function.config.weight * numbers["score"]
-                if answer is not None:
-                    score.setdefault("answer", answer)
+                if answer is not None and not score.get("answer"):
+                    score["answer"] = answer
                 for name, number in numbers.items():
                     score["parts"][label if name == "score" else f"{label}/{name}"] = number
         if not all(math.isfinite(score["value"]) for score in scores):

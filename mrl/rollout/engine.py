@@ -46,6 +46,8 @@ class EngineSettings:
     """The run's private directory for the sockets that weights arrive through."""
     replica: str
     tp: int = 1
+    loads_files: bool = False
+    """Whether it serves what the model's files hold; else its weights come from the trainer."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments that are passed on to vLLM."""
 
@@ -99,7 +101,8 @@ class RolloutEngine(ABC):
         if self.unfinished:
             raise RolloutError(f"{self.settings.replica} got new weights with {len(self.unfinished)} samples under way")
         self.weight_version = None  # what a failed update leaves behind is of no version
-        self._receive_weights(version)
+        if not self.settings.loads_files:
+            self._receive_weights(version)
         self.weight_version = version
 
     def sleep(self) -> None:

@@ -150,8 +150,8 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
             raise RolloutError(
                 f"{name}={value} contradicts {ours[name]}, which must hold", where="rollout.vllm", fix="remove this key"
             )
-    # Weights come from the trainer before anything is generated: what a file holds need not be read.
-    return {"load_format": "dummy", **settings.vllm, **ours}
+    # Where weights come from the trainer before anything is generated, what a file holds need not be read.
+    return {"load_format": "auto" if settings.loads_files else "dummy", **settings.vllm, **ours}
 
 
 def _sampling_params(request: GenerationRequest, sampling: Sampling) -> SamplingParams:

@@ -22,7 +22,7 @@ from mrl.trainer.generation import Generator
 from mrl.trainer.samples import sample_columns
 
 Answers = list[tuple[str | None, float]]
-"""The answer of each sample of one prompt, where a reward function gave one, and its score."""
+"""The answer of each sample of one prompt, and its score; empty where there is none, None where nobody looked."""
 
 
 class Validator:
@@ -117,7 +117,7 @@ def _majorities(answers: Answers, k: int) -> np.ndarray[Any, Any]:
 
 def _majority(answers: Sequence[tuple[str | None, float]]) -> float:
     """Return the score of the commonest answer, the first of equals. A sample without an answer does not vote."""
-    votes = Counter(answer for answer, _ in answers if answer is not None)
+    votes = Counter(answer for answer, _ in answers if answer)
     if not votes:
         return -math.inf
     commonest, _ = votes.most_common(1)[0]

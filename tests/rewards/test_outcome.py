@@ -77,9 +77,11 @@ def test_an_answer_is_text_and_travels_with_the_score() -> None:
     assert numbers_of({"score": 1, "answer": None}) == {"score": 1.0}
     assert numbers_of({"score": 1, "answer": 12}) == {"score": 1.0, "answer": 12.0}, "a number is a part"
     assert [answer_of(result) for result in (1.0, {"score": 1}, {"score": 1, "answer": 12})] == [None] * 3
+    assert [answer_of({"score": 1, "answer": none}) for none in (None, "")] == [""] * 2, "it was looked for"
     assert answer_of({"answer": "x" * 5000}) == "x" * MAX_ANSWER_LENGTH
     functions = [
         function("format", 1.0, 1),
+        function("last", 1.0, {"score": 0, "answer": None}),
         function("math", 1.0, {"score": 0, "answer": "1/2"}),
         function("qa", 1.0, {"score": 0, "answer": "half"}),
     ]

@@ -90,28 +90,64 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+EVERYTHING = (
+    "algorithm={kl: {target: 1e-6, horizon_samples: 100}, correction: {upper: 1.0}}",
+    'data.validation.held={dataset: "toy:addition", options: {part: validation, largest: 29}}',
+    "validation={every: 1, samples_per_prompt: 4, k: [1, 2, 4], solved_at: 0.3, keep_best: true}",
+    "training={save_every: 0, keep: 9}",
+)
+"""What a resumed run could forget: the coefficient of the KL, the best so far, and when it is validated."""
+
+
+@pytest.fixture(scope="module")
+def whole(config: Path) -> tuple[list[dict[str, Any]], str]:
+    """Three steps, undisturbed."""
+    return train(config, "small", *EVERYTHING)
+
+
+def began(config: Path, name: str) -> Path:
+    """The directory of a run that has done the first step of the whole one and no other, whose metrics it has."""
+    run, again = config.parent / "runs" / "small", config.parent / "runs" / name
+    shutil.copytree(run, again)
+    for checkpoint in (again / "checkpoints").glob("step-*"):
+        if checkpoint.name != "step-000001":
+            shutil.rmtree(checkpoint)
+    (again / "checkpoints" / "best").write_text("step-000001")
+    return again
+
+
+def state(run: Path) -> dict[str, Any]:
+    """What the last checkpoint says beside the models, and which is the best."""
+    kept: dict[str, Any] = json.loads((run / "checkpoints" / "step-000003" / "manifest.json").read_text())["state"]
+    return {"trained": kept["trained"], "best": kept["best"], "is": (run / "checkpoints" / "best").read_text()}
+
+
 @pytest.mark.slow
-def test_a_run_and_the_same_run_resumed(config: Path) -> None:
+def test_a_run_and_the_same_run_resumed(config: Path, whole: tuple[list[dict[str, Any]], str]) -> None:
     """Three steps; then from the checkpoint of the first, in new processes, the other two: equal to the bit."""
-    whole, printed = train(config, "small")
-    assert [line["step"] for line in whole] == [1, 2, 3]
+    lines, printed = whole
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert "3/3" in printed
-    first = whole[0]
+    first = lines[1]
     assert abs(first["reward/kl"]) < 1e-4, "before training the policy is its reference"
     assert first["mismatch/log_prob_abs_diff_max"] < 1e-5, "the engine samples from the trainer's weights"
     assert first["sync/bytes_between_ranks"] == first["sync/least_bytes"] > 0
-    assert whole[-1]["critic/score/mean"] != first["critic/score/mean"]
+    assert lines[-1]["critic/score/mean"] != first["critic/score/mean"]
     run = config.parent / "runs" / "small"
     saved = [record.event for record in read_events(run / "events.jsonl") if isinstance(record.event, Saved)]
-    assert [event.step for event in saved] == [1, 2, 3]
+    scores = {line["step"]: line["val/score/mean@4"] for line in lines}
+    assert len(set(scores.values())) == 4
+    bests = [step for step in (1, 2) if scores[step] == max(scores[each] for each in range(1, step + 1))]
+    assert [event.step for event in saved] == [*bests, 3]
+    kl = state(run)["trained"]["kl"]
+    assert kl["coef"] != 0.01, "the coefficient has moved"
+    assert state(run)["is"] == f"step-{max((1, 2, 3), key=scores.__getitem__):06d}"
 
-    again = config.parent / "runs" / "again"
-    shutil.copytree(run, again)
-    for step in (2, 3):
-        shutil.rmtree(again / "checkpoints" / f"step-{step:06d}")
-    resumed, printed = train(config, "again")
+    again = began(config, "again")
+    resumed, printed = train(config, "again", *EVERYTHING)
     assert f"resumed from {again / 'checkpoints' / 'step-000001'}" in printed
-    assert resumed == whole
+    assert resumed == lines
+    assert state(again) == state(run)
     last = Path("checkpoints", "step-000003")
     assert hashes(again / last) == hashes(run / last)
     for role, kind in (("actor", AutoModelForCausalLM), ("critic", AutoModelForSequenceClassification)):
@@ -122,6 +158,48 @@ def test_a_run_and_the_same_run_resumed(config: Path) -> None:
     trained = AutoModelForCausalLM.from_pretrained(run / "actor").state_dict()
     moved = [name for name, tensor in trained.items() if not torch.equal(tensor, initial[name])]
     assert len(moved) == len(initial)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_layout(config: Path, whole: tuple[list[dict[str, Any]], str]) -> None:
+    """From two tensor-parallel ranks to two stages: the same tokens, and what sums in another order make of them."""
+    run, moved = config.parent / "runs" / "small", began(config, "moved")
+    lines, _ = train(config, "moved", *EVERYTHING, "actor.parallel={tp: 1, pp: 2}")
+    for one, other in zip(whole[0], lines, strict=True):
+        assert one.keys() == other.keys()
+        for figure in one:
+            if figure.startswith(("val/", "critic/score/")):
+                assert other[figure] == pytest.approx(one[figure], abs=1e-9), figure
+    assert state(moved)["is"] == state(run)["is"]
+    assert state(moved)["trained"]["kl"]["coef"] == pytest.approx(state(run)["trained"]["kl"]["coef"], rel=1e-3)
+    assert state(moved)["trained"]["prompts"] == state(run)["trained"]["prompts"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_measured_by_itself_has_the_figures_of_the_run(
+    config: Path, whole: tuple[list[dict[str, Any]], str], tmp_path: Path
+) -> None:
+    """Engines that load its files say what those said that the trainer sent its weights to."""
+    run, file = config.parent / "runs" / "small", tmp_path / "eval.json"
+    where = [f"--output={file}", "--temperatures=1,0"]
+    printed = run_mrl("eval", str(run), "--checkpoint=1", *where)
+    measured = json.loads(file.read_text())
+    assert measured["checkpoint"] == "step-000001"
+    sampled, greedy = (each["figures"] for each in measured["results"])
+    assert sampled == {name: value for name, value in whole[0][1].items() if name.startswith("val/")}
+    assert set(greedy) == {f"{of}{name}" for of in ("val/", "val/toy:addition/") for name in GREEDY}
+    assert [line.split()[:2] for line in printed.splitlines()[1:-1]] == [
+        [temperature, source] for temperature in ("1", "greedy") for source in ("toy:addition", "all")
+    ]
+    assert not list(run.parent.glob(".eval-*")), "nothing is left"
+    model = tmp_path / "model"
+    assert main(["export", str(run), str(model), "--checkpoint=3"]) == 0
+    run_mrl("eval", str(model), f"--config={config}", *EVERYTHING[1:3], f"--output={file}")
+    (last,) = json.loads(file.read_text())["results"]
+    assert last["figures"] == {name: value for name, value in whole[0][3].items() if name.startswith("val/")}
+
+
+GREEDY = ("prompts", "score/mean@1", "solved/mean@1")
 
 
 @pytest.mark.slow

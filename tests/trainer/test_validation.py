@@ -96,7 +96,7 @@ def test_the_first_of_equally_common_answers_is_the_majority() -> None:
 
 def test_samples_without_an_answer_do_not_vote() -> None:
     """They are the most, and would be wrong; where nobody votes, nothing is solved."""
-    mute = {"a": [(None, 0.0), (None, 0.0), ("y", 1.0)], "b": [(None, 0.0), (None, 0.0), (None, 1.0)]}
+    mute = {"a": [("", 0.0), ("", 0.0), ("y", 1.0)], "b": [("", 0.0), ("", 0.0), ("", 1.0)]}
     assert figures(mute, samples_per_prompt=3)["val/solved/maj@3"] == 0.5
 
 
@@ -222,6 +222,13 @@ def test_where_no_function_gives_an_answer_nobody_votes_which_is_said_once(tmp_p
         assert {name for name in found if "maj@" in name} == {"val/odd/solved/maj@2", "val/solved/maj@2"}
         assert found["val/solved/maj@2"] == 1.0
     assert stage.validator.warnings == ["no maj@k of even: no reward function says which answer it judged"]
+
+
+def test_where_no_response_has_an_answer_nothing_is_solved_by_votes(tmp_path: Path) -> None:
+    """A curve of maj@k has no holes where the policy was at its worst."""
+    stage = Stage(tmp_path, lambda sample: Score(1.0, {}, 0.0, ""), Rows(4))
+    assert stage.validator.run(0)["val/even/solved/maj@2"] == 0.0
+    assert stage.validator.warnings == []
 
 
 def test_responses_are_written_as_those_of_training_are(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ def score(sample: Sample, partial: float = 0.5) -> dict[str, float | str]:
     """
     answer = sample.response.strip()
     best = max(_score(answer, truth.strip(), partial) for truth in accepted_answers(sample))
-    return {"score": best} | ({"answer": answer} if answer.isdecimal() else {})
+    return {"score": best, "answer": answer if answer.isdecimal() else ""}
 
 
 def _score(answer: str, truth: str, partial: float) -> float:

@@ -14,4 +14,4 @@ def score(sample: Sample, tag: str | None = None) -> dict[str, float | str]:
     """
     words = plain_words(answer_in(sample.response, tag))
     right = any(words == plain_words(accepted) for accepted in accepted_answers(sample))
-    return {"score": float(right)} | ({"answer": " ".join(words)} if words else {})
+    return {"score": float(right), "answer": " ".join(words)}

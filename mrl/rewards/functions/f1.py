@@ -16,7 +16,7 @@ def score(sample: Sample, tag: str | None = None) -> dict[str, float | str]:
     """
     words = plain_words(answer_in(sample.response, tag))
     best = max(_f1(words, plain_words(accepted)) for accepted in accepted_answers(sample))
-    return {"score": best} | ({"answer": " ".join(words)} if words else {})
+    return {"score": best, "answer": " ".join(words)}
 
 
 def _f1(words: list[str], accepted: list[str]) -> float:

@@ -21,7 +21,7 @@ def score(sample: Sample, last_number: bool = False) -> dict[str, float | str]:
         found = re.findall(ANY_NUMBER, sample.response)
         answer = found[-1] if found else None
     if answer is None:
-        return {"score": 0.0, "found": 0.0}
+        return {"score": 0.0, "found": 0.0, "answer": ""}
     truth = str(sample.ground_truth)
     score = float(same_answer(answer, after_hashes(truth) or truth))
     return {"score": score, "found": 1.0, "answer": normal_form(answer).text}

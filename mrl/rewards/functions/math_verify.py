@@ -19,5 +19,5 @@ def score(sample: Sample) -> dict[str, float | str]:
     if not gold:
         raise RewardError(f"math-verify cannot read the ground truth {truth!r:.200}", where=sample.name)
     answer = parse(sample.response, parsing_timeout=None)
-    said = {"answer": str(answer[0])} if answer else {}
-    return {"score": float(verify(gold, answer, timeout_seconds=None)), "found": float(bool(answer))} | said
+    score = float(verify(gold, answer, timeout_seconds=None))
+    return {"score": score, "found": float(bool(answer)), "answer": str(answer[0]) if answer else ""}

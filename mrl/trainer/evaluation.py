@@ -1,0 +1,53 @@
+"""A model measured as validation measures it, by engines that load its files: nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from mrl.config.model_names import in_directories
+from mrl.config.schema import Config
+from mrl.config.validation import ValidationConfig
+from mrl.controller import ResourcePoolManager, RunContext, ray_cluster
+from mrl.data.chat import load_tokenizer
+from mrl.data.rlhf_dataset import open_dataset
+from mrl.events import EventLog
+from mrl.rewards.manager import RewardManager
+from mrl.rollout.file_engine import FileEngine, engines_alone
+from mrl.trainer.components import check_model, model_setup
+from mrl.trainer.generation import Generator
+from mrl.trainer.node_libraries import check_libraries
+from mrl.trainer.node_models import fetch_models
+from mrl.trainer.validation import Validator
+
+
+def evaluate(
+    config: Config, settings: Sequence[ValidationConfig], directory: Path, events: EventLog, say: Callable[[str], None]
+) -> list[dict[str, float]]:
+    """Return the figures of each of these, which are those of a run's validation at the same weights."""
+    config = in_directories(engines_alone(config))
+    tokenizer = load_tokenizer(config.model.path)
+    check_model(model_setup("actor", config))
+    dataset = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
+    with ExitStack() as stack:
+        rewards = stack.enter_context(RewardManager(config.validation_reward(), events))
+        stack.enter_context(ray_cluster(config.cluster))
+        resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
+        resources.create(directory, events)
+        stack.callback(resources.release)
+        check_libraries(config, resources)
+        fetch_models(config, resources, events)
+        engines = FileEngine(config, RunContext(directory, events, config.deadlines, resources))
+        stack.callback(engines.close)
+        found = []
+        with engines.rollout_mode():
+            for number, validation in enumerate(settings, 1):
+                each = replace(config, validation=validation)
+                generator = Generator(each, engines, rewards, tokenizer, lambda done, total: None)
+                validator = Validator(each, dataset, generator, directory, events)
+                found.append(validator.run(0))
+                for message in [*validator.warnings, f"{number} of {len(settings)} done"]:
+                    say(message)
+    return found

@@ -1,0 +1,106 @@
+"""`mrl eval` before anything starts: what is measured, how, and what cannot be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.cli import eval as verb
+from mrl.config.load import load_config
+from mrl.errors import ConfigError, SetupError
+
+CONFIG = """\
+run: {name: it, dir: runs}
+cluster: {devices_per_node: 2, device: cpu}
+placement: {pools: {all: 2}, roles: {actor: all}}
+model: {path: model}
+algorithm: {advantage: grpo}
+batch: {prompts_per_step: 8, samples_per_prompt: 4, samples_per_update: 16}
+actor: {max_tokens_per_device: 128}
+rollout: {max_prompt_tokens: 16, max_response_tokens: 8}
+data: {train: {sums: {dataset: "toy:addition"}}, validation: {held: {dataset: "toy:addition"}}}
+reward: {functions: {right: {name: digits}}}
+training: {steps: 3}
+validation: {every: 5, samples_per_prompt: 4, temperature: 0.6, top_k: 20, keep_best: true}
+"""
+
+
+@pytest.fixture
+def parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]:
+    """The arguments of a command line, in a directory with a configuration."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(CONFIG)
+    Path("model").mkdir()
+    sizes = {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 2}
+    Path("model", "config.json").write_text(json.dumps(sizes))
+
+    def parse(*words: str) -> argparse.Namespace:
+        parser = argparse.ArgumentParser()
+        verb.add_arguments(parser)
+        return parser.parse_intermixed_args(words)
+
+    return parse
+
+
+def sampling(arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
+    """What is drawn for each thing that is measured."""
+    file, given = verb._source(arguments, of_run=False)
+    sections = [load_config(file, [*given, *each]).config.validation for each in verb._choices(arguments)]
+    return [(each.greedy, each.temperature, each.top_k, each.samples_per_prompt, each.k) for each in sections]
+
+
+def test_without_a_word_it_is_the_runs_own_validation(parsed: Callable[..., argparse.Namespace]) -> None:
+    assert sampling(parsed("run.yaml")) == [(False, 0.6, 20, 4, [])]
+
+
+def test_temperatures_and_k_are_measured_one_by_one(parsed: Callable[..., argparse.Namespace]) -> None:
+    """At temperature 0 there is one response, whatever k is; an override holds for all that is drawn."""
+    found = sampling(parsed("run.yaml", "--temperatures", "0,0.5,1", "--k", "1,8", "validation.top_k=7"))
+    assert found == [(True, 1.0, 0, 1, []), (False, 0.5, 7, 8, [1, 8]), (False, 1.0, 7, 8, [1, 8])]
+
+
+def test_a_model_is_measured_by_a_configuration(parsed: Callable[..., argparse.Namespace]) -> None:
+    file, given = verb._source(parsed("model", "--config", "run.yaml", "training.seed=3"), of_run=False)
+    config = load_config(file, given).config
+    assert (config.model.path, config.training.seed) == ("model", 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["model"], "model does not say what it is to be measured on"),
+        (["run.yaml", "--config", "run.yaml"], "--config is for a model, and run.yaml brings its own"),
+        (["run.yaml", "--checkpoint", "best"], "--checkpoint is of a run, and run.yaml is none"),
+        (["run.yaml", "--temperatures", "warm"], '--temperatures "warm" is no list of numbers'),
+    ],
+)
+def test_what_cannot_be_meant_is_said(words: list[str], what: str, parsed: Callable[..., argparse.Namespace]) -> None:
+    with pytest.raises(SetupError) as caught:
+        sampling(parsed(*words))
+    assert caught.value.what == what
+
+
+def test_it_needs_prompts_and_a_reward_for_validation(parsed: Callable[..., argparse.Namespace]) -> None:
+    with pytest.raises(ConfigError, match=r"data\.validation names no source"):
+        sampling(parsed("run.yaml", "data.validation.held=null"))
+
+
+def test_the_table_has_a_row_for_each_temperature_and_source() -> None:
+    sampled = {"val/a/b/prompts": 2.0, "val/a/b/score/mean@8": 0.25, "val/prompts": 2.0, "val/score/mean@8": 0.25}
+    greedy = {"val/a/b/prompts": 2.0, "val/a/b/score/mean@1": 0.5, "val/prompts": 2.0, "val/score/mean@1": 0.5}
+    results = [
+        {"sampling": {"greedy": False, "temperature": 0.6}, "figures": sampled},
+        {"sampling": {"greedy": True, "temperature": 1.0}, "figures": greedy},
+    ]
+    assert list(verb._table(results)) == [
+        ["temperature", "source", "prompts", "score/mean@8", "score/mean@1"],
+        ["0.6", "a/b", "2", "0.25", "-"],
+        ["0.6", "all", "2", "0.25", "-"],
+        ["greedy", "a/b", "2", "-", "0.5"],
+        ["greedy", "all", "2", "-", "0.5"],
+    ]
