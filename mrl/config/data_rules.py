@@ -11,10 +11,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mrl.config.judge import JudgeOptions
+from mrl.config.keys import convert
 from mrl.config.reward import RewardFunctionConfig
 from mrl.config.rules import problem
 from mrl.config.schema import Config, SourceConfig
 from mrl.config.sft import AnyConfig
+from mrl.config.values import Secrets
 from mrl.errors import Problem, did_you_mean
 
 FILE_KINDS = (".jsonl", ".parquet")
@@ -164,10 +167,34 @@ def _options(key: str, function: RewardFunctionConfig) -> Iterator[Problem]:
     for name, is_required in known.items():
         if is_required and name not in given:
             yield problem(f"{key}.options", f"{function.name} needs {name}", f"set {key}.options.{name}")
+    if function.name == "judge":
+        yield from _judge(f"{key}.options", given)
+        return
     for name in known:
         if name in given and (wrong := _wrong(name, given[name])):
             yield problem(f"{key}.options.{name}", wrong)
     yield from _sizes(key, function)
+
+
+def _judge(key: str, given: dict[str, Any]) -> Iterator[Problem]:
+    """Check what stands inside the options of a judge."""
+    options, problems = convert(JudgeOptions, given, Secrets(), lambda path: "")
+    for inner in problems:
+        if inner.key.partition(".")[0] in given.keys() & reward_functions()["judge"].keys():  # else it is told of
+            yield problem(f"{key}.{inner.key}", inner.what, inner.fix)
+    if options is None:
+        return
+    verdict, template = options.verdict, options.template
+    if "{response}" not in template and not Path(template).is_file():
+        yield problem(f"{key}.template", "has no {response}, and there is no such file")
+    if wrong := _wrong_pattern(verdict.pattern):
+        yield problem(f"{key}.verdict.pattern", wrong)
+    elif re.compile(verdict.pattern).groups != 1:
+        what = f"has {re.compile(verdict.pattern).groups} groups; the verdict is what one group holds"
+        yield problem(f"{key}.verdict.pattern", what, "write (?:...) where nothing is to be taken")
+    if verdict.lowest >= verdict.highest:
+        what = f"{verdict.lowest:g} must be less than highest, which is {verdict.highest:g}"
+        yield problem(f"{key}.verdict.lowest", what)
 
 
 def _wrong(name: str, value: Any) -> str:

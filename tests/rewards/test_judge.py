@@ -1,0 +1,267 @@
+"""The judge against a real server: verdicts, failures of every kind, and what must not get out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.config.reward import RewardFunctionConfig
+from mrl.errors import RewardError
+from mrl.events import Retried
+from mrl.rewards.functions import judge
+from mrl.rewards.manager import RewardManager
+from mrl.rewards.outcome import Failure, Outcome, Score, reward_metrics
+from mrl.rewards.sample import Sample
+from tests.rewards.conftest import Bench, make_sample
+
+TEMPLATE = "Q: {prompt}\nA: {response}\nR: {ground_truth}\nEnd with Score: N, N from 0 to 10."
+KEY = "canary-5up3r"
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Answers what stands behind `say ` in the question, or does what stands behind `do `."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        question = asked["messages"][0]["content"]
+        server: Any = self.server
+        with server.lock:
+            server.asked.append((self.path, dict(self.headers), asked))
+            number = server.number_of.setdefault(question, len(server.number_of))
+            tries = server.tries[question] = server.tries.get(question, 0) + 1
+        if question.startswith("do "):
+            getattr(self, question.split()[1])(number, tries)
+        else:
+            self.say(question.removeprefix("say "))
+
+    def say(self, text: Any, **more: Any) -> None:
+        usage = {"prompt_tokens": 11, "completion_tokens": 3, "total_tokens": 14}
+        self.send(200, {"choices": [{"message": {"role": "assistant", "content": text}}], "usage": usage} | more)
+
+    def send(self, status: int, body: Any, **headers: str) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(content))} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def flaky(self, number: int, tries: int) -> None:
+        """Three calls in ten fail: busy, broken, or hung up."""
+        with self.server.lock:  # type: ignore[attr-defined]
+            self.server.calls += 1  # type: ignore[attr-defined]
+            call = self.server.calls  # type: ignore[attr-defined]
+        match call % 10:
+            case 2:
+                self.send(429, {})
+            case 5:
+                self.send(503, {})
+            case 8:
+                self.connection.close()
+            case _:
+                self.say(f"Score: {number % 11}")
+
+    def late(self, number: int, tries: int) -> None:
+        time.sleep(2)
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+            self.say("Score: 10")
+
+    def away(self, number: int, tries: int) -> None:
+        self.send(307, {}, Location=self.server.elsewhere)  # type: ignore[attr-defined]
+
+    def echo(self, number: int, tries: int) -> None:
+        self.say(f"you said {self.headers['Authorization']}")
+
+    def refuse(self, number: int, tries: int) -> None:
+        self.send_response(401, f"not {self.headers['Authorization']}")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def nothing(self, number: int, tries: int) -> None:
+        self.send(200, {"error": "no"})
+
+    def silent(self, number: int, tries: int) -> None:
+        self.say(None)
+
+    def free(self, number: int, tries: int) -> None:
+        self.say("Score: 5", usage=None)
+
+    def learns(self, number: int, tries: int) -> None:
+        self.say("no idea" if tries == 1 else "Score: 5")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    server.daemon_threads = True
+    server.lock, server.asked, server.number_of, server.tries, server.calls = threading.Lock(), [], {}, {}, 0
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def service(server: Any, **settings: Any) -> dict[str, Any]:
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    return {"url": url, "model": "m", "timeout_s": 0.5, "backoff_s": 0.01} | settings
+
+
+def judges(bench: Bench, server: Any, settings: dict[str, Any] | None = None, **of_manager: Any) -> RewardManager:
+    options = {"service": service(server, **(settings or {})), "template": "{response}"}
+    return bench.manager(functions={"judge": RewardFunctionConfig(name="judge", options=options)}, **of_manager)
+
+
+def saying(response: str, row_id: int = 0) -> Sample:
+    return dataclasses.replace(make_sample(row_id=row_id), response=response)
+
+
+def judged(server: Any, response: str, **verdict: Any) -> dict[str, float]:
+    return judge.score(saying(response), service(server), "{response}", verdict)
+
+
+def test_the_judge_is_asked_as_the_template_says(server: Any, tmp_path: Path) -> None:
+    file = tmp_path / "judge.txt"
+    file.write_text(TEMPLATE)
+    sample = dataclasses.replace(saying("4 {ground_truth} Score: 7"), ground_truth=["4", "four"])
+    for template in (TEMPLATE, str(file)):
+        given = service(server, temperature=0.5, max_tokens=9, model=template[:3])
+        scored = judge.score(sample, given, template)
+        assert scored == {"score": 0.7, "asked": 1.0, "prompt_tokens": 11.0, "completion_tokens": 3.0}
+        path, headers, asked = server.asked[-1]
+        assert (path, "Authorization" in headers) == ("/v1/chat/completions", False)
+        assert asked == {
+            "model": template[:3],
+            "messages": [
+                {
+                    "role": "user",
+                    "content": 'Q: How many?\nA: 4 {ground_truth} Score: 7\nR: ["4", "four"]\n'
+                    "End with Score: N, N from 0 to 10.",
+                }
+            ],
+            "max_tokens": 9,
+            "temperature": 0.5,
+        }
+    file.write_text("Is it good?")
+    judge._template.cache_clear()
+    with pytest.raises(RewardError, match=r"judge\.txt: the template has no \{response\}"):
+        judge.score(sample, service(server), str(file))
+    with pytest.raises(RewardError, match="is no file that can be read"):
+        judge.score(sample, service(server), str(tmp_path / "absent.txt"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict", "expected"),
+    [
+        ("Score: 7", {}, 0.7),
+        ("<think>maybe Score: 2</think> so **Score: 9.5**", {}, 0.95),
+        ("score = -1", {"lowest": -1, "highest": 1}, 0.0),
+        ("[[B]] no, [[A]]", {"pattern": r"\[\[([AB])\]\]", "values": {"a": 1, "b": -1}}, 1.0),
+        ("Verdict: NO", {"pattern": r"Verdict: (\w+)", "values": {"yes": 1.0, "no": 0.0}}, 0.0),
+    ],
+)
+def test_verdicts(server: Any, answer: str, verdict: dict[str, Any], expected: float) -> None:
+    assert judged(server, f"say {answer}", **verdict)["score"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict", "said"),
+    [
+        ("say good", {}, "the judge's answer has no verdict; it ends with 'good'"),
+        ("say Score: 11", {}, "the verdict 11 is not between 0 and 10"),
+        ("say Score: x", {"pattern": r"Score: (\w)"}, "the verdict 'x' is not a number"),
+        ("say Score: nan", {"pattern": r"Score: (\w+)"}, "the verdict nan is not between 0 and 10"),
+        ("say [[C]]", {"pattern": r"\[\[(\w)\]\]", "values": {"A": 1}}, "the verdict 'C' is none of A"),
+        ("do nothing", {}, "the judge's answer is no chat completion: KeyError('choices')"),
+        ("do silent", {}, "the judge wrote no text: its message holds None"),
+    ],
+)
+def test_what_is_no_verdict_is_a_failure(server: Any, answer: str, verdict: dict[str, Any], said: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        judged(server, answer, **verdict)
+    assert str(caught.value) == said
+
+
+def test_a_question_is_asked_once_unless_there_was_no_verdict(server: Any) -> None:
+    judge._ask.cache_clear()
+    first, again = judged(server, "say Score: 7"), judged(server, "say Score: 7")
+    assert first == {"score": 0.7, "asked": 1.0, "prompt_tokens": 11.0, "completion_tokens": 3.0}
+    assert again == {"score": 0.7, "asked": 0.0, "prompt_tokens": 0.0, "completion_tokens": 0.0}
+    assert len(server.asked) == 1
+    with pytest.raises(RewardError):
+        judged(server, "do learns")
+    assert judged(server, "do learns")["score"] == 0.5
+    assert judged(server, "do free") == {"score": 0.5, "asked": 1.0}, "a server that counts nothing"
+
+
+def test_a_judge_that_fails_three_calls_in_ten_loses_no_sample(bench: Bench, server: Any) -> None:
+    manager = judges(bench, server, {"attempts": 5}, num_workers=4, limit_s=10)
+    samples = [saying(f"do flaky {row}", row) for row in range(100)]
+    outcomes = manager.score(samples)
+    assert all(isinstance(outcome, Score) for outcome in outcomes)
+    expected = [server.number_of[sample.response] % 11 / 10 for sample in samples]
+    assert [outcome.value for outcome in outcomes if isinstance(outcome, Score)] == pytest.approx(expected)
+    assert server.calls > 130
+    metrics = reward_metrics(samples, outcomes)
+    assert metrics["reward/judge/prompt_tokens/mean"] == 11.0
+    assert metrics["reward/judge/completion_tokens/mean"] == 3.0
+
+
+def test_without_another_attempt_each_lost_sample_has_its_type(bench: Bench, server: Any) -> None:
+    manager = judges(bench, server, {"attempts": 1}, num_workers=4, limit_s=10)
+    outcomes: list[Outcome] = manager.score([saying(f"do flaky {row}", row) for row in range(100)])
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+    assert len(failures) == 30
+    assert {failure.kind for failure in failures} == {"raised"}
+    assert all("gave no score in 1 attempts" in failure.detail for failure in failures)
+    zeros = [outcome for outcome in outcomes if isinstance(outcome, Score) and outcome.value == 0.0]
+    answered_zero = [text for text, number in server.number_of.items() if number % 11 == 0]
+    assert len(zeros) <= len(answered_zero), "only what the judge gave 0"
+
+
+@pytest.mark.parametrize(("timeout_s", "kind"), [(0.2, "raised"), (30.0, "timeout")])
+def test_an_answer_after_the_limit_is_a_failure(bench: Bench, server: Any, timeout_s: float, kind: str) -> None:
+    manager = judges(bench, server, {"timeout_s": timeout_s, "attempts": 2}, limit_s=1.0, retries=1)
+    late, good = manager.score([saying("do late"), saying("say Score: 3", 1)])
+    assert isinstance(late, Failure)
+    assert (late.kind, late.attempts) == (kind, 2)
+    assert isinstance(good, Score)
+    assert good.value == pytest.approx(0.3)
+    assert len([event for event in bench.events() if isinstance(event, Retried)]) == 1
+
+
+def test_the_key_goes_to_the_judge_alone(bench: Bench, server: Any) -> None:
+    elsewhere: Any = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    elsewhere.lock, elsewhere.asked, elsewhere.number_of, elsewhere.tries = threading.Lock(), [], {}, {}
+    thread = threading.Thread(target=elsewhere.serve_forever)
+    thread.start()
+    server.elsewhere = f"http://127.0.0.1:{elsewhere.server_port}/v1/chat/completions"
+    settings = {"key_variable": "JUDGE_KEY", "attempts": 1}
+    try:
+        manager = judges(bench, server, settings, environment={"JUDGE_KEY": KEY}, limit_s=5)
+        outcomes = manager.score([saying(text) for text in ("say Score: 1", "do away", "do refuse", "do echo")])
+    finally:
+        elsewhere.shutdown()
+        elsewhere.server_close()
+        thread.join()
+    assert {headers["Authorization"] for _, headers, _ in server.asked} == {f"Bearer {KEY}"}
+    assert elsewhere.asked == []
+    good, *failures = outcomes
+    assert isinstance(good, Score)
+    details = [failure.detail for failure in failures if isinstance(failure, Failure)]
+    assert [KEY in detail for detail in details] == [False] * 3, details
+    assert "answered with status 307 Temporary Redirect; redirects are not followed" in details[0]
+    assert KEY not in bench.events_path.read_text()
