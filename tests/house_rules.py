@@ -82,6 +82,7 @@ BROAD_EXCEPT_ALLOWED = {
     ("mrl/observe/trackers.py", "TrackerThread._work"),
     ("mrl/observe/trackers.py", "TrackerThread._delivered"),
     ("mrl/observe/trackers.py", "TrackerThread._closed"),
+    ("mrl/rewards/contained.py", "_run_tests"),
     ("mrl/rewards/worker.py", "_load"),
     ("mrl/rewards/worker.py", "score_sample"),
 }

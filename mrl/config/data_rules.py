@@ -205,13 +205,20 @@ def _wrong(name: str, value: Any) -> str:
         return "" if isinstance(value, int) and is_number and value >= 1 else f"must be a count, not {shown}"
     if name.endswith("_s"):
         return "" if is_number and value > 0 else f"must be a number of seconds, not {shown}"
-    if name == "last_number":
+    if name in ("last_number", "all_or_nothing", "fenced_only"):
         return "" if isinstance(value, bool) else f"must be true or false, not {shown}"
     if name == "url":
         is_web = isinstance(value, str) and value.startswith(("http://", "https://"))
         return "" if is_web else f"must begin with http:// or https://, not {shown}"
     if name == "pattern":
         return _wrong_pattern(value) if isinstance(value, str) else f"must be text, not {shown}"
+    if name == "tolerance":
+        return "" if is_number and value >= 0 else f"must be 0 or a number above it, not {shown}"
+    if name == "max_tests":
+        is_count = isinstance(value, int) and is_number and value >= 1
+        return "" if value is None or is_count else f"must be a count or null, not {shown}"
+    if name == "limits":
+        return "" if value is None or isinstance(value, dict) else f"must be numbers by name, not {shown}"
     return "" if value is None or isinstance(value, str) else f"must be text or null, not {shown}"
 
 

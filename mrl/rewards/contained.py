@@ -1,0 +1,137 @@
+"""The process of a program that a model wrote. A script of its own: it gives up what it may, then runs the program.
+
+`mrl.rewards.sandbox` starts it with an empty environment in a private directory, which holds `program.py` and, for
+tests that are Python, `tests.py`. It says "ready" when the kernel holds it, and from then on nothing that it says is
+believed: results are compared by whoever started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+READY, LOADED, FAILED = "ready", "loaded", "failed"
+NO_PROGRAM = 65  # the status of a program that is not Python
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_LANDLOCK_RESTRICT_SELF = 446
+_CAPABILITIES_VERSION = 0x20080522
+_LARGEST_INT = 1 << 63
+_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+def plain(value: Any) -> str:
+    """Return a value of plain types as JSON that tells them apart; text is in hexadecimal, sets are sorted."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true" if value else "false"
+        case int():
+            return int.__repr__(value) if -_LARGEST_INT < value < _LARGEST_INT else f'{{"int":"{value:x}"}}'
+        case float():
+            return _NOT_FINITE.get(text := float.__repr__(value), text)
+        case str():
+            return f'"{value.encode("utf-8", "surrogatepass").hex()}"'
+        case bytes():
+            return f'{{"bytes":"{value.hex()}"}}'
+        case list():
+            return f"[{','.join(map(plain, value))}]"
+        case tuple():
+            return f'{{"tuple":[{",".join(map(plain, value))}]}}'
+        case set() | frozenset():
+            return f'{{"set":[{",".join(sorted(map(plain, value)))}]}}'
+        case dict():
+            return f'{{"dict":[{",".join(sorted(f"[{plain(key)},{plain(item)}]" for key, item in value.items()))}]}}'
+    return plain(value.item())  # a number of numpy; anything else has no such thing, or has no plain value
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run `program.py`, as the main program or with its tests."""
+    parent, ruleset, instructions, limits, first, count, *packages = arguments
+    out, nothing, secret, tests = os.dup(1), os.open(os.devnull, os.O_RDWR), "", None
+    if int(count):
+        secret, tests = sys.stdin.read(), _code("tests")
+        os.unlink("tests.py")
+    try:
+        _confine(int(parent), int(ruleset), bytes.fromhex(instructions), limits)
+    except OSError as error:
+        os.write(out, f"{error}\n".encode())
+        os._exit(1)
+    os.write(out, f"{READY}\n".encode())
+    sys.argv, sys.orig_argv = ["program.py"], ["python", "program.py"]
+    sys.path += packages
+    sys.set_int_max_str_digits(0)
+    if tests is None:
+        os.closerange(out, nothing + 1)
+        FunctionType(_code("program"), vars(_module("__main__")))()
+        return
+    for standard in (0, 1):
+        os.dup2(nothing, standard)
+    _run_tests(tests, range(int(first), int(count)), out, secret)
+
+
+def _confine(parent: int, ruleset: int, instructions: bytes, limits: str) -> None:
+    """Take on the limits, drop every capability and take on ruleset and filter; none of it can be undone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    words = [ctypes.c_ulong] * 4
+
+    def call(name: str, *given: Any) -> None:
+        if getattr(libc, name)(*given):
+            raise OSError(ctypes.get_errno(), f"{name}{given[:2]}: {os.strerror(ctypes.get_errno())}")
+
+    libc.prctl.argtypes = [ctypes.c_int, *words]
+    call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it went before the line above
+        os._exit(1)
+    for limit, most in (map(int, entry.split(":")) for entry in limits.split(",")):
+        hard = resource.getrlimit(limit)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(limit, (most, most))
+    call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    call("syscall", _LANDLOCK_RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+    call("capset", (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)())
+    memory = ctypes.create_string_buffer(instructions)
+    pointer = ctypes.addressof(memory)
+    program = (ctypes.c_ulong * 2)(len(instructions) // 8, pointer)  # a short, and padding before the pointer
+    call("prctl", _PR_SET_SECCOMP, 2, ctypes.addressof(program), 0, 0)
+
+
+def _run_tests(tests: CodeType, numbers: range, out: int, secret: str) -> None:
+    """Answer each test with the secret and the result of its function, or with that it failed."""
+    write, tell, module = os.write, plain, _module("program")
+    FunctionType(_code("program"), vars(module))()
+    FunctionType(tests, vars(module))()
+    write(out, f"{secret} {LOADED}\n".encode())
+    for number in numbers:
+        try:
+            reply = tell(vars(module)[f"mrl_test_{number}"]())
+        except BaseException:  # whatever it is, SystemExit included, it is this test's failure
+            reply = FAILED
+        write(out, f"{secret} {reply}\n".encode())
+    os._exit(0)
+
+
+def _code(name: str) -> CodeType:
+    try:
+        code = SourceFileLoader(name, f"{name}.py").get_code(name)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        os._exit(NO_PROGRAM)
+    assert code is not None, "a loader of sources has code"
+    return code
+
+
+def _module(name: str) -> ModuleType:
+    sys.modules[name] = ModuleType(name)
+    return sys.modules[name]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,221 @@
+"""What a model wrote cannot leave its process: programs of each kind, what the kernel is told, and what is left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mrl.config.schema import RewardFunctionConfig
+from mrl.errors import RewardError, SetupError
+from mrl.rewards import confinement, contained, sandbox
+from mrl.rewards.functions.code import score
+from mrl.rewards.outcome import Score
+from mrl.rewards.sandbox import ContainedProgram, Limits, ProgramEnded
+from tests.rewards import programs
+from tests.rewards.conftest import Bench
+from tests.rewards.programs import ATTACKS, ENDLESS, HUNGRY, LIMITS, RIGHT, TOTAL, WRONG, Case, Outside, hostile
+
+CHOSEN = {
+    "right": RIGHT[::6],
+    "wrong": WRONG[1::4],
+    "endless": ENDLESS[1::8],
+    "hungry": [*HUNGRY[:12:4], *HUNGRY[12:17:2]],
+    "hostile": [hostile(name, ATTACKS[name], is_caught=True) for name in list(ATTACKS)[::3]],
+}
+
+
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
+    outside = Outside(tmp_path_factory.mktemp("outside"))
+    yield outside
+    outside.close()
+
+
+@pytest.mark.parametrize("case", [case for kind in CHOSEN.values() for case in kind], ids=lambda case: case.name)
+def test_programs(case: Case, outside: Outside) -> None:
+    assert score(case.sample(7, outside), limits=LIMITS)["score"] == case.score
+    assert not list(outside.changes())
+
+
+def ended_by(program: str) -> str:
+    try:
+        with ContainedProgram({"program.py": program}, "", range(0), Limits(**LIMITS)) as process:
+            return str(process.rest(LIMITS["test_s"])[0])
+    except ProgramEnded as ended:
+        return ended.reason
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("while True: pass", "time"),
+        ("while True: print('x' * 99)", "output"),
+        ("for n in range(10 ** 6): open(str(n), 'w').close()", "files"),
+        ("for n in range(40): open(str(n), 'wb').write(bytes(1 << 18))\nwhile True: pass", "files"),
+        (HUNGRY[16].program, "threads"),
+        ("x = bytes(1 << 30)", "1"),
+        ("open('a', 'wb').truncate(1 << 21)", "1"),
+        ("import signal\nsignal.raise_signal(9)", "1"),
+        ("import ctypes\nctypes.string_at(0)", str(-signal.SIGSEGV)),
+        ("(", str(contained.NO_PROGRAM)),
+    ],
+)
+def test_what_ends_a_program(program: str, reason: str) -> None:
+    assert ended_by(program) == reason
+
+
+def test_waiting_for_a_processor_costs_a_program_nothing() -> None:
+    """It has a sixth of one processor, and so by the clock takes longer than it may."""
+    program = "import time\nwhile time.process_time() < 0.4: pass\nprint('done')"
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(5)]
+    own = os.sched_getaffinity(0)
+    try:
+        for pid in [0, *(process.pid for process in busy)]:
+            os.sched_setaffinity(pid, {min(own)})
+        begin = time.monotonic()
+        with ContainedProgram({"program.py": program}, "", range(0), Limits()) as process:
+            assert process.rest(1.0) == (0, b"done\n")
+        assert time.monotonic() - begin > 1
+        assert process.used_s < 1
+    finally:
+        os.sched_setaffinity(0, own)
+        for process_ in busy:
+            process_.kill()
+            process_.wait()
+
+
+def test_a_worker_that_is_killed_leaves_a_directory_to_the_next(bench: Bench, outside: Outside) -> None:
+    """The limit of the sample is shorter than those of the program, which goes with the worker."""
+    function = {"code": RewardFunctionConfig(name="code", options={"limits": {"test_s": 6}})}
+    manager = bench.manager(functions=function, num_workers=1, limit_s=0.6, memory_bytes=1 << 30)
+    endless, right = ENDLESS[0].sample(1, outside), Case("right", TOTAL, score=1.0).sample(1, outside)
+    first, second = manager.score([endless, right])
+    assert not isinstance(first, Score)
+    assert first.kind == "timeout"
+    assert isinstance(second, Score)
+    assert second.parts["code/passed"] == 2
+    assert len(bench.settle(2)) == 2, "the supervisor and a worker"
+    assert not [change for change in outside.changes() if not change.startswith("children")]
+
+
+def test_directories_in_use_and_those_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stale, other = tmp_path / f"{sandbox._PREFIX}stale", tmp_path / "other"
+    for directory in (stale, other):
+        directory.mkdir()
+        (directory / "file").write_text("x")
+    (tmp_path / f"{sandbox._PREFIX}link").symlink_to(other)
+    foreign = tmp_path / f"{sandbox._PREFIX}foreign"
+    foreign.mkdir()
+    if os.getuid() == 0:
+        os.chown(foreign, 65534, 65534)
+    else:
+        foreign.rmdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with ContainedProgram({"program.py": "input()"}, "", range(0), Limits()) as process:
+        sandbox._remove_stale.cache_clear()
+        sandbox._remove_stale(str(tmp_path))
+        assert process._directory.exists()
+        assert not stale.exists()
+    assert not process._directory.exists()
+    assert (other / "file").exists()
+    assert foreign.exists() == (os.getuid() == 0)
+
+
+def test_a_kernel_without_the_means_is_refused(monkeypatch: pytest.MonkeyPatch, outside: Outside) -> None:
+    monkeypatch.setattr(confinement, "_landlock_version", lambda: -1)
+    confinement.check_confinement.cache_clear()
+    with pytest.raises(SetupError, match=r"there is no Landlock \(Linux 5.13") as raised:
+        score(RIGHT[0].sample(1, outside))
+    assert "http" in raised.value.fix
+    monkeypatch.setattr(confinement.platform, "machine", lambda: "riscv64")
+    with pytest.raises(SetupError, match="no list of system calls for riscv64, only for x86_64 and aarch64, and no L"):
+        confinement.check_confinement()
+
+
+def test_a_process_that_cannot_be_contained_runs_nothing(monkeypatch: pytest.MonkeyPatch, outside: Outside) -> None:
+    monkeypatch.setattr(sandbox, "seccomp_filter", lambda: struct.pack("=HBBI", 0xFFFF, 0, 0, 0))
+    with pytest.raises(RewardError, match=r"no contained process can be started: .*prctl\(22, 2\): Invalid argument"):
+        score(RIGHT[0].sample(1, outside))
+    assert not list(outside.changes())
+
+
+def verdict(program: bytes, number: int, *arguments: int, architecture: int) -> int:
+    """What the kernel would make of a system call."""
+    given = b"".join(struct.pack("=Q", argument) for argument in (*arguments, 0, 0, 0, 0, 0, 0)[:6])
+    data = struct.pack("=IIQ", number, architecture, 0) + given
+    at, accumulator = 0, 0
+    while True:
+        code, if_true, if_false, operand = struct.unpack_from("=HBBI", program, 8 * at)
+        at += 1
+        if code == 0x06:
+            return operand
+        if code == 0x20:
+            (accumulator,) = struct.unpack_from("=I", data, operand)
+        elif code == 0x54:
+            accumulator &= operand
+        else:
+            assert code == 0x15, "no other instruction is used"
+            at += if_true if accumulator == operand else if_false
+
+
+X86, ARM = ("x86_64", 0xC000003E), ("aarch64", 0xC00000B7)
+ALLOW, REFUSE, NONE, KILL = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x80000000
+
+
+@pytest.mark.parametrize(
+    ("machine", "number", "arguments", "expected"),
+    [
+        (X86, 0, (), ALLOW),  # read
+        (ARM, 63, (), ALLOW),
+        (X86, 57, (), REFUSE),  # fork
+        (X86, 59, (), REFUSE),  # execve
+        (ARM, 221, (), REFUSE),
+        (X86, 41, (2, 1, 0), REFUSE),  # socket
+        (ARM, 198, (2, 1, 0), REFUSE),
+        (X86, 62, (1, 9), REFUSE),  # kill
+        (ARM, 129, (1, 9), REFUSE),
+        (ARM, 117, (16, 1), REFUSE),  # ptrace
+        (X86, 56, (0x3D0F00,), ALLOW),  # clone of a thread
+        (ARM, 220, (0x3D0F00,), ALLOW),
+        (ARM, 220, (17,), REFUSE),
+        (X86, 56, (0x3D0F00 | 0x10000000,), REFUSE),
+        (ARM, 435, (), NONE),  # clone3
+        (X86, 257, (0, 0, 0o101), ALLOW),  # openat: Landlock decides
+        (X86, 257, (0, 0, 0o1000), REFUSE),
+        (ARM, 56, (0, 0, 0o1000), REFUSE),
+        (ARM, 56, (0, 0, 0o1001), ALLOW),
+        (X86, 2, (0, 0o1000), REFUSE),
+        (ARM, 2, (), REFUSE),
+        (ARM, 29, (0, 0x5401), ALLOW),  # ioctl
+        (ARM, 29, (0, 0x5412), REFUSE),
+        (ARM, 25, (3, 1), ALLOW),  # fcntl
+        (ARM, 25, (3, 8), REFUSE),
+        (ARM, 167, (1,), REFUSE),  # prctl
+        (ARM, 261, (0,), ALLOW),  # prlimit64
+        (ARM, 261, (1,), REFUSE),
+        (X86, 0x40000000, (), REFUSE),
+        (X86, 9999, (), REFUSE),
+    ],
+)
+def test_the_filter(machine: tuple[str, int], number: int, arguments: tuple[int, ...], expected: int) -> None:
+    name, architecture = machine
+    program = confinement.seccomp_filter(name)
+    assert verdict(program, number, *arguments, architecture=architecture) == expected
+    assert verdict(program, number, *arguments, architecture=0x40000003) == KILL
+
+
+def test_every_program_of_the_benchmark_is_another() -> None:
+    names = [case.name for kind in (RIGHT, WRONG, ENDLESS, HUNGRY) for case in kind]
+    assert len(set(names)) == len(names) == 80
+    assert len(ATTACKS) >= 50
+    assert programs.SECRET not in "".join(ATTACKS.values())
