@@ -59,6 +59,7 @@ ENTRIES = (
     Entry("reshard_hosts", 240, ("--quick",)),
     Entry("algorithms", 200),
     Entry("rewards", 150, ("--samples", "2000")),
+    Entry("code_reward", 240),
     Entry("data", 200),
     Entry("startup", 180),
     Entry("step_overhead", 300, ("--only", "demo")),
