@@ -235,7 +235,7 @@ ACTIONS: dict[str, Any] = {
     "generator": lambda sample: (number for number in [1.0]),
     "dict without score": lambda sample: {"accuracy": 1.0},
     "empty dict": lambda sample: {},
-    "dict of text": lambda sample: {"score": 1.0, "answer": "42"},
+    "dict of text": lambda sample: {"score": 1.0, "length": "42"},
     "dict of nan": lambda sample: {"score": 1.0, "share": math.nan},
     "dict with None": lambda sample: {"score": None},
     "dict with number as name": lambda sample: {"score": 1.0, 3: 1.0},

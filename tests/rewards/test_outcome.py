@@ -86,10 +86,10 @@ def test_an_answer_is_text_and_travels_with_the_score() -> None:
         function("qa", 1.0, {"score": 0, "answer": "half"}),
     ]
     reply = score_sample(functions, make_sample().to_json(), 1 << 28)
-    assert reply["answer"] == "1/2", "of the first function that has one"
-    outcome = read_reply(to_json(reply), 1)
+    (outcome,) = read_reply(to_json(reply), 1)
     assert isinstance(outcome, Score)
-    assert (outcome.value, outcome.answer) == (1.0, "1/2")
+    assert (outcome.value, outcome.answer) == (1.0, "1/2"), "of the first function that has one"
+    assert sum_of([Score(1.0, {}, 0.0, ""), Score(2.0, {}, 0.0, "x"), Score(0.5, {}, 0.0)]) == Score(3.5, {}, 0.0, "x")
 
 
 def test_long_details_are_cut() -> None:

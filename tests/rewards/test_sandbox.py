@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.schema import RewardFunctionConfig
+from mrl.config.reward import RewardFunctionConfig
 from mrl.errors import RewardError, SetupError
 from mrl.rewards import confinement, contained, sandbox
 from mrl.rewards.functions.code import score

@@ -173,7 +173,7 @@ class Stage:
         self.journal.append("sources")
         yield "a pattern matches nothing"
 
-    def _manager(self, *arguments: Any, others_score: bool) -> Any:
+    def _manager(self, *arguments: Any, others_score: bool = False) -> Any:
         return self._block("rewards", "the rewards")(*arguments, others_score)
 
     def _resources(self, *arguments: Any) -> Any:
@@ -238,7 +238,8 @@ def test_validation_has_the_reward_functions_that_are_given_for_it(tmp_path: Pat
     own = {"strict": RewardFunctionConfig(name="exact_match")}
     config = whole_config(tmp_path, validation={"reward_functions": own})
     with team_in(tmp_path, config) as _:
-        given, _ = stage.given["rewards"]
+        given, _, others_score = stage.given["rewards"]
+        assert not others_score, "a reward model does not validate"
         assert given == replace(config.reward, functions=own), "the manager that was made last"
         assert stage.journal.count("rewards begins") == 2, "and training has its own"
 

@@ -249,7 +249,7 @@ def remax_answer(request: GenerationRequest, sampling: Sampling) -> list[int]:
 
 def remax_outcome(sample: Sample) -> Outcome:
     value = int(sample.response)
-    return Failure("raised", "no", 0.0) if value in (101, 902) else Score(float(value), {}, 0.0)
+    return Failure("raised", "no", 0.0) if value in (101, 902) else Score(float(value), {"rule": float(value)}, 0.0)
 
 
 def test_the_baseline_of_remax_is_the_greedy_answer_to_the_same_prompt(tmp_path: Path) -> None:
