@@ -30,6 +30,7 @@ ENGINES = {
     "transformers": "mrl.rollout.transformers_engine:TransformersEngine",
 }
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
+SAMPLERS = ("shares", "difficulty")
 DATASETS = ("toy", "reasoning_gym")
 TOY_TASKS = ("addition", "reversing", "sorting")
 
@@ -67,6 +68,12 @@ def own_parts(config: AnyConfig) -> Iterator[tuple[str, str]]:
     for key, name in _datasets(config):
         if name.partition(":")[0] not in DATASETS:
             yield key, name
+    for role, model in config.model_roles().items():
+        if model.worker is not None:
+            yield f"{role}.worker", model.worker
+    if isinstance(config, Config):
+        yield from ((f"training.metrics.{number}", name) for number, name in enumerate(config.training.metrics))
+        yield from [("reward.manager", config.reward.manager)] if config.reward.manager is not None else ()
     for label, function in config.reward.functions.items() if isinstance(config, Config) else ():
         if is_path(function.name):
             yield f"reward.functions.{label}.name", function.name
@@ -75,6 +82,7 @@ def own_parts(config: AnyConfig) -> Iterator[tuple[str, str]]:
 def _known_names(config: AnyConfig) -> Iterator[tuple[str, str, str, Collection[str]]]:
     for number, name in enumerate(config.training.trackers):
         yield f"training.trackers.{number}", "tracker", name, TRACKERS
+    yield "data.sampler", "sampler", config.data.sampler, SAMPLERS
     if isinstance(config, Config):
         yield from _algorithm_names(config)
 

@@ -37,6 +37,8 @@ class RewardConfig:
 
     functions: dict[PlainName, RewardFunctionConfig] = field(default_factory=dict)
     """What metrics call each function -> which one it is; there may be none where a reward model scores."""
+    manager: Text | None = None
+    """Your own class in the place of mrl's RewardManager as `package.module:class`, made like it; null takes mrl's."""
     num_workers: Count = 4
     """Processes that score at the same time, one sample each."""
     limit_s: Seconds = 10.0

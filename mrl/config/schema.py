@@ -44,6 +44,11 @@ class TrainingConfig:
     trackers: list[Text] = field(default_factory=list)
     """Where figures go beside `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, `swanlab`, each with the extra of its
     name, or your own as `package.module:class`. One that fails is reported, and the run goes on."""
+    metrics: list[Text] = field(default_factory=list)
+    """Your own figures of a step, `package.module:function`: each is given the step's batch and returns name -> number,
+    which metrics call `own/NAME`. One that fails is reported, and the run goes on."""
+    dump_steps: list[Count] = field(default_factory=list)
+    """Steps whose token ids, log-probs, values, advantages and the like are written to `tensors/`, as parquet."""
     samples_every: NotNegative = 1
     """Steps between files of samples with their text; 0 writes none."""
 
@@ -201,6 +206,8 @@ class MegatronModelConfig:
     """Tokens of one micro-batch on one device: the one memory knob, micro-batches follow from it."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Passed on to Megatron's TransformerConfig."""
+    worker: Text | None = None
+    """Your own class for the role's workers as `package.module:class`, made like mrl's; null takes mrl's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +300,11 @@ class DataConfig:
     """Draw the rows of a source in a new order in every epoch."""
     seed: NotNegative = 0
     """Decides the order of the rows."""
+    sampler: Text = "shares"
+    """Which row comes next: by the `shares` of the sources, or by `difficulty` too, which leaves out prompts that were
+    too easy or too hard; or your own as `package.module:class`, a `PromptSampler`."""
+    sampler_options: dict[str, Any] = field(default_factory=dict)
+    """Passed on to the sampler (`difficulty`: between, rest)."""
     overlong: Literal["error", "drop", "left", "right", "middle"] = "error"
     """A prompt beyond rollout.max_prompt_tokens stops the run, is dropped and counted, or loses its tokens at the
     left, at the right (with the template's call for an answer) or in the middle."""

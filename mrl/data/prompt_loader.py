@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mrl.config.schema import BatchConfig, DataConfig
+from mrl.data.curriculum import DifficultySampler
 from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, to_batch
 from mrl.data.sampler import Draw, PromptSampler
 from mrl.errors import BadRow, DataError
 from mrl.events import EventLog, SampleSkipped
 from mrl.protocol import DataProto
+from mrl.registry import load_attribute
 
 MAX_CONSECUTIVE_SKIPS = 10_000
 MAX_NAMED = 5
+SAMPLERS = {"shares": PromptSampler, "difficulty": DifficultySampler}
+_GIVEN = ("seed", "shuffle")
 
 
 class SkipLog:
@@ -60,6 +65,17 @@ class SkipLog:
         self.bad_rows = dict(state["bad_rows"])
 
 
+def _make_sampler(sizes: Mapping[str, int], weights: Mapping[str, float | None], data: DataConfig) -> PromptSampler:
+    kind: type[PromptSampler] = SAMPLERS[data.sampler] if data.sampler in SAMPLERS else load_attribute(data.sampler)
+    try:
+        inspect.signature(kind).bind(sizes, weights, seed=data.seed, shuffle=data.shuffle, **data.sampler_options)
+    except TypeError as error:
+        named = [name for name, each in inspect.signature(kind).parameters.items() if each.kind is each.KEYWORD_ONLY]
+        takes = ", ".join(name for name in named if name not in _GIVEN) or "none"
+        raise DataError(f"{data.sampler}: {error}", where="data.sampler_options", fix=f"it takes {takes}") from error
+    return kind(sizes, weights, seed=data.seed, shuffle=data.shuffle, **data.sampler_options)
+
+
 class PromptLoader:
     """Draws prompts without end. A batch may reach from one epoch into the next: no row is left out or repeated."""
 
@@ -73,7 +89,7 @@ class PromptLoader:
         weights = {name: source.weight for name, source in data.train.items()}
         self.skips = SkipLog(data.max_bad_rows, events)
         self._dataset = dataset
-        self._sampler = PromptSampler(dataset.sizes, weights, seed=data.seed, shuffle=data.shuffle)
+        self._sampler = _make_sampler(dataset.sizes, weights, data)
         self._prompts_per_step = wanted
         self._num_skipped: Counter[str] = Counter()
 
@@ -90,6 +106,10 @@ class PromptLoader:
                     self._num_skipped[found.draw.source] = 0
                     prompts.append(found)
         return to_batch(prompts)
+
+    def learn(self, solved: Mapping[str, float]) -> None:
+        """Tell the sampler the share of samples that were solved, by the uid of their prompt."""
+        self._sampler.learn(solved)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands between two batches, as plain JSON."""

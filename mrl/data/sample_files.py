@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 
 def write_samples(directory: Path, step: int, columns: Mapping[str, Sequence[Any]], kind: str = "step") -> Path:
-    """Write one row per sample into `step-000012.parquet`, complete or not there."""
+    """Write one row per sample into `step-000012.parquet`, complete or not there. A value may be a list."""
     directory.mkdir(mode=0o700, exist_ok=True)
     path = directory / f"{kind}-{step:06d}.parquet"
     staged = path.with_suffix(".tmp")

@@ -66,6 +66,9 @@ class PromptSampler:
         self._drawn[source] += 1
         return Draw(number, source, epoch, int(self._rows_of(source, epoch)[position]))
 
+    def learn(self, solved: Mapping[str, float]) -> None:
+        """Take in the share of samples that were solved, by the uid of their prompt; this order does not look at it."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return where the sequence stands, as plain JSON."""
         return {"order": self._order, "drawn": dict(self._drawn)}

@@ -23,6 +23,7 @@ from mrl.events import EventLog, ModelLoaded, Warned
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.observe.step_timer import StepTimer
+from mrl.registry import load_attribute
 from mrl.rewards.manager import RewardManager
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.trainer.engine_probe import EngineProbe
@@ -35,6 +36,11 @@ from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient
 from mrl.trainer.validation import Validator, check_best
 from mrl.workers.messages import ModelSetup
 
+_WORKERS = {
+    "actor": "mrl.workers.actor:ActorRolloutRefWorker",
+    "critic": "mrl.workers.critic:CriticWorker",
+    "reward_model": "mrl.workers.reward_model:RewardModelWorker",
+}
 _CLIENTS = {"actor": ActorClient, "critic": CriticClient, "reward_model": RewardModelClient}
 
 
@@ -85,12 +91,13 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
         )
         validation = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
         check_best(config, validation)
+        manager: type[RewardManager] = load_attribute(config.reward.manager) if config.reward.manager else RewardManager
         others = config.reward_model is not None
         rewards = judges = None
         if config.reward.functions:
-            rewards = judges = stack.enter_context(RewardManager(config.reward, events, others_score=others))
+            rewards = judges = stack.enter_context(manager(config.reward, events, others_score=others))
         if config.validation.reward_functions:
-            judges = stack.enter_context(RewardManager(config.validation_reward(), events))
+            judges = stack.enter_context(manager(config.validation_reward(), events))
         with clock("start"):
             stack.enter_context(ray_cluster(config.cluster))
             resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
@@ -158,14 +165,14 @@ def _started(config: Config, context: RunContext) -> Iterator[dict[str, Future[R
 
 def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
     """Start the processes of a role; their models come later, all roles' at once."""
-    setup, horizon = model_setup(role, config), config.rollout.max_response_tokens
-    if role == "actor":
-        arguments = [setup, config.algorithm, config.rollout.temperature, horizon]
-        worker = RayClassWithInitArgs("mrl.workers.actor:ActorRolloutRefWorker", *arguments)
-    elif role == "critic":
-        worker = RayClassWithInitArgs("mrl.workers.critic:CriticWorker", setup, config.algorithm, horizon)
-    else:
-        worker = RayClassWithInitArgs("mrl.workers.reward_model:RewardModelWorker", setup)
+    horizon = config.rollout.max_response_tokens
+    arguments: dict[str, list[Any]] = {
+        "actor": [config.algorithm, config.rollout.temperature, horizon],
+        "critic": [config.algorithm, horizon],
+        "reward_model": [],
+    }
+    worker_class = config.model_roles()[role].worker or _WORKERS[role]
+    worker = RayClassWithInitArgs(worker_class, model_setup(role, config), *arguments[role])
     return RayWorkerGroup(role, worker, role_mesh(config, role), context)
 
 

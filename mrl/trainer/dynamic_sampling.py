@@ -42,6 +42,13 @@ def full_batch(config: Config, prompts: PromptLoader, generate: Callable[[DataPr
     return ScoredBatch(DataProto.concat([batch for batch in kept if len(batch)]), metrics)
 
 
+def solved_shares(batch: DataProto, solved_at: float) -> dict[str, float]:
+    """Return the share of each prompt's samples that were solved, by its uid."""
+    uids, group = np.unique(batch["uid"].astype(str), return_inverse=True)
+    solved = np.bincount(group, weights=np.asarray(batch["scores"]) >= solved_at)
+    return dict(zip(uids.tolist(), (solved / np.bincount(group)).tolist(), strict=True))
+
+
 def _outcomes(batch: DataProto) -> Outcomes:
     scores = batch["scores"]
     return Outcomes(scores, list(batch["uid"]), scores.new_tensor(batch.lengths("responses").tolist()))

@@ -17,21 +17,24 @@ from mrl.algos.token_rewards import overlong_penalty
 from mrl.config import step_calls
 from mrl.config.schema import Config
 from mrl.config.step_calls import OPTIONAL_SAMPLE_COLUMNS, SAMPLE_COLUMNS
-from mrl.controller.transport import store
+from mrl.controller.transport import fetch, store
 from mrl.data.sample_files import write_samples
 from mrl.protocol import DataProto
 from mrl.trainer import step_metrics
 from mrl.trainer.audit import check_invariants
 from mrl.trainer.components import Components, build_components
-from mrl.trainer.dynamic_sampling import full_batch
+from mrl.trainer.dynamic_sampling import full_batch, solved_shares
 from mrl.trainer.engine_probe import Answers
 from mrl.trainer.generation import ScoredBatch
 from mrl.trainer.model_scores import add_model_scores
+from mrl.trainer.own_metrics import OwnMetrics
 from mrl.trainer.role_client import Metrics, mean_of
 from mrl.trainer.run import Run
-from mrl.trainer.samples import preview, sample_columns
+from mrl.trainer.samples import preview, sample_columns, tensor_columns
 from mrl.trainer.start_progress import show_start_progress
 from mrl.workers.messages import WholeBatch
+
+_FETCH_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class RayPPOTrainer:
         self.config, self.clock, self.run = run.config, run.clock, run
         self.calls = step_calls.step_calls(run.config)
         self.num_steps_done = 0
+        self.own_metrics = OwnMetrics(self.config.training.metrics, run.warn)
         run.best_by = f"the {run.config.validation.best_mode} of {run.config.validation.best}"
 
     @contextmanager
@@ -120,6 +124,8 @@ class RayPPOTrainer:
         with self.clock("advantage"):
             advantages, figures = self.estimate_advantages(batch, list(samples.batch["uid"]))
             batch, metrics = batch.union(advantages), metrics | figures
+        if step in self.config.training.dump_steps:
+            write_samples(self.run.directory / "tensors", step, tensor_columns(fetch(batch, _FETCH_S)))
         updates: dict[str, list[Metrics]] = {}
         if self.critic is not None:
             with self.clock("update_critic"):
@@ -138,7 +144,7 @@ class RayPPOTrainer:
     def _measured(self, batch: DataProto) -> Metrics:
         """Return the lengths, seconds and speed of the step that ends now."""
         longest, solved_at = self.config.rollout.max_response_tokens, self.config.validation.solved_at
-        metrics = step_metrics.batch_metrics(batch, longest, solved_at)
+        metrics = step_metrics.batch_metrics(batch, longest, solved_at) | self.own_metrics.of(batch)
         seconds = self.clock.pop_seconds()
         metrics |= step_metrics.timing_metrics(seconds, batch, self.config.cluster)
         num_trained = int(metrics["perf/total_num_tokens"]) * self.config.batch.epochs_per_step
@@ -195,6 +201,8 @@ class RayPPOTrainer:
         """Generate samples of these prompts; for ReMax also the greedy answer, whose score is the baseline."""
         generator = self.components.generator
         scored = generator.run(prompts.repeat(self.config.batch.samples_per_prompt), generator.training, step)
+        if self.config.reward.functions:  # else a model scores later
+            self.components.prompts.learn(solved_shares(scored.batch, self.config.validation.solved_at))
         if self.config.algorithm.advantage != "remax":
             return scored
         greedy = generator.run(prompts, generator.greedy, step).batch

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from mrl.observe.console import SamplePreview
 from mrl.protocol import DataProto
+from mrl.protocol.columns import Jagged
 
 
 def preview(batch: DataProto) -> SamplePreview:
     """Return the first sample as the terminal shows it."""
     return SamplePreview(batch["prompt_text"][0], batch["response_text"][0], float(batch["scores"][0]))
+
+
+def tensor_columns(batch: DataProto) -> dict[str, Any]:
+    """Return every column of numbers, a list per row, with the id of the row."""
+    columns: dict[str, Any] = {"row_id": batch.row_ids.tolist()}
+    for name, column in batch.columns().items():
+        if isinstance(column, Jagged):
+            columns[name] = [row.tolist() for row in column.rows()]
+        elif isinstance(column, torch.Tensor):
+            columns[name] = column.tolist()
+    return columns
 
 
 def sample_columns(batch: DataProto) -> dict[str, Any]:

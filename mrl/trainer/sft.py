@@ -141,7 +141,7 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
         check_libraries(config, resources)
         fetch_models(config, resources, run.events)
         setup = ModelSetup(config.model.path, "lm", config.actor, config.training.seed, config.deadlines.call_s)
-        worker = RayClassWithInitArgs("mrl.workers.sft:SftWorker", setup)
+        worker = RayClassWithInitArgs(config.actor.worker or "mrl.workers.sft:SftWorker", setup)
         context = RunContext(run.directory, run.events, config.deadlines, resources)
         group = RayWorkerGroup(ROLE, worker, role_mesh(config, ROLE), context)
         stack.callback(group.shutdown)

@@ -8,6 +8,7 @@ from mrl.algos.kl import KL_ESTIMATORS
 from mrl.algos.losses import POLICY_LOSSES
 from mrl.algos.rollout_correction import RATIO_LEVELS
 from mrl.config import names
+from mrl.data.prompt_loader import SAMPLERS
 from mrl.data.sources import DATASETS
 from mrl.data.toy import TOY_TASKS
 
@@ -19,4 +20,5 @@ def test_every_name_is_registered_and_every_registered_one_is_known() -> None:
     assert sorted(names.POLICY_LOSSES) == sorted(POLICY_LOSSES)
     assert sorted(names.RATIO_LEVELS) == sorted(RATIO_LEVELS)
     assert sorted(names.DATASETS) == sorted(DATASETS)
+    assert sorted(names.SAMPLERS) == sorted(SAMPLERS)
     assert sorted(names.TOY_TASKS) == sorted(TOY_TASKS)

@@ -89,6 +89,8 @@ data:
   validation: {}                                 # default
   shuffle: true                                  # default
   seed: 0                                        # default
+  sampler: shares                                # default
+  sampler_options: {}                            # default
   overlong: error                                # default
   max_bad_rows: 0                                # default
   template: {}                                   # default
@@ -100,6 +102,7 @@ reward:
       sources: null                              # default
       group: false                               # default
       options: {}                                # default
+  manager: null                                  # default
   num_workers: 4                                 # default
   limit_s: 10.0                                  # default
   start_limit_s: 60.0                            # default
@@ -128,6 +131,7 @@ actor:
   dtype: bfloat16                                # default
   max_tokens_per_device: 1024                    # run.yaml:21
   megatron: {}                                   # default
+  worker: null                                   # default
   schedule:
     warmup_steps: 0                              # default
     decay: constant                              # default
@@ -165,6 +169,8 @@ training:
   max_restarts: 0                                # default
   time_limit_s: null                             # default
   trackers: []                                   # default
+  metrics: []                                    # default
+  dump_steps: []                                 # default
   samples_every: 1                               # default
 validation:
   every: 0                                       # default

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mrl.config.schema import SourceConfig
 from mrl.data.prompt_loader import PromptLoader, SkipLog, one_pass
+from mrl.data.sampler import Draw, PromptSampler
 from mrl.errors import BadRow, DataError
 from mrl.events import EventLog, SampleSkipped, read_events
 from tests.data.conftest import OpenDataset, OpenLoader, good_row, jsonl
@@ -120,3 +124,36 @@ def test_one_pass_gives_every_prompt_once_and_in_order(here: Path, dataset_of: O
     assert skips.overlong == {"a": 1, "b": 1}
     with pytest.raises(BadRow, match=r"^rows.jsonl:4: the line is empty"):
         list(one_pass(dataset, 4, SkipLog(0, events)))
+
+
+class Backwards(PromptSampler):
+    """A user's own order."""
+
+    def __init__(self, sizes: Mapping[str, int], weights: Mapping[str, float | None], **options: Any) -> None:
+        super().__init__(sizes, weights, seed=options["seed"], shuffle=False)
+        assert options["pace"] == 2
+
+    def draw(self) -> Draw:
+        draw = super().draw()
+        return replace(draw, row=self._sizes[draw.source] - 1 - draw.row)
+
+
+def test_the_sampler_is_the_one_that_is_named(here: Path, loader_of: OpenLoader) -> None:
+    Path("rows.jsonl").write_bytes(jsonl(*(good_row(number) for number in range(6))))
+    own = {"sampler": f"{__name__}:Backwards", "sampler_options": {"pace": 2}}
+    assert uids(loader_of(prompts_per_step=3, train="rows.jsonl", **own), 1) == [
+        ["train/0/5", "train/0/4", "train/0/3"]
+    ]
+    loader = loader_of(prompts_per_step=3, train="rows.jsonl", sampler="difficulty", sampler_options={"rest": 1})
+    first = uids(loader, 2)
+    loader.learn({uid: 1.0 for batch in first for uid in batch[1:]})
+    left = {batch[0].rpartition("/")[2] for batch in first}
+    assert {uid.split("/")[2] for uid in uids(loader, 1)[0]} >= left, "those that were not solved come first"
+
+
+def test_options_that_a_sampler_does_not_take(here: Path, loader_of: OpenLoader) -> None:
+    Path("rows.jsonl").write_bytes(jsonl(*(good_row(number) for number in range(6))))
+    with pytest.raises(DataError, match=r"data.sampler_options: difficulty: (.|\n)*it takes between, rest"):
+        loader_of(train="rows.jsonl", sampler="difficulty", sampler_options={"rests": 1})
+    with pytest.raises(DataError, match=r"data.sampler_options: shares: (.|\n)*it takes none"):
+        loader_of(train="rows.jsonl", sampler_options={"rest": 1})

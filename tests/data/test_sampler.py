@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mrl.data.curriculum import DifficultySampler
 from mrl.data.sampler import Draw, PromptSampler, shuffled
 from mrl.errors import DataError
 
@@ -131,3 +133,40 @@ def test_another_order_cannot_be_resumed(other: PromptSampler, what: str) -> Non
         f"the prompts cannot go on where they stopped: {what}\n"
         "  fix: resume with the same data section and files, or start a new run"
     )
+
+
+# --- by difficulty ----------------------------------------------------------------------------------------------
+
+
+def rows_of_epoch(sampler: DifficultySampler, num_rows: int) -> list[int]:
+    return sorted(sampler.draw().row for _ in range(num_rows))
+
+
+def difficulty(**options: Any) -> DifficultySampler:
+    return DifficultySampler({"math": 6}, {"math": None}, seed=3, shuffle=True, **options)
+
+
+def test_what_is_too_easy_or_too_hard_rests_and_comes_back() -> None:
+    sampler = difficulty(between=(0.0, 1.0), rest=1)
+    assert rows_of_epoch(sampler, 6) == [0, 1, 2, 3, 4, 5]
+    sampler.learn({"math/0/1": 1.0, "math/0/4": 0.0, "math/0/2": 0.5})
+    assert rows_of_epoch(sampler, 4) == [0, 2, 3, 5]
+    again = difficulty(between=(0.0, 1.0), rest=1)
+    again.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    assert rows_of_epoch(sampler, 6) == [0, 1, 2, 3, 4, 5], "after the epoch of rest"
+    assert rows_of_epoch(again, 6) == [0, 1, 2, 3, 4, 5], "and so after a resume"
+    assert sampler.draw() == again.draw()
+
+
+def test_only_easy_prompts_rest_unless_others_are_named() -> None:
+    sampler = difficulty()
+    rows_of_epoch(sampler, 6)
+    sampler.learn({"math/0/1": 1.0, "math/0/4": 0.0})
+    assert rows_of_epoch(sampler, 5) == [0, 2, 3, 4, 5]
+
+
+def test_a_source_that_rests_as_a_whole_is_drawn_all_the_same() -> None:
+    sampler = difficulty(rest=100)
+    rows_of_epoch(sampler, 6)
+    sampler.learn({f"math/0/{row}": 1.0 for row in range(6)})
+    assert len({sampler.draw().uid for _ in range(12)}) == 12

@@ -95,6 +95,10 @@ class Prompts:
 
     def __init__(self, num: int = 2) -> None:
         self.num, self.num_drawn = num, 0
+        self.solved: list[dict[str, float]] = []
+
+    def learn(self, solved: dict[str, float]) -> None:
+        self.solved.append(solved)
 
     def next_batch(self) -> DataProto:
         numbers = list(range(self.num_drawn, self.num_drawn + self.num))

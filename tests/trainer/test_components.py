@@ -347,3 +347,34 @@ def test_a_models_files_are_checked_against_its_head(tmp_path: Path, monkeypatch
         made.check_model(model_setup(role, whole_config(tmp_path)))
     policy = ("policy", "spec of policy")
     assert asked == [(*policy, "lm", False), (*policy, "score", True), ("scorer", "spec of scorer", "score", False)]
+
+
+class OwnManager:
+    """A user's, which is made as mrl's."""
+
+    def __init__(self, config: Any, events: EventLog, others_score: bool = False) -> None:
+        self.config = config
+
+    def __enter__(self) -> OwnManager:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        OWN.append(self.config)
+
+
+OWN: list[Any] = []
+
+
+def test_own_classes_take_the_place_of_mrls(tmp_path: Path, stage: Stage) -> None:
+    config = whole_config(tmp_path)
+    config = replace(
+        config,
+        reward=replace(config.reward, manager=f"{__name__}:OwnManager"),
+        actor=replace(config.actor, worker="mine.workers:Actor"),
+    )
+    with team_in(tmp_path, config):
+        classes = {role: worker.worker_class for role, (worker, _, _) in stage.workers.items()}
+    assert classes["actor"] == "mine.workers:Actor"
+    assert classes["critic"] == "mrl.workers.critic:CriticWorker"
+    assert [config.reward] == OWN, "it was made, and ended with the block"
+    assert "rewards begins" not in stage.journal

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from mrl.algos.kl import AdaptiveKLController
 from mrl.config.algorithm import KlConfig, OverlongConfig
+from mrl.config.reward import RewardFunctionConfig
 from mrl.errors import AuditFailed
+from mrl.events import Warned, read_events
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.rewards.outcome import Failure, Outcome, Score
@@ -290,3 +293,52 @@ def test_tokens_that_the_model_did_not_write_are_not_counted(tmp_path: Path) -> 
     for method in ("compute_advantages", "update_actor"):
         (batch,) = seen(found.components.actor, method)
         assert batch.values("response_mask").tolist() == mask.values.tolist()
+
+
+# --- what users add, and what is written down on demand ---------------------------------------------------------
+
+
+def longest_text(batch: DataProto) -> dict[str, float]:
+    return {"longest_text": max(len(text) for text in batch["response_text"])}
+
+
+def broken(batch: DataProto) -> dict[str, float]:
+    raise KeyError("absent")
+
+
+def test_own_metrics_stand_beside_the_others_and_cannot_hurt(tmp_path: Path) -> None:
+    names = [f"{__name__}:broken", f"{__name__}:longest_text"]
+    with scene(make_config(tmp_path, training={"metrics": names}), tmp_path) as found:
+        reports = [found.trainer.step() for _ in range(2)]
+    for report in reports:
+        assert report.metrics["own/longest_text"] == max(map(len, report.batch["response_text"]))
+    said = [record.event for record in read_events(tmp_path / "events.jsonl")]
+    warned = [event.message for event in said if isinstance(event, Warned)]
+    assert warned == [f"{names[0]} failed, and its figures are missing: KeyError: 'absent'"], "once"
+
+
+def test_the_tensors_of_a_step_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
+    config = with_everything(tmp_path, training={"dump_steps": [2]})
+    with scene(config, tmp_path) as found:
+        found.trainer.step()
+        assert not (tmp_path / "tensors").exists()
+        report = found.trainer.step()
+    (path,) = (tmp_path / "tensors").iterdir()
+    rows = pq.read_table(path).to_pylist()
+    assert path.name == "step-000002.parquet"
+    assert [row["row_id"] for row in rows] == report.batch.row_ids.tolist()
+    for row, response in zip(rows, report.batch["responses"].rows(), strict=True):
+        assert row["responses"] == response.tolist()
+        for name in ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages", "returns"):
+            assert len(row[name]) == len(response), name
+        assert row["values"] == [row["row_id"] + 0.5] * len(response)
+
+
+REWARD = {"functions": {"rule": RewardFunctionConfig(name="digits")}}
+
+
+def test_the_sampler_hears_what_was_solved(tmp_path: Path) -> None:
+    with scene(make_config(tmp_path, validation={"solved_at": 0.5}, reward=REWARD), tmp_path) as found:
+        found.trainer.step()
+        prompts = found.components.prompts
+    assert prompts.solved == [{"p0": 0.0, "p1": 1.0}], "a quarter of the row id each: 0 and 0.25, 0.5 and 0.75"
