@@ -38,6 +38,7 @@ Share = Annotated[float, more_than(0)]
 Proportion = Annotated[float, Bound("from 0 to 1", lambda value: 0 <= value <= 1)]
 Amount = Annotated[float, at_least(0)]
 Text = Annotated[str, matching(r"(?=.*\S)[^\x00-\x1f\x7f]+", "one line of text")]
+Characters = Annotated[str, matching(r"(?s:.+)", "text that is not empty")]
 PlainName = Annotated[
     str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]*", "a name of letters, digits, dots, dashes and underscores")
 ]

@@ -43,6 +43,11 @@ def check_data_rules(config: AnyConfig) -> Iterator[Problem]:
             given = ", ".join(source.options)
             yield problem(f"{key}.options", f"{given}: a file takes no options", "remove them")
     yield from _weights(config)
+    for name in ("template", "template_file", "tools"):
+        if config.data.raw_text and getattr(config.data, name):
+            yield problem(f"data.{name}", "data.raw_text uses no chat template", f"data.{name}=null, or raw_text=false")
+    if config.data.tools and "tools" in config.data.template:
+        yield problem("data.tools", "data.template has tools already", "data.tools=null")
 
 
 def unchecked_data(config: AnyConfig) -> Iterator[str]:

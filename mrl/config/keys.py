@@ -269,7 +269,19 @@ _SCALARS: dict[Any, Callable[[_Conversion, Any, KeyPath], Any]] = {
 }
 
 
+_SAMPLED = "responses would be drawn from another distribution than the one that is trained"
+_REFUSED = {
+    "rollout.repetition_penalty": f"refused: {_SAMPLED}; charge repetition in the reward",
+    "rollout.presence_penalty": f"refused: {_SAMPLED}",
+    "rollout.frequency_penalty": f"refused: {_SAMPLED}",
+    "rollout.min_tokens": f"refused: {_SAMPLED}, without end tokens at first; charge short responses in the reward",
+}
+"""What the field has and mrl has not, and why."""
+
+
 def _unknown_key_fix(name: str, meant: str | None, path: KeyPath, known: Iterable[str]) -> str:
+    if dotted(path) in _REFUSED:
+        return _REFUSED[dotted(path)]
     if "." in name:
         return f"write it as nested sections, or as {dotted(path)}=... on the command line"
     return f'did you mean "{meant}"?' if meant else f"known: {', '.join(sorted(known))}"

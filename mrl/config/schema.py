@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mrl.config.algorithm import AlgorithmConfig
-from mrl.config.bounds import Count, NotNegative, PlainName, Proportion, Seconds, Share, Text
+from mrl.config.bounds import Characters, Count, NotNegative, PlainName, Proportion, Seconds, Share, Text
 from mrl.config.reward import RewardConfig
 from mrl.config.validation import ValidationConfig
 
@@ -252,6 +252,13 @@ class RolloutConfig:
     the trained one, which is warned of."""
     top_k: NotNegative = 0
     """Sample among this many likeliest tokens; 0 means all. The same warning holds."""
+    stop_token_ids: list[NotNegative] = field(default_factory=list)
+    """Tokens that end a response beside the end tokens of the tokenizer and of generation_config.json; `mrl check`
+    says who names which. The token belongs to the response, and is trained."""
+    ignore_eos: bool = False
+    """Whether only `stop_token_ids`, `stop` and the length end a response."""
+    stop: list[Characters] = field(default_factory=list)
+    """Texts that end a response, which holds them and is trained on their tokens."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Passed on to vLLM's engine arguments."""
 
@@ -312,6 +319,12 @@ class DataConfig:
     """How many rows that are no prompts may be skipped, each with an event; one more stops the run."""
     template: dict[str, Any] = field(default_factory=dict)
     """Passed on to the tokenizer's chat template (`enable_thinking: false`)."""
+    template_file: Text | None = None
+    """A Jinja file that is the chat template in place of the tokenizer's own, which a base model has none of."""
+    tools: Text | None = None
+    """A JSON file with a list of tools, which the chat template is given."""
+    raw_text: bool = False
+    """Prompts are not chats but text, which is encoded as it stands with what the tokenizer puts before a text."""
 
 
 @dataclass(frozen=True, kw_only=True)

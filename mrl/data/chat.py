@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import jinja2
 
+from mrl.config.schema import DataConfig
 from mrl.data.rows import PromptRow
 from mrl.errors import BadRow, DataError
 
@@ -42,10 +43,10 @@ class ChatTokenizer(Protocol):
     def decode(self, token_ids: list[int]) -> str: ...
 
 
-def load_tokenizer(path: str, *, renders: bool = True) -> ChatTokenizer:
+def load_tokenizer(path: str, data: DataConfig | None = None, *, renders: bool = True) -> ChatTokenizer:
     """Load the tokenizer of a model directory; never from the network.
 
-    One that `renders` prompts has a chat template and an end-of-sequence token.
+    One that `renders` prompts has an end-of-sequence token and a chat template, its own or that of `data`.
     """
     _check_files(Path(path))
     from transformers import AutoTokenizer
@@ -55,8 +56,11 @@ def load_tokenizer(path: str, *, renders: bool = True) -> ChatTokenizer:
     except Exception as error:  # the library that reads tokenizer.json raises nothing more exact
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(f"the tokenizer cannot be loaded: {reason}", where=path) from error
+    if data is not None and data.template_file is not None:
+        tokenizer.chat_template = _read(data.template_file, "data.template_file")
     if renders:
         _check_tokenizer(tokenizer, path)
+        _check_raw_text(tokenizer, path) if data is not None and data.raw_text else _check_template(tokenizer, path)
     return tokenizer
 
 
@@ -77,10 +81,12 @@ def compare_tokenizer(policy: ChatTokenizer, path: str) -> Iterator[str]:
 
 
 class PromptEncoder:
-    """Render prompts with the chat template and encode them."""
+    """Render prompts with the chat template, or take their text as it is, and encode them."""
 
-    def __init__(self, tokenizer: ChatTokenizer, template_options: Mapping[str, Any]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: ChatTokenizer, template_options: Mapping[str, Any], *, raw_text: bool = False
+    ) -> None:
+        self._tokenizer, self._raw_text = tokenizer, raw_text
         self._options = dict(template_options)
         added = tokenizer.added_tokens_decoder.values()
         control_tokens = sorted({token.content for token in added if token.special}, key=len, reverse=True)
@@ -92,6 +98,11 @@ class PromptEncoder:
             if found := self._control.search(message["content"]):
                 what = f'message {index} ({message["role"]}) holds the control token "{found[0]}"'
                 raise BadRow(what, where=row.where, fix="remove it: it would speak with another role's voice")
+        if self._raw_text:
+            if len(row.messages) == 1 and row.messages[0]["role"] == "user":
+                return row.messages[0]["content"]
+            what = f"a raw prompt is one text, and this is a chat of {len(row.messages)} messages"
+            raise BadRow(what, where=row.where, fix="data.raw_text=false, or columns.prompt names a column of text")
         try:
             return self._tokenizer.apply_chat_template(
                 list(row.messages), tokenize=False, add_generation_prompt=True, **self._options
@@ -103,8 +114,32 @@ class PromptEncoder:
             ) from error
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return token ids of rendered prompts; the template has written all special tokens already."""
-        return self._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+        """Return token ids of rendered prompts; a template has written all special tokens already."""
+        return self._tokenizer(list(texts), add_special_tokens=self._raw_text)["input_ids"] if texts else []
+
+
+def prompt_encoder(tokenizer: ChatTokenizer, data: DataConfig) -> PromptEncoder:
+    """Return what renders and encodes prompts as the configuration says."""
+    return PromptEncoder(tokenizer, data.template | _tools(data), raw_text=data.raw_text)
+
+
+def _tools(data: DataConfig) -> dict[str, Any]:
+    if data.tools is None:
+        return {}
+    try:
+        tools = json.loads(_read(data.tools, "data.tools"))
+    except ValueError as error:
+        raise DataError(f"{data.tools} is not JSON: {error}", where="data.tools") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{data.tools} is not a list of tools", where="data.tools")
+    return {"tools": tools}
+
+
+def _read(file: str, key: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read: {error}", where=key) from error
 
 
 def _check_files(directory: Path) -> None:
@@ -131,10 +166,24 @@ def _check_files(directory: Path) -> None:
 def _check_tokenizer(tokenizer: ChatTokenizer, path: str) -> None:
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end-of-sequence token", where=path, fix="set eos_token in its config")
+    config = Path(path) / "config.json"
+    if config.is_file():
+        size = json.loads(config.read_bytes()).get("vocab_size")
+        if isinstance(size, int) and len(tokenizer) > size:
+            what = f"the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {size}"
+            raise DataError(what, where=path, fix="use the model's own tokenizer, or enlarge its embeddings")
+
+
+def _check_raw_text(tokenizer: ChatTokenizer, path: str) -> None:
+    """Refuse a tokenizer that ends every text: the model would answer to an end."""
+    if tokenizer(["?"], add_special_tokens=True)["input_ids"][0][-1] == tokenizer.eos_token_id:
+        raise DataError("the tokenizer puts its end token behind every text", where=path, fix="add_eos_token: false")
+
+
+def _check_template(tokenizer: ChatTokenizer, path: str) -> None:
     if not tokenizer.chat_template:
-        raise DataError(
-            "the tokenizer has no chat template", where=path, fix="add a chat_template.jinja beside its files"
-        )
+        fix = "data.template_file names one, data.raw_text=true needs none, or add a chat_template.jinja to its files"
+        raise DataError("the tokenizer has no chat template", where=path, fix=fix)
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True)
     except jinja2.TemplateSyntaxError as error:
@@ -142,9 +191,3 @@ def _check_tokenizer(tokenizer: ChatTokenizer, path: str) -> None:
         raise DataError(what, where=path, fix="mend the template") from error
     except TEMPLATE_ERRORS:
         pass  # it refuses this conversation; what it says of real prompts, their rows will tell
-    config = Path(path) / "config.json"
-    if config.is_file():
-        size = json.loads(config.read_bytes()).get("vocab_size")
-        if isinstance(size, int) and len(tokenizer) > size:
-            what = f"the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {size}"
-            raise DataError(what, where=path, fix="use the model's own tokenizer, or enlarge its embeddings")

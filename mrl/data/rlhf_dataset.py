@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from mrl.config.schema import DataConfig, RolloutConfig, SourceConfig
-from mrl.data.chat import ChatTokenizer, PromptEncoder
+from mrl.data.chat import ChatTokenizer, PromptEncoder, prompt_encoder
 from mrl.data.rows import PromptRow, RowParser
 from mrl.data.sampler import Draw
 from mrl.data.sources import RawRows, open_source
@@ -135,7 +135,7 @@ def open_dataset(
 ) -> RLHFDataset:
     """Return the prompts of `sources`: the training or the validation ones of `data`."""
     opened = {name: (open_source(source), RowParser(source.columns, name)) for name, source in sources.items()}
-    return RLHFDataset(opened, PromptEncoder(tokenizer, data.template), rollout.max_prompt_tokens, data.overlong)
+    return RLHFDataset(opened, prompt_encoder(tokenizer, data), rollout.max_prompt_tokens, data.overlong)
 
 
 def to_batch(prompts: Sequence[Prompt]) -> DataProto:

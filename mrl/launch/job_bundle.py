@@ -46,6 +46,7 @@ def user_modules(config: Config) -> Iterator[str]:
     from mrl.data.sources import DATASETS
 
     names = [function.name for function in config.reward.functions.values()]
+    names += [function.name for function in config.validation.reward_functions.values()]
     names += [source.dataset for source in (*config.data.train.values(), *config.data.validation.values())]
     algorithm = config.algorithm
     names += [config.rollout.engine, algorithm.advantage, algorithm.loss.policy, algorithm.loss.aggregation]

@@ -14,6 +14,7 @@ from mrl.config.model_names import in_directories, model_names, rename_models
 from mrl.config.reward import RewardConfig
 from mrl.config.schema import Config, SourceConfig
 from mrl.data.chat import ChatTokenizer, load_tokenizer
+from mrl.data.end_tokens import end_tokens
 from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, open_dataset
 from mrl.errors import BadRow, DataError, ModelError
 from mrl.events import EventLog
@@ -96,12 +97,14 @@ def check_data(config: Config, *, all_rows: bool) -> Iterator[CheckResult]:
         yield skip("data", f"prompts and rewards need the models' tokenizers: {error.where or error.what}")
         return
     try:
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.path, config.data)
     except DataError as error:
         yield fail("tokenizer", f"{error.where}: {error.what}", error.fix)
         yield skip("data", "prompts and rewards need the tokenizer")
         return
-    yield ok("tokenizer", f"{len(tokenizer)} tokens, ends with id {tokenizer.eos_token_id}, chat template")
+    form = "raw text" if config.data.raw_text else "chat template"
+    yield ok("tokenizer", f"{len(tokenizer)} tokens, {form}")
+    yield from guarded("end tokens", _check_ends(config, tokenizer))
     yield from guarded("reward_model", _check_reward_model(config, tokenizer))
     scored: dict[str, list[Prompt]] = {}
     for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
@@ -120,6 +123,21 @@ def check_data(config: Config, *, all_rows: bool) -> Iterator[CheckResult]:
 def _check_reward_sources(config: Config) -> Iterator[CheckResult]:
     for warning in check_reward_sources(config):
         yield warn("rewards", warning, "a pattern is compared with the whole name; case counts")
+
+
+def _check_ends(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
+    """Say which tokens end a response, and who says so where not all agree."""
+    said = end_tokens(tokenizer, config.model.path, config.rollout)
+    names: dict[int, list[str]] = {}
+    for name, tokens in said.items():
+        for token in tokens:
+            names.setdefault(token, []).append(name)
+    ends = [
+        f"{token} {tokenizer.decode([token])!r}" + (f" ({' and '.join(by)} alone)" if len(by) < len(said) else "")
+        for token, by in sorted(names.items())
+    ]
+    ends += [f"the text {text!r}" for text in config.rollout.stop]
+    yield ok("end tokens", ", ".join(ends)) if ends else warn("end tokens", "nothing but its length ends a response")
 
 
 def _check_reward_model(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:

@@ -46,10 +46,12 @@ class EngineSettings:
     """The run's private directory for the sockets that weights arrive through."""
     replica: str
     tp: int = 1
-    loads_files: bool = False
-    """Whether it serves what the model's files hold; else its weights come from the trainer."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments that are passed on to vLLM."""
+    loads_files: bool = False
+    """Whether it serves what the model's files hold; else its weights come from the trainer."""
+    reads_text: bool = False
+    """Whether responses end at texts, so that the engine needs the tokenizer."""
 
 
 class RolloutEngine(ABC):

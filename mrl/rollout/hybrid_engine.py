@@ -200,6 +200,7 @@ class HybridEngine:
             sockets=self._sockets,
             replica=REPLICA.format(index),
             tp=rollout.tp,
+            reads_text=bool(rollout.stop),
             vllm={name: value for name, value in rollout.vllm.items() if name != "dtype"},
         )
 

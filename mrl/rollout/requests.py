@@ -26,6 +26,8 @@ class Sampling:
     """0 is all tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Exactly these; an engine adds none from the model's files. The token that stops belongs to the response."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response as well; the tokens that complete one belong to it."""
 
     def __post_init__(self) -> None:
         if self.temperature < LOWEST_TEMPERATURE:

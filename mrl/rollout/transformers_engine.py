@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from mrl.errors import RolloutError
 from mrl.rollout.engine import EngineSettings, FreeMemory, Part, RolloutEngine
@@ -41,6 +41,9 @@ class TransformersEngine(RolloutEngine):
         self.full_tensor_reason = "a transformers model fuses nothing"
         dtype = getattr(torch, settings.dtype)
         self.model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device)
+        self._tokenizer: Any = None
+        if settings.reads_text:
+            self._tokenizer = AutoTokenizer.from_pretrained(settings.model, local_files_only=True)
         self._ipc = IpcReceiver(socket_path(settings.sockets, settings.replica, 0))
         self._rows: dict[str, RowState] = {}
 
@@ -58,11 +61,17 @@ class TransformersEngine(RolloutEngine):
         finished = []
         for row in list(self._rows.values()):
             self._extend(row)
-            stopped = row.token_ids[-1] in row.sampling.stop_token_ids
+            stopped = row.token_ids[-1] in row.sampling.stop_token_ids or self._has_stop(row)
             if stopped or len(row.token_ids) == row.request.max_tokens:
                 del self._rows[row.request.key]
                 finished.append(self._generated(row, stopped))
         return finished
+
+    def _has_stop(self, row: RowState) -> bool:
+        if not row.sampling.stop:
+            return False
+        text = self._tokenizer.decode(row.token_ids)
+        return any(stop in text for stop in row.sampling.stop)
 
     def _extend(self, row: RowState) -> None:
         new = row.token_ids[-1:] or row.request.prompt_ids.tolist()

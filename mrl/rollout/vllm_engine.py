@@ -135,7 +135,7 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
         "tensor_parallel_size": settings.tp,
         "distributed_executor_backend": "mp" if settings.tp > 1 else "uni",
         "max_model_len": settings.max_tokens,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not settings.reads_text,
         "trust_remote_code": False,
         "disable_log_stats": True,
         "logprobs_mode": "processed_logprobs",
@@ -165,6 +165,8 @@ def _sampling_params(request: GenerationRequest, sampling: Sampling) -> Sampling
         ignore_eos=True,  # the stop tokens are those of `sampling`, and no others
         logprobs=0,  # of the sampled token alone
         flat_logprobs=True,
-        detokenize=False,
+        stop=list(sampling.stop),
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

@@ -79,7 +79,7 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
     """Start everything. What can fail cheaply comes first: prompts and rewards before any device is asked for."""
     config = in_directories(config)
     with ExitStack() as stack:
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.path, config.data)
         for name in config.model_roles():
             check_model(model_setup(name, config))
         for warning in check_reward_model(config, tokenizer):
@@ -92,12 +92,12 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
         validation = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
         check_best(config, validation)
         manager: type[RewardManager] = load_attribute(config.reward.manager) if config.reward.manager else RewardManager
-        others = config.reward_model is not None
-        rewards = judges = None
+        rewards = others = None
         if config.reward.functions:
-            rewards = judges = stack.enter_context(manager(config.reward, events, others_score=others))
+            is_model = config.reward_model is not None
+            rewards = stack.enter_context(manager(config.reward, events, others_score=is_model))
         if config.validation.reward_functions:
-            judges = stack.enter_context(manager(config.validation_reward(), events))
+            others = stack.enter_context(manager(config.validation_reward(), events))
         with clock("start"):
             stack.enter_context(ray_cluster(config.cluster))
             resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
@@ -111,10 +111,10 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             stack.callback(hybrid.close)
             roles = _with_models(config, groups, events)
             hybrid.connect()
-        generator = Generator(config, hybrid, rewards, tokenizer, clock.progress)
-        validator = Validator(
-            config, validation, Generator(config, hybrid, judges, tokenizer, clock.progress), directory, events
-        )
+        judge = generator = Generator(config, hybrid, rewards, tokenizer, clock.progress)
+        if config.validation.reward_functions:
+            judge = Generator(config, hybrid, others, tokenizer, clock.progress)
+        validator = Validator(config, validation, judge, directory, events)
         yield Components(
             actor=roles["actor"],
             critic=roles.get("critic"),

@@ -28,7 +28,7 @@ def evaluate(
 ) -> list[dict[str, float]]:
     """Return the figures of each of these, which are those of a run's validation at the same weights."""
     config = in_directories(engines_alone(config))
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.data)
     check_model(model_setup("actor", config))
     dataset = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
     with ExitStack() as stack:

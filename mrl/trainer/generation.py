@@ -11,6 +11,7 @@ import torch
 
 from mrl.config.schema import Config
 from mrl.data.chat import ChatTokenizer
+from mrl.data.end_tokens import end_tokens
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.rewards.manager import RewardManager
@@ -44,11 +45,14 @@ class Generator:
         self._rewards = rewards
         self._tokenizer = tokenizer
         self._progress = progress
-        stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         rollout, validation = config.rollout, config.validation
-        self.training = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, stop)
-        self.greedy = Sampling(1.0, 1.0, 1, stop)
-        self.validation = Sampling(validation.temperature, validation.top_p, validation.top_k, stop)
+        self._end_tokens = {
+            token for tokens in end_tokens(tokenizer, config.model.path, rollout).values() for token in tokens
+        }
+        ends = tuple(sorted(self._end_tokens)), tuple(rollout.stop)
+        self.training = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, *ends)
+        self.greedy = Sampling(1.0, 1.0, 1, *ends)
+        self.validation = Sampling(validation.temperature, validation.top_p, validation.top_k, *ends)
         if validation.greedy:
             self.validation = self.greedy
 
@@ -89,7 +93,8 @@ class Generator:
         return requests
 
     def _sample(self, batch: DataProto, row: int, generated: Generated) -> Sample:
-        ids = generated.token_ids[:-1] if generated.finish == "stop" else generated.token_ids
+        has_end = generated.finish == "stop" and int(generated.token_ids[-1]) in self._end_tokens
+        ids = generated.token_ids[:-1] if has_end else generated.token_ids  # a text that ends it stays
         return Sample(
             prompt=batch["prompt_text"][row],
             response=self._tokenizer.decode(ids.tolist()),

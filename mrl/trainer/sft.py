@@ -17,7 +17,7 @@ from mrl.config.run_directory import CHECKPOINTS, checkpoint_of
 from mrl.config.schema import BatchConfig
 from mrl.config.sft import SftConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
-from mrl.data.chat import ChatTokenizer, PromptEncoder, load_tokenizer
+from mrl.data.chat import ChatTokenizer, load_tokenizer, prompt_encoder
 from mrl.data.prompt_loader import PromptLoader
 from mrl.data.rlhf_dataset import RLHFDataset
 from mrl.data.rows import RowParser
@@ -126,7 +126,7 @@ class _SftComponents:
 def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
     """Start the workers for the length of the block."""
     config = in_directories(run.config)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.data)
     batch = BatchConfig(
         prompts_per_step=config.batch.rows_per_update,
         samples_per_prompt=1,
@@ -156,5 +156,5 @@ def _open(config: SftConfig, tokenizer: ChatTokenizer) -> RLHFDataset:
             rows = MessageRows(rows, config.batch.messages)
             columns = replace(columns, prompt=PROMPT, ground_truth=ANSWER)
         sources[name] = (rows, RowParser(columns, name))
-    encoder = PromptEncoder(tokenizer, config.data.template)
+    encoder = prompt_encoder(tokenizer, config.data)
     return RLHFDataset(sources, encoder, config.batch.max_prompt_tokens, config.data.overlong)

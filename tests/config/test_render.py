@@ -94,6 +94,9 @@ data:
   overlong: error                                # default
   max_bad_rows: 0                                # default
   template: {}                                   # default
+  template_file: null                            # default
+  tools: null                                    # default
+  raw_text: false                                # default
 reward:
   functions:
     answer:
@@ -151,6 +154,9 @@ rollout:
   temperature: 1.0                               # default
   top_p: 1.0                                     # default
   top_k: 0                                       # default
+  stop_token_ids: []                             # default
+  ignore_eos: false                              # default
+  stop: []                                       # default
   vllm: {}                                       # default
 sync:
   offload: true                                  # default

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from mrl.config.schema import RolloutConfig
-from mrl.data.chat import ChatTokenizer, PromptEncoder, compare_tokenizer, load_tokenizer
+from mrl.data.chat import ChatTokenizer, PromptEncoder, compare_tokenizer, load_tokenizer, prompt_encoder
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.data.rows import PromptRow
 from mrl.errors import BadRow, DataError
@@ -139,3 +140,66 @@ def test_a_reward_model_that_lacks_tokens_of_the_policy_is_refused(
     assert lost not in load_tokenizer(str(tmp_path / "less"), renders=False).get_vocab()
     with pytest.raises(DataError, match=r"1 of the policy's \d+ tokens have other ids or none: .* and unknown here"):
         list(compare_tokenizer(tokenizer, str(tmp_path / "less")))
+
+
+def without_template(made: Path, tmp_path: Path) -> Path:
+    """The same tokenizer as a base model has it."""
+    base = tmp_path / "base"
+    shutil.copytree(made, base)
+    (base / "chat_template.jinja").unlink()
+    return base
+
+
+def test_a_base_model_is_given_a_template_by_the_configuration(tokenizer_directory: Path, here: Path) -> None:
+    base = str(without_template(tokenizer_directory, here))
+    with pytest.raises(DataError, match="has no chat template") as caught:
+        load_tokenizer(base)
+    assert "data.template_file names one, data.raw_text=true needs none" in caught.value.fix
+    Path("plain.jinja").write_text("{% for m in messages %}Q: {{ m.content }}\n{% endfor %}A:")
+    data = replace(data_config("rows.jsonl"), template_file="plain.jinja")
+    text = prompt_encoder(load_tokenizer(base, data), data).render(row_of("why?"))
+    assert text == "Q: why?\nA:"
+    with pytest.raises(DataError, match=r"data\.template_file: gone\.jinja cannot be read"):
+        load_tokenizer(base, replace(data, template_file="gone.jinja"))
+
+
+def test_raw_text_is_the_prompt_as_it_stands(tokenizer_directory: Path, with_bos: ChatTokenizer, here: Path) -> None:
+    """What the tokenizer puts before every text is before it; a chat is no text."""
+    data = replace(data_config("rows.jsonl"), raw_text=True)
+    load_tokenizer(str(without_template(tokenizer_directory, here)), data)
+    encoder = prompt_encoder(with_bos, data)
+    assert encoder.render(row_of("1 2 3")) == "1 2 3"
+    (ids,) = encoder.encode(["1 2 3"])
+    assert ids[0] == with_bos.get_vocab()[BOS]
+    assert ids[1:] == with_bos(["1 2 3"], add_special_tokens=False)["input_ids"][0]
+    with pytest.raises(BadRow, match="a raw prompt is one text, and this is a chat of 2 messages"):
+        encoder.render(row_of("one", "two"))
+    with pytest.raises(BadRow, match="holds the control token"):
+        encoder.render(row_of(f"one {BOS}"))
+
+
+def test_a_tokenizer_that_ends_every_text_has_no_raw_prompts(tokenizer_directory: Path, tmp_path: Path) -> None:
+    base = without_template(tokenizer_directory, tmp_path)
+    ended = load_tokenizer(str(base), renders=False)
+    end = next(token for token, number in ended.get_vocab().items() if number == ended.eos_token_id)
+    whole = Tokenizer.from_file(str(base / "tokenizer.json"))
+    whole.post_processor = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, ended.eos_token_id)])
+    whole.save(str(base / "tokenizer.json"))
+    with pytest.raises(DataError, match="puts its end token behind every text"):
+        load_tokenizer(str(base), replace(data_config("rows.jsonl"), raw_text=True))
+
+
+def test_the_template_is_given_the_tools_of_a_file(with_bos: ChatTokenizer, here: Path) -> None:
+    Path("shown.jinja").write_text("{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}{{ style }}")
+    Path("tools.json").write_text(json.dumps([{"type": "function", "function": {"name": "look_up"}}]))
+    data = replace(data_config("rows.jsonl"), tools="tools.json", template={"style": "short"})
+    tokenizer = load_tokenizer(with_bos.name_or_path, replace(data, template_file="shown.jinja"))  # type: ignore[attr-defined]
+    assert prompt_encoder(tokenizer, data).render(row_of("why?")) == "[look_up]short"
+    for wrong, what in (
+        ("{", "is not JSON"),
+        ('{"a": 1}', "is not a list of tools"),
+        ("[1]", "is not a list of tools"),
+    ):
+        Path("tools.json").write_text(wrong)
+        with pytest.raises(DataError, match=what):
+            prompt_encoder(tokenizer, data)

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ class Judge:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
         self.tokenizer = AutoTokenizer.from_pretrained(config["model"]["path"])
+        generation = Path(config["model"]["path"], "generation_config.json")
+        also = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
+        self.ends = sorted({self.tokenizer.eos_token_id, *([] if also is None else [also])})
         self.train, self.validation = (_problems(config["data"][part]) for part in ("train", "validation"))
 
     def judge(self, recorded: Mapping[str, Any]) -> None:
@@ -70,8 +74,8 @@ class Judge:
 
     def judge_row(self, row: Mapping[str, Any], prompt: tuple[str, list[int], str]) -> None:
         """The text of a row, and its score."""
-        response, end = row["responses"], self.tokenizer.eos_token_id
-        ends = response[-1] == end
+        response = row["responses"]
+        ends = response[-1] in self.ends
         text = self.tokenizer.decode(response[:-1] if ends else response)
         name = f"row {row['row_id']} ({row['uid']})"
         assert row["response_text"] == text, f"{name} reads {row['response_text']!r}, but its tokens say {text!r}"
@@ -119,11 +123,11 @@ class Judge:
 
     def _sampling(self, kind: str) -> dict[str, Any]:
         rollout, validation = self.config["rollout"], self.config["validation"]
-        stop = [self.tokenizer.eos_token_id]
+        stop = self.ends
         return {
             "training": {name: rollout[name] for name in ("temperature", "top_p", "top_k")} | {"stop": stop},
             "greedy": {"temperature": 1.0, "top_p": 1.0, "top_k": 1, "stop": stop},
-            "validation": {name: validation[name] for name in ("temperature", "top_p")} | {"top_k": 0, "stop": stop},
+            "validation": {name: validation[name] for name in ("temperature", "top_p", "top_k")} | {"stop": stop},
         }[kind]
 
     def _prompt(self, problems: Mapping[int, Any], uid: str) -> tuple[str, list[int], str]:

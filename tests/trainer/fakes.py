@@ -86,6 +86,9 @@ class Tokenizer:
     def __init__(self, eos_token_id: int | None = END) -> None:
         self.eos_token_id = eos_token_id
 
+    def get_vocab(self) -> dict[str, int]:
+        return {str(token): token for token in range(200)}
+
     def decode(self, token_ids: list[int]) -> str:
         return " ".join(map(str, token_ids))
 
@@ -146,6 +149,7 @@ class Hybrid:
         self.journal, self.answer = journal, answer
         self.requests: list[list[GenerationRequest]] = []
         self.samplings: list[Sampling] = []
+        self.finish: Callable[[Any], Any] = lambda ids: "stop" if ids[-1] == END else "length"
 
     @contextmanager
     def rollout_mode(self) -> Iterator[None]:
@@ -166,7 +170,7 @@ class Hybrid:
         for request in reversed(requests):
             ids = np.asarray(self.answer(request, sampling), dtype=np.int32)
             log_probs = np.asarray([-(int(request.key) + place / 8) for place in range(len(ids))], dtype=np.float32)
-            yield Generated(request.key, ids, log_probs, "stop" if ids[-1] == END else "length", 1)
+            yield Generated(request.key, ids, log_probs, self.finish(ids), 1)
 
 
 class Probe:

@@ -143,7 +143,7 @@ class Stage:
         for name, stand_in in stands_in.items():
             patch.setattr(made, name, stand_in)
 
-    def _load_tokenizer(self, path: str) -> Tokenizer:
+    def _load_tokenizer(self, path: str, data: Any) -> Tokenizer:
         self.journal.append(("tokenizer", path))
         return self.tokenizer
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from mrl.config.schema import ModelConfig
 from mrl.protocol import DataProto
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
@@ -131,6 +132,26 @@ def test_a_tokenizer_without_an_end_stops_nothing(tmp_path: Path) -> None:
     generator = Stage(tmp_path, eos=None).generator
     assert [each.stop_token_ids for each in (generator.training, generator.validation, generator.greedy)] == [()] * 3
     assert Stage(tmp_path, eos=0).generator.training.stop_token_ids == (0,)
+
+
+def test_any_of_the_end_tokens_ends_a_response_and_is_no_part_of_its_text(tmp_path: Path) -> None:
+    """A text that ends one stays in it, and so does a last token that ends nothing."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "generation_config.json").write_text('{"eos_token_id": [2, 103]}')
+    rollout = {"stop_token_ids": [7], "stop": ["50 50"]}
+    stage = Stage(tmp_path, model=ModelConfig(path=str(model)), rollout=rollout)
+    assert stage.generator.training == Sampling(0.7, 1.0, 0, (2, 7, 103), ("50 50",))
+    ends = {0: [100, 7], 1: [101, 103], 2: [102, 50, 50], 3: [103, 60, 103]}
+    stage.hybrid.answer = lambda request, sampling: ends[int(request.key)]
+    stage.hybrid.finish = lambda ids: "stop"
+    assert list(stage.run().batch["response_text"]) == ["100", "101", "102 50 50", "103 60"]
+    assert rows_of(stage.run().batch, "responses") == list(ends.values()), "and is trained"
+
+
+def test_the_models_own_ends_can_be_ignored(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, rollout={"stop_token_ids": [7], "ignore_eos": True})
+    assert stage.generator.training.stop_token_ids == stage.generator.validation.stop_token_ids == (7,)
 
 
 def failing(sample: Sample) -> Outcome:

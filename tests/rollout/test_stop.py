@@ -1,0 +1,83 @@
+"""What ends a response: several tokens, or a text, in both engines alike, on a model that has a tokenizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mrl.data.chat import ChatTokenizer, load_tokenizer
+from mrl.demo.model import make_model
+from mrl.rollout.engine import EngineSettings, RolloutEngine, engine_class
+from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
+from tests.rollout.conftest import VLLM, run
+
+MAX_TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("stop") / "model", seed=1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> ChatTokenizer:
+    return load_tokenizer(str(model))
+
+
+@pytest.fixture
+def started(model: Path, tmp_path: Path) -> Iterator[Callable[[str], RolloutEngine]]:
+    """Engines that serve what the model's files hold, and know its tokenizer."""
+    engines: list[RolloutEngine] = []
+
+    def start(kind: str) -> RolloutEngine:
+        vocab = len(load_tokenizer(str(model)))
+        settings = EngineSettings(
+            model, "float32", "cpu", 64, vocab, tmp_path, kind, vllm=VLLM if kind == "vllm" else {},
+            loads_files=True, reads_text=True,
+        )  # fmt: skip
+        engines.append(engine_class(kind)(settings))
+        engines[-1].receive_weights(1)
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def wanted(tokenizer: ChatTokenizer) -> list[GenerationRequest]:
+    (prompt,) = tokenizer(["12+34="], add_special_tokens=False)["input_ids"]
+    ids = np.asarray(prompt, np.int32)
+    return [GenerationRequest(str(n), "p", ids, request_seed(7, 3, "p", n), MAX_TOKENS) for n in range(12)]
+
+
+@pytest.mark.slow
+def test_texts_and_tokens_end_responses_in_both_engines_alike(
+    started: Callable[[str], RolloutEngine], tokenizer: ChatTokenizer
+) -> None:
+    """The text is of two tokens. The log-probs stay those of the tokens drawn."""
+    plain, other = started("transformers"), started("vllm")
+    free = run(plain, wanted(tokenizer), Sampling())
+    assert all(sample.finish == "length" for sample in free.values()), "nothing ends them"
+    texts = [tokenizer.decode(sample.token_ids.tolist()) for sample in free.values()]
+    stop = next(pair for text in texts for pair in re.findall("[ -~]{2}", text[5:]))
+    token = int(free["1"].token_ids[9])
+    sampling = Sampling(stop_token_ids=(token, int(free["2"].token_ids[20])), stop=(stop,))
+    found = run(plain, wanted(tokenizer), sampling)
+    same = run(other, wanted(tokenizer), sampling)
+    for key, sample in found.items():
+        ids = sample.token_ids.tolist()
+        assert ids == free[key].token_ids.tolist()[: len(ids)], "what is drawn does not depend on what ends it"
+        assert same[key].token_ids.tolist() == ids
+        assert same[key].finish == sample.finish
+        np.testing.assert_allclose(same[key].log_probs, free[key].log_probs[: len(ids)], atol=1e-4)
+        text = tokenizer.decode(ids)
+        if sample.finish == "stop":
+            assert stop in text or ids[-1] in sampling.stop_token_ids
+            assert stop not in tokenizer.decode(ids[:-1])
+            assert not set(ids[:-1]) & set(sampling.stop_token_ids)
+    assert any(stop in tokenizer.decode(sample.token_ids.tolist()) for sample in found.values())
+    assert len(found["1"].token_ids) <= 10
