@@ -165,9 +165,9 @@ def validation_figures(rows: Sequence[Mapping[str, Any]], k: int, solved_at: flo
         found[f"{prefix}/solved/pass@{k}"] = float(np.mean([any(each) for each in solved]))
         votes = []
         for answers in of_prompt.values():
-            count = Counter(text for text, _ in answers)
-            winner = max(count, key=lambda text: (count[text], -[each for each, _ in answers].index(text)))
-            votes.append(dict(reversed(answers))[winner] >= solved_at)
+            count = Counter(text for text, _ in answers if text)  # the text is the answer, and none is no answer
+            winner = max(count, default="", key=lambda text: (count[text], -[each for each, _ in answers].index(text)))
+            votes.append(bool(winner) and dict(reversed(answers))[winner] >= solved_at)
         found[f"{prefix}/solved/maj@{k}"] = float(np.mean(votes))
     return found
 
