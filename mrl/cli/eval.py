@@ -98,11 +98,14 @@ def _workplace(runs: Path) -> Iterator[Path]:
     runs.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix=".eval-", dir=runs))
     (directory / "logs").mkdir(mode=0o700)
+    is_done = False
     try:
         yield directory
+        is_done = True
     finally:
         shutil.rmtree(directory / "model", ignore_errors=True)
-    shutil.rmtree(directory)
+        if is_done or not any((directory / "logs").iterdir()):
+            shutil.rmtree(directory)
 
 
 def _export(resolved: Resolved[Config], arguments: argparse.Namespace, model: Path) -> str:

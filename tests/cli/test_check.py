@@ -187,6 +187,31 @@ def test_the_form_that_a_reward_wants_is_found(check: Callable[..., tuple[int, s
     assert "written as '#### 20', score 1, 1, 1, 1" in said
 
 
+def test_end_tokens_are_said_with_who_names_them(
+    check: Callable[..., tuple[int, str]], model: Path, tmp_path: Path
+) -> None:
+    """The model's own file and the tokenizer disagree of one, and agree on the other."""
+    other = tmp_path / "model"
+    shutil.copytree(model, other)
+    (other / "generation_config.json").write_text('{"eos_token_id": [65, 256]}')
+    _, said = check(*small(other))
+    assert "ok    end tokens: 65 'b' (generation_config.json alone), 256 '<|end|>'" in said
+    _, said = check(*small(other), "rollout.ignore_eos=true")
+    assert "warn  end tokens: nothing but its length ends a response" in said
+
+
+def test_validation_is_checked_with_the_functions_that_score_it(
+    check: Callable[..., tuple[int, str]], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "strict_rewards.py").write_text("def broken(sample):\n    raise KeyError(sample.data_source)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sources = 'data.validation.held={dataset: "toy:addition", options: {part: validation}}'
+    code, said = check(*small(model), sources, "validation.reward_functions.it.name=strict_rewards:broken")
+    assert code == 2
+    assert "fail  rewards of data.validation.held: 16 of 16 samples have no score: raised" in said
+    assert "ok    rewards of data.train.sums" in said
+
+
 def test_rewards_that_never_reward_are_warned_of_and_those_that_raise_fail(
     check: Callable[..., tuple[int, str]], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

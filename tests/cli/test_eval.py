@@ -12,7 +12,7 @@ import pytest
 
 from mrl.cli import eval as verb
 from mrl.config.load import load_config
-from mrl.errors import ConfigError, SetupError
+from mrl.errors import CheckpointError, ConfigError, SetupError
 
 CONFIG = """\
 run: {name: it, dir: runs}
@@ -88,6 +88,23 @@ def test_what_cannot_be_meant_is_said(words: list[str], what: str, parsed: Calla
 def test_it_needs_prompts_and_a_reward_for_validation(parsed: Callable[..., argparse.Namespace]) -> None:
     with pytest.raises(ConfigError, match=r"data\.validation names no source"):
         sampling(parsed("run.yaml", "data.validation.held=null"))
+
+
+def test_a_run_without_a_checkpoint_leaves_nothing_behind(parsed: Callable[..., argparse.Namespace]) -> None:
+    run = Path("runs", "it")
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text(CONFIG)
+    with pytest.raises(CheckpointError, match='no checkpoint "latest"'):
+        verb.run(parsed(str(run)))
+    assert list(Path("runs").iterdir()) == [run]
+
+
+def test_the_logs_of_what_failed_stay(tmp_path: Path) -> None:
+    with pytest.raises(SetupError), verb._workplace(tmp_path / "runs") as directory:
+        (directory / "model").mkdir()
+        (directory / "logs" / "rank-0.log").write_text("it died")
+        raise SetupError("a worker died")
+    assert [path.name for path in directory.rglob("*")] == ["logs", "rank-0.log"]
 
 
 def test_the_table_has_a_row_for_each_temperature_and_source() -> None:
