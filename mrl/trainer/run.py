@@ -84,10 +84,11 @@ class Run(Generic[AnyTyped]):
         for name, role in trained.roles.items():
             role.group.load_checkpoint(str(found.path / name))
         trained.load_state_dict(found.state["trained"])
-        if found.state["best_by"] == self.best_by:
+        best_by = found.state.get("best_by", "a figure that is not known")
+        if best_by == self.best_by:
             self._best = found.state["best"]
         elif found.state["best"] is not None:
-            self.warn("validation", f"the best was {found.state['best_by']}; it begins anew as {self.best_by}")
+            self.warn("validation", f"the best was {best_by}; it begins anew as {self.best_by}")
         self.console.print(f"resumed from {found.path}")
         return found.step
 
