@@ -1,0 +1,63 @@
+"""Engines without a trainer: they serve what they have loaded, and nobody sends them anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mrl.controller import DeviceSlots, RunContext
+from mrl.events import EventLog
+from mrl.rollout import hybrid_engine
+from mrl.rollout.file_engine import FileEngine, engines_alone
+from mrl.rollout.requests import Sampling
+from mrl.rollout.vllm_engine import _arguments
+from tests.models.conftest import Tiny
+from tests.rollout.counting_engine import SETTINGS, CountingEngine, request
+from tests.rollout.stub_groups import Stage, StubGroup
+from tests.rollout.test_hybrid_engine import APART, TOGETHER, config_of, requests
+
+
+@pytest.mark.parametrize(("placement", "num_devices"), [(TOGETHER, 4), (APART, 2)], ids=["together", "apart"])
+def test_there_are_as_many_engines_and_nobody_else(
+    placement: Any, num_devices: int, tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engines_alone(config_of(str(tiny("qwen3")), placement, 2, {}))
+    config = replace(config, rollout=replace(config.rollout, stop=["</answer>"]))
+    assert config.placement.pools == {"engines": num_devices}
+    assert list(config.model_roles()) == ["actor"]
+    stage = Stage()
+    monkeypatch.setattr(hybrid_engine, "RayWorkerGroup", partial(StubGroup, stage))
+    resources: Any = SimpleNamespace(device_slots=lambda role: DeviceSlots([f"{role}{n}" for n in range(4)], 0.5, role))
+    context = RunContext(tmp_path, EventLog(tmp_path / "events.jsonl"), config.deadlines, resources)
+    engines = FileEngine(config, context)
+    for _ in range(2):
+        with engines.rollout_mode():
+            assert {sample.key for sample in engines.generate(requests("a", "b"), Sampling())} == {"a", "b"}
+    asked = stage.take()
+    assert {role for role, *_ in asked} == {"replicas"}, "there is no trainer to be asked"
+    assert [line for line in asked if line[1] != "submit_and_poll"] == [("replicas", "receive_weights", "1")]
+    engines.close()
+    assert stage.started.keys() == {"receiver", *(f"rollout-{n}" for n in range(num_devices // 2))}
+    for index in range(num_devices // 2):
+        settings = stage.started[f"rollout-{index}"].worker.args[1]
+        assert (settings.loads_files, settings.reads_text) == (True, True)
+
+
+def test_an_engine_that_has_loaded_its_weights_takes_none() -> None:
+    engine = CountingEngine(replace(SETTINGS, loads_files=True))
+    engine.receive_weights(1)
+    engine.start([request("a")], Sampling())
+    assert engine.notes == ["start"]
+    assert engine.weight_version == 1
+
+
+def test_vllm_reads_weights_and_tokenizer_where_it_is_to() -> None:
+    plain = _arguments(SETTINGS)
+    own = _arguments(replace(SETTINGS, loads_files=True, reads_text=True))
+    assert (plain["load_format"], plain["skip_tokenizer_init"]) == ("dummy", True)
+    assert (own["load_format"], own["skip_tokenizer_init"]) == ("auto", False)
