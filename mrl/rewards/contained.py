@@ -109,10 +109,11 @@ def _run_tests(tests: CodeType, numbers: range, out: int, secret: str) -> None:
     write, tell, module = os.write, plain, _module("program")
     FunctionType(_code("program"), vars(module))()
     FunctionType(tests, vars(module))()
+    functions = [vars(module)[f"mrl_test_{number}"] for number in numbers]
     write(out, f"{secret} {LOADED}\n".encode())
-    for number in numbers:
+    for function in functions:
         try:
-            reply = tell(vars(module)[f"mrl_test_{number}"]())
+            reply = tell(function())
         except BaseException:  # whatever it is, SystemExit included, it is this test's failure
             reply = FAILED
         write(out, f"{secret} {reply}\n".encode())

@@ -98,7 +98,10 @@ def same_value(value: Any, expected: Any, tolerance: float) -> bool:
 
 
 def _near(value: float, expected: float, tolerance: float) -> bool:
-    return math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
+    try:
+        return math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def _number(word: str) -> float:

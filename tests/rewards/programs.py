@@ -301,7 +301,11 @@ class Outside:
         self.canary = self.directory / "canary"
         self.canary.write_text(SECRET)
         self.canary.chmod(0o600)
-        os.environ["MRL_TEST_SECRET"] = SECRET
+        self.temporary = self.directory / "temporary"
+        self.temporary.mkdir()
+        self._given = {name: os.environ.get(name) for name in ("TMPDIR", "MRL_TEST_SECRET")}
+        os.environ |= {"TMPDIR": str(self.temporary), "MRL_TEST_SECRET": SECRET}
+        tempfile.tempdir = None  # it is looked up anew
         signal.signal(signal.SIGUSR1, lambda number, frame: self.signals.append(number))
         self.tcp = socket.create_server(("127.0.0.1", 0))
         self.port = self.tcp.getsockname()[1]
@@ -326,7 +330,10 @@ class Outside:
         """Stop listening."""
         self.tcp.close()
         self.udp.close()
-        del os.environ["MRL_TEST_SECRET"]
+        for name, value in self._given.items():
+            os.environ.pop(name)
+            os.environ |= {name: value} if value is not None else {}
+        tempfile.tempdir = None
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
     def _state(self) -> dict[str, Any]:
@@ -335,6 +342,6 @@ class Outside:
         return {
             "the canary": (self.canary.read_text(), stat.filemode(found.st_mode), found.st_uid, found.st_mtime_ns),
             "its directory": sorted(path.name for path in self.directory.iterdir()),
-            "temporary files": sorted(path.name for path in Path(tempfile.gettempdir()).glob("mrl-program-*")),
+            "temporary files": sorted(path.name for path in self.temporary.iterdir()),
             "children": sorted(children),
         }

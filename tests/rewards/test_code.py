@@ -9,6 +9,7 @@ import pytest
 
 from mrl.errors import RewardError
 from mrl.rewards.functions.code import score
+from mrl.rewards.program_tests import same_value
 from mrl.rewards.sample import Sample
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -148,6 +149,7 @@ def test_numbers_within_structures_have_the_tolerance_too() -> None:
     assert scored(program, [test], tolerance=1e-9)["score"] == 1
     assert scored(program, [test.replace("0.3", "0.4")], tolerance=1e-9)["score"] == 0
     assert scored(program, [test.replace("0.3, 1", "0.3")], tolerance=1e-9)["score"] == 0
+    assert not same_value(10**400, 1.5, 1e-9)
 
 
 def test_tuples_are_lists_where_the_results_are_json() -> None:

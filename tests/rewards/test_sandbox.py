@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import signal
@@ -18,7 +19,7 @@ import pytest
 from mrl.config.reward import RewardFunctionConfig
 from mrl.errors import RewardError, SetupError
 from mrl.rewards import confinement, contained, sandbox
-from mrl.rewards.functions.code import score
+from mrl.rewards.functions.code import score, warm_up
 from mrl.rewards.outcome import Score
 from mrl.rewards.sandbox import ContainedProgram, Limits, ProgramEnded
 from tests.rewards import programs
@@ -50,6 +51,30 @@ def test_programs(kind: str, case: Case, outside: Outside) -> None:
     limits = LIMITS if kind in ("endless", "hungry") else {}
     assert score(case.sample(7, outside), limits=limits)["score"] == case.score
     assert not list(outside.changes())
+
+
+FORGERIES = {
+    "object equal to all": "class E:\n    __eq__ = __gt__ = lambda self, other: True\ndef f(x):\n    return E()",
+    "number equal to all": "class E(int):\n    __eq__ = lambda self, other: True\ndef f(x):\n    return E(0)",
+    "constants of the test": (
+        "import sys\ndef f(x):\n    return max(c for c in sys._getframe(1).f_code.co_consts if type(c) is int)"
+    ),
+    "tests replaced": "import sys\ndef f(x):\n    for n in range(9):\n"
+    "        vars(sys.modules['program'])[f'mrl_test_{n}'] = lambda: None\n    return 0",
+    "answers written": "import os\ndef f(x):\n    for n in range(1, 32):\n        try:\n"
+    "            os.write(n, b'null\\n42\\n' * 9)\n        except OSError: pass\n    os._exit(0)",
+    "leaves well": "import os\ndef f(x):\n    os._exit(0)",
+    "error that is caught": "import sys, os\nsys.excepthook = lambda *_: os._exit(0)\ndef f(x):\n    raise ValueError",
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_verdict_cannot_be_forged(name: str, outside: Outside) -> None:
+    """Where a test is a call and a literal; what docs/recipes.md says of other asserts remains possible."""
+    truth = "def check(f):\n    assert f(1) == 42\n    assert 43 == f(2)\n"
+    sample = Case(name, FORGERIES[name]).sample(0, outside)
+    sample = dataclasses.replace(sample, ground_truth=truth, extra_info={"entry_point": "f"})
+    assert score(sample)["passed"] == 0
 
 
 def ended_by(program: str) -> str:
@@ -136,11 +161,11 @@ def test_directories_in_use_and_those_of_others_stay(tmp_path: Path, monkeypatch
     assert foreign.exists() == (os.getuid() == 0)
 
 
-def test_a_kernel_without_the_means_is_refused(monkeypatch: pytest.MonkeyPatch, outside: Outside) -> None:
+def test_a_kernel_without_the_means_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confinement, "_landlock_version", lambda: -1)
     confinement.check_confinement.cache_clear()
     with pytest.raises(SetupError, match=r"there is no Landlock \(Linux 5.13") as raised:
-        score(RIGHT[0].sample(1, outside))
+        warm_up()
     assert "http" in raised.value.fix
     monkeypatch.setattr(confinement.platform, "machine", lambda: "riscv64")
     with pytest.raises(SetupError, match="no list of system calls for riscv64, only for x86_64 and aarch64, and no L"):
@@ -150,7 +175,7 @@ def test_a_kernel_without_the_means_is_refused(monkeypatch: pytest.MonkeyPatch, 
 def test_a_process_that_cannot_be_contained_runs_nothing(monkeypatch: pytest.MonkeyPatch, outside: Outside) -> None:
     monkeypatch.setattr(sandbox, "seccomp_filter", lambda: struct.pack("=HBBI", 0xFFFF, 0, 0, 0))
     with pytest.raises(RewardError, match=r"no contained process can be started: .*prctl\(22, 2\): Invalid argument"):
-        score(RIGHT[0].sample(1, outside))
+        warm_up()
     assert not list(outside.changes())
 
 

@@ -11,7 +11,6 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 from mrl.errors import RewardError
-from mrl.rewards.confinement import check_confinement
 from mrl.rewards.contained import LOADED, NO_PROGRAM
 from mrl.rewards.program_tests import PythonTests, StdinTests, read_tests, same_text
 from mrl.rewards.sample import Sample
@@ -19,6 +18,12 @@ from mrl.rewards.sandbox import ContainedProgram, Limits, ProgramEnded
 
 _FENCED = re.compile(r"^[ \t]*```(?:python3?|py)[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 _PASSED, _WRONG = "passed", "wrong"
+
+
+def warm_up() -> None:
+    """Contain a program that does nothing: where that cannot be, it is known before there is one."""
+    with ContainedProgram({"program.py": ""}, "", range(0), Limits()):
+        pass
 
 
 def score(
@@ -43,7 +48,6 @@ def score(
     except TypeError as error:
         known = ", ".join(field.name for field in dataclasses.fields(Limits))
         raise RewardError(f"limits: {error}", where="code", fix=f"known are {known}") from error
-    check_confinement()
     tests = read_tests(sample, max_tests)
     blocks = _FENCED.findall(sample.response)
     counts: Counter[str] = Counter()
