@@ -162,6 +162,7 @@ def test_all_or_nothing_and_the_first_tests() -> None:
     assert scored(PRINT, PAIRS, all_or_nothing=True)["score"] == 1
     assert scored(half, PAIRS, all_or_nothing=True, max_tests=1) == scored(half, PAIRS, max_tests=1)
     assert scored(half, PAIRS, max_tests=1)["total"] == 1
+    assert scored("while True: pass", PAIRS, all_or_nothing=True, limits={"test_s": 0.1})["late"] == 1, "and no more"
 
 
 def test_a_late_test_costs_itself_and_a_late_program_the_rest() -> None:

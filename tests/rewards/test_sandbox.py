@@ -26,12 +26,13 @@ from tests.rewards import programs
 from tests.rewards.conftest import Bench
 from tests.rewards.programs import ATTACKS, ENDLESS, HUNGRY, LIMITS, RIGHT, TOTAL, WRONG, Case, Outside, hostile
 
+MOST = ("inherited files", "its environment", "signal to the parent", "environment of the parent", "trace the parent")
 CHOSEN = {
     "right": RIGHT[::6],
     "wrong": WRONG[1::4],
     "endless": ENDLESS[1::8],
     "hungry": [*HUNGRY[:12:4], *HUNGRY[12:17:2]],
-    "hostile": [hostile(name, ATTACKS[name], is_caught=True) for name in list(ATTACKS)[::3]],
+    "hostile": [hostile(name, ATTACKS[name], is_caught=True) for name in dict.fromkeys([*list(ATTACKS)[::3], *MOST])],
 }
 
 
@@ -62,7 +63,7 @@ FORGERIES = {
     "tests replaced": "import sys\ndef f(x):\n    for n in range(9):\n"
     "        vars(sys.modules['program'])[f'mrl_test_{n}'] = lambda: None\n    return 0",
     "answers written": "import os\ndef f(x):\n    for n in range(1, 32):\n        try:\n"
-    "            os.write(n, b'null\\n42\\n' * 9)\n        except OSError: pass\n    os._exit(0)",
+    "            os.write(n, b'x 42\\nx 43\\n')\n        except OSError: pass\n    os._exit(0)",
     "leaves well": "import os\ndef f(x):\n    os._exit(0)",
     "error that is caught": "import sys, os\nsys.excepthook = lambda *_: os._exit(0)\ndef f(x):\n    raise ValueError",
 }
@@ -74,6 +75,20 @@ def test_a_verdict_cannot_be_forged(name: str, outside: Outside) -> None:
     truth = "def check(f):\n    assert f(1) == 42\n    assert 43 == f(2)\n"
     sample = Case(name, FORGERIES[name]).sample(0, outside)
     sample = dataclasses.replace(sample, ground_truth=truth, extra_info={"entry_point": "f"})
+    assert score(sample)["passed"] == 0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        FORGERIES["tests replaced"],
+        FORGERIES["answers written"].replace("x 42\\nx 43", "x null\\nx null"),
+        "try:\n    open('tests.py')\n    f = lambda x: 42\nexcept OSError:\n    f = lambda x: 0",
+    ],
+)
+def test_nor_easily_where_the_assert_runs_beside_the_program(program: str, outside: Outside) -> None:
+    sample = Case("", program).sample(0, outside)
+    sample = dataclasses.replace(sample, ground_truth=["assert f(1) > 41", "assert f(2) > 41"])
     assert score(sample)["passed"] == 0
 
 
@@ -136,6 +151,29 @@ def test_a_worker_that_is_killed_leaves_a_directory_to_the_next(bench: Bench, ou
     assert second.parts["code/passed"] == 2
     assert len(bench.settle(2)) == 2, "the supervisor and a worker"
     assert not [change for change in outside.changes() if not change.startswith("children")]
+
+
+def test_a_program_ends_with_who_started_it() -> None:
+    """Also where that is killed, and has nobody who looks for its children."""
+    read, write = os.pipe()
+    starter = os.fork()
+    if starter == 0:
+        with ContainedProgram({"program.py": ENDLESS[0].program}, "", range(0), Limits()) as process:
+            os.write(write, f"{process._process.pid} {process._directory}".encode())
+            time.sleep(60)
+        os._exit(0)
+    pid, directory = os.read(read, 1000).decode().split(" ", 1)
+    os.kill(starter, signal.SIGKILL)
+    os.waitpid(starter, 0)
+    deadline = time.monotonic() + 2
+    while os.path.exists(f"/proc/{pid}/fd/1") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not os.path.exists(f"/proc/{pid}/fd/1"), "at most its status waits for init"
+    sandbox._remove_stale.cache_clear()
+    sandbox._remove_stale(os.path.dirname(directory))
+    assert not os.path.exists(directory)
+    for descriptor in (read, write):
+        os.close(descriptor)
 
 
 def test_directories_in_use_and_those_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
