@@ -259,6 +259,7 @@ ATTACKS = {
     "mount": "call((165, 40), text(b'none'), text(b'.'), text(b'tmpfs'), 0, 0)",
     "root directory": "os.chroot('.')",
     "user": "os.setuid(0)",
+    "rights of root": "os.close(os.open('own', os.O_CREAT | os.O_WRONLY, 0)) or open('own').read()",
     "more memory": "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
     "limits of the parent": "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (64, 64))",
     "processors of the parent": "os.sched_setaffinity(os.getppid(), {0})",

@@ -26,7 +26,7 @@ from tests.rewards import programs
 from tests.rewards.conftest import Bench
 from tests.rewards.programs import ATTACKS, ENDLESS, HUNGRY, LIMITS, RIGHT, TOTAL, WRONG, Case, Outside, hostile
 
-MOST = ("inherited files", "its environment", "signal to the parent", "environment of the parent", "trace the parent")
+MOST = ("inherited files", "its environment", "rights of root", "signal to the parent", "environment of the parent")
 CHOSEN = {
     "right": RIGHT[::6],
     "wrong": WRONG[1::4],
