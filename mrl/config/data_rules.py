@@ -210,11 +210,16 @@ def _wrong(name: str, value: Any) -> str:
         return "" if isinstance(value, int) and is_number and value >= 1 else f"must be a count, not {shown}"
     if name.endswith("_s"):
         return "" if is_number and value > 0 else f"must be a number of seconds, not {shown}"
-    if name in ("last_number", "all_or_nothing", "fenced_only"):
+    if name == "partial":
+        return "" if is_number and 0 <= value <= 1 else f"must be a number from 0 to 1, not {shown}"
+    if name in ("last_number", "all_or_nothing", "fenced_only", "boxed", "share"):
         return "" if isinstance(value, bool) else f"must be true or false, not {shown}"
     if name == "url":
         is_web = isinstance(value, str) and value.startswith(("http://", "https://"))
         return "" if is_web else f"must begin with http:// or https://, not {shown}"
+    if name == "letters":
+        is_set = isinstance(value, str) and re.fullmatch("[A-Z]{2,}", value) and len(set(value)) == len(value)
+        return "" if is_set else f"must be two or more different capital letters, not {shown}"
     if name == "pattern":
         return _wrong_pattern(value) if isinstance(value, str) else f"must be text, not {shown}"
     if name == "tolerance":

@@ -69,3 +69,22 @@ def test_expert_layouts_divide_the_pool_with_etp() -> None:
     layout = ["cluster.devices_per_node=3", "placement.pools.laptop=3", "actor.parallel={tp: 1, etp: 2}"]
     with pytest.raises(ConfigError, match="etp x ep x pp = 2 does not divide the 3 devices"):
         load_config("configs/laptop-grpo.yaml", layout)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "{name: digits, options: {partial: 0.5}}",
+        "{name: countdown, options: {partial: 0}}",
+        "{name: dapo, options: {boxed: true}, sources: [dapo, 'math/*']}",
+        "{name: ifeval, options: {share: false}}",
+        "{name: multiple_choice, options: {letters: ABCD}}",
+        "{name: http, options: {url: 'http://host', attempts: 1, backoff_s: 0.5}}",
+        "{name: judge, options: {template: '{response}', service: {url: 'http://host/v1', model: m, temperature: 1}}}",
+        "{name: judge, options: {template: '{response}', service: {url: 'http://host/v1', model: m}, "
+        "verdict: {pattern: '(yes|no)', values: {'yes': 1, 'no': -0.5}}}}",
+        "{name: 'mine:score', group: true, sources: []}",
+    ],
+)
+def test_options_that_are_right(function: str, valid: str, write: Callable[..., str]) -> None:
+    assert problems(write(valid), [f"reward.functions.answer={function}"]) == {}

@@ -14,7 +14,19 @@ import pytest
 
 from mrl.config.data_rules import reward_functions
 from mrl.errors import RewardError
-from mrl.rewards.functions import countdown, digits, exact_match, f1, format, gsm8k, length, math, overlong
+from mrl.rewards.functions import (
+    countdown,
+    dapo,
+    digits,
+    exact_match,
+    f1,
+    format,
+    gsm8k,
+    length,
+    math,
+    multiple_choice,
+    overlong,
+)
 from mrl.rewards.sample import Sample
 
 
@@ -140,6 +152,75 @@ def test_countdown_needs_its_numbers() -> None:
         countdown.score(sample("<answer>1</answer>", "1"))
 
 
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        ("So \\boxed{C}.", "C", (1, 1)),
+        ("\\boxed{\\text{(B) Rome}}", "B. Rome", (1, 1)),
+        ("\\boxed{A} no: \\boxed{D}", "(D)", (1, 1)),
+        ("Answer: C", "C", (1, 1)),
+        ("Answer: A? No.\nThe answer is **(B)**, not (C).", "B", (1, 1)),
+        ("the correct answer is $\\text{D}$", "D", (1, 1)),
+        ("\\boxed{12} and Answer: B", "B", (1, 1)),
+        ("I rule out (A) and choose (C).", "C", (1, 1)),
+        ("A dog and I agree on D.", "D", (1, 1)),
+        ("I think it's B", "B", (1, 1)),
+        ("Answer: B", "C", (0, 1)),
+        ("The answer is a mystery", "A", (0, 0)),
+        ("A dog. I think.", "A", (0, 0)),
+        ("", "A", (0, 0)),
+        ("(K)", "A", (0, 0)),
+    ],
+)
+def test_multiple_choice(response: str, truth: str, expected: tuple[int, int]) -> None:
+    scored = multiple_choice.score(sample(response, truth))
+    assert (scored["score"], scored["found"]) == expected
+
+
+def test_choices_have_the_letters_that_are_asked_for() -> None:
+    assert multiple_choice.score(sample("(K)", "K"), letters="JKL") == {"score": 1.0, "found": 1.0}
+    for truth in ("K", "Apple", None, "3"):
+        with pytest.raises(RewardError, match=r"row 0 .* begins with none of the letters ABCDEFGHIJ"):
+            multiple_choice.score(sample("(A)", truth))
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "boxed", "expected"),
+    [
+        ("so\nAnswer: 34", "34", False, (1, 1)),
+        ("answer : $\\boxed{34}$.", "34", False, (1, 1)),
+        ("Answer: 12\nAnswer: 34", "34", False, (1, 1)),
+        ("Answer: 34\nAnswer: 12", "34", False, (-1, 1)),
+        ("Answer: 34" + " " * 299, "34", False, (-1, 0)),
+        ("Answer: 34\n" + " " * 289, "34", False, (1, 1)),
+        ("\\boxed{34}", "34", False, (-1, 0)),
+        ("\\boxed{34}", "\\boxed{34}", True, (1, 1)),
+        ("\\boxed{34}" + " " * 91, "34", True, (-1, 0)),
+        ("\\boxed{34}" + " " * 90, "34", True, (1, 1)),
+        ("Answer: 34", "34", True, (-1, 0)),
+    ],
+)
+def test_dapo(response: str, truth: str, boxed: bool, expected: tuple[int, int]) -> None:
+    scored = dapo.score(sample(response, truth), boxed)
+    assert (scored["score"], scored["found"]) == expected
+    assert scored["accuracy"] == (expected[0] == 1)
+
+
+def test_prime() -> None:
+    pytest.importorskip("math_verify", reason="the extra `math` is not installed")
+    prime = importlib.import_module("mrl.rewards.functions.prime")
+    for response, truth, expected in (
+        ("\\boxed{(x+1)^2}", "x^2+2x+1", (1, 1)),
+        ("\\boxed{50\\%}", "\\boxed{1/2}", (1, 1)),
+        ("\\boxed{12 \\text{ apples}}", "12", (1, 1)),
+        ("\\boxed{\\frac{\\sqrt{8}}{2}}", "\\sqrt{2}", (1, 1)),
+        ("\\boxed{x}", "y", (0, 1)),
+        ("it is 5", "5", (0, 0)),
+    ):
+        scored = prime.score(sample(response, truth))
+        assert (scored["score"], scored["found"]) == expected, response
+
+
 def test_math_verify() -> None:
     pytest.importorskip("math_verify", reason="the extra `math` is not installed")
     math_verify = importlib.import_module("mrl.rewards.functions.math_verify")
@@ -222,7 +303,7 @@ def test_overlong(tokens: int, expected: float) -> None:
     assert overlong.score(sample(tokens=tokens), max_tokens=100, buffer_tokens=20) == expected
 
 
-@pytest.mark.parametrize("name", sorted(set(reward_functions()) - {"math_verify"}))
+@pytest.mark.parametrize("name", sorted(set(reward_functions()) - {"math_verify", "prime"}))
 def test_the_configuration_knows_the_options(name: str) -> None:
     score = importlib.import_module(f"mrl.rewards.functions.{name}").score
     parameters = list(inspect.signature(score).parameters.values())[1:]
