@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from mrl.config.schema import SourceConfig
-from mrl.data.reasoning_gym import score
+from mrl.data.reasoning_gym import score, warm_up
 from mrl.errors import DataError
 from tests.data.conftest import OpenDataset
 
@@ -78,3 +79,12 @@ def test_wrong_tasks_and_options(given: SourceConfig, message: str, dataset_of: 
     with pytest.raises(DataError) as caught:
         dataset_of(train={"gym": given})
     assert str(caught.value) == message
+
+
+def test_a_worker_loads_the_library_before_its_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "reasoning_gym"]:
+        monkeypatch.delitem(sys.modules, name)
+    warm_up()
+    loaded = set(sys.modules)
+    score(Answered("<answer>4</answer>", {"task": "leg_counting", "options": {"size": 1, "seed": 1}, "index": 0}))
+    assert {name for name in set(sys.modules) - loaded if name.startswith("reasoning_gym")} == set()
