@@ -23,7 +23,10 @@ MAX_ANSWER_LENGTH = 1000
 
 @dataclass(frozen=True)
 class Score:
-    """The weighted sum, and what it was made of: function (or `function/part`) -> number."""
+    """The weighted sum, and what it was made of: function (or `function/part`) -> number.
+
+    Without parts no function scores the sample's data source, and what a reward model says is all that it gets.
+    """
 
     value: float
     parts: dict[str, float]
@@ -179,7 +182,7 @@ def _figures(prefix: str, outcomes: Sequence[Outcome]) -> dict[str, float]:
 def _columns(scores: Sequence[Score]) -> Mapping[str, list[float]]:
     columns: dict[str, list[float]] = defaultdict(list)
     for score in scores:
-        if score.parts:  # else no function scores its data source, and the reward model does later
+        if score.parts:
             columns["score"].append(score.value)
         for name, value in score.parts.items():
             columns[name].append(value)
