@@ -43,6 +43,11 @@ class Judge(BaseHTTPRequestHandler):
         else:
             self.say(question.removeprefix("say "))
 
+    def do_GET(self) -> None:
+        """What a redirect that is followed asks for."""
+        self.server.asked.append((self.path, dict(self.headers), {}))  # type: ignore[attr-defined]
+        self.say("Score: 10")
+
     def say(self, text: Any, **more: Any) -> None:
         usage = {"prompt_tokens": 11, "completion_tokens": 3, "total_tokens": 14}
         self.send(200, {"choices": [{"message": {"role": "assistant", "content": text}}], "usage": usage} | more)
@@ -76,7 +81,7 @@ class Judge(BaseHTTPRequestHandler):
             self.say("Score: 10")
 
     def away(self, number: int, tries: int) -> None:
-        self.send(307, {}, Location=self.server.elsewhere)  # type: ignore[attr-defined]
+        self.send(302, {}, Location=self.server.elsewhere)  # type: ignore[attr-defined]
 
     def echo(self, number: int, tries: int) -> None:
         self.say(f"you said {self.headers['Authorization']}")
@@ -263,5 +268,5 @@ def test_the_key_goes_to_the_judge_alone(bench: Bench, server: Any) -> None:
     assert isinstance(good, Score)
     details = [failure.detail for failure in failures if isinstance(failure, Failure)]
     assert [KEY in detail for detail in details] == [False] * 3, details
-    assert "answered with status 307 Temporary Redirect; redirects are not followed" in details[0]
+    assert "answered with status 302 Found; redirects are not followed" in details[0]
     assert KEY not in bench.events_path.read_text()
