@@ -11,9 +11,9 @@ from mrl.data.sampler import Draw, PromptSampler
 class DifficultySampler(PromptSampler):
     """Draws as `PromptSampler`, but leaves out prompts that were too easy or too hard when they were drawn last.
 
-    A prompt rests for `rest` epochs of its source where the share of its samples that were solved was not between the
-    two numbers of `between`, neither of which is: with 1 for the second, what all samples have solved. Where every prompt of a source rests, the next one is drawn all the same. What is left out
-    counts as drawn, so the shares of the sources are shares of what was looked at.
+    A prompt rests for `rest` epochs of its source where the share of its samples that were solved did not lie between
+    the two numbers of `between`, themselves excluded. Where every prompt of a source rests, the next one is drawn all
+    the same. What is left out counts as drawn, so the shares of the sources are shares of what was looked at.
     """
 
     def __init__(
