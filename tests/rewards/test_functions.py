@@ -178,7 +178,7 @@ def test_multiple_choice(response: str, truth: str, expected: tuple[int, int]) -
 
 
 def test_choices_have_the_letters_that_are_asked_for() -> None:
-    assert multiple_choice.score(sample("(K)", "K"), letters="JKL") == {"score": 1.0, "found": 1.0}
+    assert multiple_choice.score(sample("(K)", "K"), letters="JKL") == {"score": 1.0, "found": 1.0, "answer": "K"}
     for truth in ("K", "Apple", None, "3"):
         with pytest.raises(RewardError, match=r"row 0 .* begins with none of the letters ABCDEFGHIJ"):
             multiple_choice.score(sample("(A)", truth))
@@ -252,6 +252,11 @@ def test_question_answering(response: str, truth: Any, options: dict[str, Any], 
     assert f1.score(sample(response, truth), **options)["score"] == shared
 
 
+def choice(sample: Sample) -> Any:
+    """Its ground truth is a letter."""
+    return multiple_choice.score(dataclasses.replace(sample, ground_truth="A"))
+
+
 @pytest.mark.parametrize(
     ("function", "response", "answer"),
     [
@@ -263,6 +268,10 @@ def test_question_answering(response: str, truth: Any, options: dict[str, Any], 
         (digits.score, "it is 137", ""),
         (exact_match.score, "The Eiffel Tower!", "eiffel tower"),
         (f1.score, "the", ""),
+        (dapo.score, "Answer: 0.50", "1/2"),
+        (dapo.score, "so 7", ""),
+        (choice, "I choose (C).", "C"),
+        (choice, "neither", ""),
     ],
 )
 def test_the_answer_that_was_judged_is_told_in_its_normal_form(function: Any, response: str, answer: str) -> None:

@@ -9,7 +9,7 @@ from mrl.errors import RewardError
 from mrl.rewards.sample import Sample
 
 
-def score(sample: Sample, letters: str = "ABCDEFGHIJ") -> dict[str, float]:
+def score(sample: Sample, letters: str = "ABCDEFGHIJ") -> dict[str, float | str]:
     r"""1 where the response chooses the ground truth's letter, else 0; letters are capitals.
 
     Its choice is that of the last `\boxed{C}`; else of the last "Answer: C" or "answer is (C)"; else the last `(C)`;
@@ -22,7 +22,7 @@ def score(sample: Sample, letters: str = "ABCDEFGHIJ") -> dict[str, float]:
         what = f"the ground truth {sample.ground_truth!r:.200} begins with none of the letters {letters}"
         raise RewardError(what, where=sample.name)
     choice = _choice(sample.response, letter)
-    return {"score": float(choice == truth[1]), "found": float(choice is not None)}
+    return {"score": float(choice == truth[1]), "found": float(choice is not None), "answer": choice or ""}
 
 
 def _choice(response: str, letter: str) -> str | None:
