@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -95,12 +95,14 @@ def warm_model(settings: DemoSettings, console: Console, seconds: dict[str, floa
     return _timed(seconds, "sft", lambda: _warm_start(settings, initial, console))
 
 
-def learn(settings: DemoSettings, model: Path, console: Console, seconds: dict[str, float]) -> DemoResult:
+def learn(
+    settings: DemoSettings, model: Path, console: Console, seconds: dict[str, float], overrides: Sequence[str] = ()
+) -> DemoResult:
     """Train a warmed-up model by rewards."""
     config = settings.directory / "demo.yaml"
     config.write_text(demo_yaml(settings, model, config), encoding="utf-8")
     console.print(f"{settings.algorithm}: {settings.steps} steps of 512 samples, as {config} says")
-    resolved = load_config(str(config))
+    resolved = load_config(str(config), overrides)
     with open_run(resolved, console) as run:
         trainer = RayPPOTrainer(run)
         began = time.monotonic()
