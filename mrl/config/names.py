@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from mrl.config.data_rules import is_file, is_path
+from mrl.config.reward import RewardFunctionConfig
 from mrl.config.rules import problem
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
@@ -74,9 +75,10 @@ def own_parts(config: AnyConfig) -> Iterator[tuple[str, str]]:
     if isinstance(config, Config):
         yield from ((f"training.metrics.{number}", name) for number, name in enumerate(config.training.metrics))
         yield from [("reward.manager", config.reward.manager)] if config.reward.manager is not None else ()
-    for label, function in config.reward.functions.items() if isinstance(config, Config) else ():
-        if is_path(function.name):
-            yield f"reward.functions.{label}.name", function.name
+    for section, functions in _reward_functions(config):
+        for label, function in functions.items():
+            if is_path(function.name):
+                yield f"{section}.{label}.name", function.name
 
 
 def _known_names(config: AnyConfig) -> Iterator[tuple[str, str, str, Collection[str]]]:
@@ -97,6 +99,12 @@ def _algorithm_names(config: Config) -> Iterator[tuple[str, str, str, Collection
     if algorithm.correction is not None:
         yield "algorithm.correction.level", "importance ratio level", algorithm.correction.level, RATIO_LEVELS
     yield "rollout.engine", "rollout engine", config.rollout.engine, ENGINES
+
+
+def _reward_functions(config: AnyConfig) -> Iterator[tuple[str, Mapping[str, RewardFunctionConfig]]]:
+    if isinstance(config, Config):
+        yield "reward.functions", config.reward.functions
+        yield "validation.reward_functions", config.validation.reward_functions
 
 
 def _datasets(config: AnyConfig) -> Iterator[tuple[str, str]]:

@@ -44,6 +44,13 @@ UNKNOWN = {
     "rollout.engine=own_parts:Engin": 'own_parts.py has no "Engin"; did you mean "Engine"?',
     "data.train.math.dataset=own_parts:row": 'own_parts.py has no "row"; did you mean "rows"?',
     "reward.functions.answer.name=own_parts:scor": 'own_parts.py has no "scor"; did you mean "score"?',
+    "validation.reward_functions.right.name=own_parts:scor": 'own_parts.py has no "scor"; did you mean "score"?',
+    "reward.manager=own_parts:Managr": 'own_parts.py has no "Managr"',
+    "actor.worker=own_parts:Worker": 'own_parts.py has no "Worker"',
+    "training.metrics=['own_parts:score', 'own_parts:scores']": 'own_parts.py has no "scores"; did you mean "score"?',
+    "training.trackers=[tensorbord]": 'unknown tracker "tensorbord" (did you mean "tensorboard"?',
+    "training.trackers=['own_parts:Enginee']": 'own_parts.py has no "Enginee"; did you mean "Engine"?',
+    "data.sampler=difficult": 'unknown sampler "difficult" (did you mean "difficulty"?',
     "reward.functions.answer.name=broken_parts:score": "broken_parts.py cannot be read as Python: invalid syntax",
     "algorithm.advantage=nowhere.at_all:grpo": "",
 }
