@@ -29,8 +29,10 @@ from mrl.config.sft import SftConfig
 from mrl.config.sources import read_chain
 from mrl.config.step_calls import STEP
 from mrl.config.values import KeyPath, dotted
+from mrl.data.prompt_loader import SAMPLERS
 from mrl.data.toy import TOY_TASKS
 from mrl.launch.site import SiteConfig
+from mrl.observe.trackers import KNOWN
 from tests.docs.blocks import ROOT, pages
 from tests.docs.pictures import IMAGES, PICTURES, SOLVED, recorded
 from tests.house_rules import (
@@ -134,6 +136,8 @@ def names() -> str:
         "algorithm.correction.level": RATIO_LEVELS,
         "reward.functions.NAME.name": reward_functions(),
         "data.train.NAME.dataset": [*(f"toy:{task}" for task in TOY_TASKS), "reasoning_gym:TASK"],
+        "data.sampler": SAMPLERS,
+        "training.trackers": KNOWN,
         "rollout.engine": ["vllm", "transformers"],
     }
     return table(("key", "names"), ((f"`{key}`", ", ".join(f"`{name}`" for name in of)) for key, of in known.items()))
