@@ -1,12 +1,13 @@
 """Checkpoints of a whole run: every role and the trainer's own state together, or nothing.
 
-`checkpoints/step-000012/` holds a directory per role and `manifest.json`, which names the hash of each role's own
-manifest, which names the hashes of its files. It is staged beside its place and made visible by one rename. Between
-the beginning and the end of a save training may go on; one is under way at most.
+`checkpoints/step-000012/` holds a directory per role and `manifest.json`, which names its own hash and that of each
+role's manifest, which names the hashes of its files. It is staged beside its place and made visible by one rename.
+Between the beginning and the end of a save training may go on; one is under way at most.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import time
@@ -23,7 +24,7 @@ from mrl.events import EventLog, Saved, Warned
 from mrl.trainer.role_client import RoleClient
 
 MANIFEST = "manifest.json"
-_FORMAT = "mrl-run-1"
+_FORMAT = "mrl-run-2"
 _STAGED = ".saving"
 
 
@@ -39,18 +40,28 @@ class Checkpoint:
 def find_checkpoint(directory: Path, which: str) -> Path:
     """Return the checkpoint that is called `latest`, `best`, or by its step, whole as far as its manifests tell."""
     steps = steps_in(directory)
-    best = directory / "best"
-    if which == "latest" and steps:
-        path = checkpoint_of(directory, steps[-1])
-    elif which == "best" and best.is_file():
-        path = directory / best.read_text(encoding="utf-8")
-    elif which.isdigit() and int(which) in steps:
-        path = checkpoint_of(directory, int(which))
-    else:
+    number = steps[-1] if which == "latest" and steps else best_step(directory) if which == "best" else None
+    if which.isdecimal() and int(which) in steps:
+        number = int(which)
+    if number is None:
         there = ", ".join(map(str, steps)) or "none"
         fix = "choose latest, or one of these steps" if steps else "save one: training.save_every"
         raise CheckpointError(f'no checkpoint "{which}"; steps that have one: {there}', where=str(directory), fix=fix)
-    return _read(directory, int(path.name.removeprefix("step-"))).path
+    return _read(directory, number).path
+
+
+def best_step(directory: Path) -> int | None:
+    """Return the step of the best checkpoint; None where none has been called so."""
+    pointer = directory / "best"
+    if not pointer.exists():
+        return None
+    steps = {checkpoint_of(directory, step).name: step for step in steps_in(directory)}
+    try:
+        return steps[pointer.read_text(encoding="utf-8")]
+    except (OSError, ValueError, KeyError) as error:
+        what = f"it should name a checkpoint, one of {', '.join(steps) or 'none'}"
+        fix = "write that name into it, or remove it: the next best is named anew"
+        raise CheckpointError(what, where=str(pointer), fix=fix) from error
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,7 @@ class CheckpointManager:
                 "roles": {name: files.sha256(save.staged / name / MANIFEST) for name in save.roles},
                 "state": save.state,
             }
-            files.write_text(save.staged / MANIFEST, json.dumps(manifest))
+            files.write_text(save.staged / MANIFEST, json.dumps(manifest | {"sha256": _sha256(manifest)}))
             if target.exists():  # a resumed run has done this step again
                 shutil.rmtree(target)
             files.publish_directory(save.staged, target)
@@ -137,10 +148,13 @@ class CheckpointManager:
         return _read(self._directory, steps[-1]) if steps else None
 
     def _delete_old(self) -> None:
-        pointer = self._directory / "best"
-        best = pointer.read_text(encoding="utf-8") if pointer.exists() else ""
+        try:
+            best = best_step(self._directory)
+        except CheckpointError as error:
+            self._events.write(Warned("checkpoint", f"none is removed: {error}"))
+            return
         for step in self.steps()[: -self._keep]:
-            if checkpoint_of(self._directory, step).name != best:
+            if step != best:
                 shutil.rmtree(checkpoint_of(self._directory, step))
 
 
@@ -153,17 +167,23 @@ def _removed_on_failure(staged: Path) -> Iterator[None]:
         raise
 
 
+def _sha256(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
 def _read(directory: Path, step: int) -> Checkpoint:
     path = checkpoint_of(directory, step)
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != _FORMAT or manifest["step"] != step:
             raise ValueError(f"it says format {manifest['format']}, step {manifest['step']}")
+        if manifest.pop("sha256") != _sha256(manifest):
+            raise ValueError(f"{MANIFEST} is not what was saved")
         for name, sha256 in manifest["roles"].items():
             if files.sha256(path / name / MANIFEST) != sha256:
                 raise ValueError(f"{name}/{MANIFEST} is not what was saved")
         return Checkpoint(path, step, dict(manifest["state"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         older = f"; the one before is step {steps_in(directory)[-2]}" if len(steps_in(directory)) > 1 else ""
         raise CheckpointError(
             f"the newest checkpoint is damaged: {error}{older}",

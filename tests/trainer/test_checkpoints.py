@@ -183,7 +183,7 @@ def test_a_damaged_checkpoint_is_not_found_by_any_name(tmp_path: Path, events: E
 def test_a_checkpoint_of_another_step_is_none_of_this_one(tmp_path: Path, events: EventLog) -> None:
     snapshots = CheckpointManager(tmp_path / "checkpoints", 3, events)
     save(snapshots, 1).rename(tmp_path / "checkpoints" / "step-000004")
-    with pytest.raises(CheckpointError, match="it says format mrl-run-1, step 1"):
+    with pytest.raises(CheckpointError, match="it says format mrl-run-2, step 1"):
         snapshots.newest()
 
 
@@ -246,3 +246,66 @@ def test_a_checkpoint_is_of_the_moment_in_which_it_was_begun(tmp_path: Path, eve
     assert found is not None
     assert (found.step, found.state) == (2, {"drawn": 2})
     assert json.loads((found.path / "actor" / "manifest.json").read_text()) == {"weights": "of step 2"}
+
+
+# --- damage and malice ------------------------------------------------------------------------------------------
+
+
+def test_every_flipped_bit_of_the_manifest_is_seen(tmp_path: Path, events: EventLog) -> None:
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 2, events)
+    path = save(snapshots, 7) / "manifest.json"
+    good = path.read_bytes()
+    for position in range(len(good)):
+        for bit in range(8):
+            path.write_bytes(good[:position] + bytes([good[position] ^ (1 << bit)]) + good[position + 1 :])
+            with pytest.raises(CheckpointError):
+                snapshots.newest()
+    path.write_bytes(good)
+    assert snapshots.newest() is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"7",
+        b'{"format": []}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"a": ' * 100_000,
+        b"NaN",
+        b'"\\ud800"',
+    ],
+    ids=lambda text: repr(text[:12]),
+)
+def test_a_hostile_manifest_is_a_typed_error(text: bytes, tmp_path: Path, events: EventLog) -> None:
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 2, events)
+    (save(snapshots, 7) / "manifest.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match="the newest checkpoint is damaged"):
+        snapshots.newest()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"step-", b"step-000009", b"../../etc", b"step-000007/../step-000007", b"\xff", b"/", b"7", b"step-7\n"],
+)
+def test_a_hostile_pointer_is_a_typed_error_and_removes_nothing(text: bytes, tmp_path: Path, events: EventLog) -> None:
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 1, events)
+    save(snapshots, 7, is_best=True)
+    (tmp_path / "checkpoints" / "best").write_bytes(text)
+    with pytest.raises(CheckpointError, match="it should name a checkpoint, one of step-000007"):
+        find_checkpoint(tmp_path / "checkpoints", "best")
+    save(snapshots, 8)
+    assert snapshots.steps() == [7, 8], "what may be the best is not removed on a damaged word"
+    warned = [each.event.message for each in read_events(events.path) if isinstance(each.event, Warned)]
+    assert "none is removed" in warned[-1]
+
+
+@pytest.mark.parametrize("which", ["", "-1", "\u0667", "1e1", "../7", "step-000007"])
+def test_a_name_that_is_none_is_a_typed_error(which: str, tmp_path: Path, events: EventLog) -> None:
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 1, events)
+    save(snapshots, 8)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        find_checkpoint(tmp_path / "checkpoints", which)
