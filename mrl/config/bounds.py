@@ -40,5 +40,6 @@ Amount = Annotated[float, at_least(0)]
 Text = Annotated[str, matching(r"(?=.*\S)[^\x00-\x1f\x7f]+", "one line of text")]
 Characters = Annotated[str, matching(r"(?s:.+)", "text that is not empty")]
 PlainName = Annotated[
-    str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]*", "a name of letters, digits, dots, dashes and underscores")
+    str,
+    matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", "a name of up to 100 letters, digits, dots, dashes and underscores"),
 ]

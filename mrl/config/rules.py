@@ -68,6 +68,19 @@ def schedules_are_whole(config: AnyConfig) -> Iterator[Problem]:
             yield problem(key, what, f"at least {key}={schedule.warmup_steps + 1}")
 
 
+def optimizers_have_sane_numbers(config: AnyConfig) -> Iterator[Problem]:
+    """Rates and weights are finite and not negative, betas below 1."""
+    for role, model in config.trained_roles().items():
+        for name, value in model.optimizer.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and not 0 <= value < (1 if "beta" in name else math.inf):
+                yield problem(f"{role}.optimizer.{name}", f"must be {_range_of(name)}, not {value:g}")
+
+
+def _range_of(name: str) -> str:
+    return "from 0 to less than 1" if "beta" in name else "finite, and at least 0"
+
+
 def pools_fit_the_cluster(config: AnyConfig) -> Iterator[Problem]:
     """The pools together take no more devices than there are."""
     cluster, pools = config.cluster, config.placement.pools
@@ -318,6 +331,7 @@ _LAYOUT_RULES: tuple[Callable[[AnyConfig], Iterator[Problem]], ...] = (
     options_need_their_axis,
     uneven_stages_need_a_pipeline,
     schedules_are_whole,
+    optimizers_have_sane_numbers,
 )
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     tensor_parallel_stays_in_a_node,

@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mrl.errors import DataError
+
 
 def write_samples(directory: Path, step: int, columns: Mapping[str, Sequence[Any]], kind: str = "step") -> Path:
     """Write one row per sample into `step-000012.parquet`, complete or not there. A value may be a list."""
@@ -26,5 +28,9 @@ def write_samples(directory: Path, step: int, columns: Mapping[str, Sequence[Any
 def read_newest_samples(directory: Path, num_rows: int) -> list[dict[str, Any]]:
     """Return the first rows of the newest file; none where there is no file."""
     files = sorted(directory.glob("step-*.parquet"))
-    rows: list[dict[str, Any]] = pq.read_table(files[-1]).slice(0, num_rows).to_pylist() if files else []
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(files[-1]).slice(0, num_rows).to_pylist() if files else []
+    except (pa.ArrowException, OSError) as error:
+        fix = "move it away: the report then shows the samples before"
+        raise DataError(f"the samples cannot be read: {error}", where=str(files[-1]), fix=fix) from error
     return rows

@@ -36,11 +36,21 @@ def _line(fields: Mapping[str, Any]) -> str:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics file; a last one cut short by a crash is left out, any other bad one is an
     error."""
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     found = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            found.append(dict(json.loads(line)))
-        except ValueError as error:
+            found.append(_parsed(line))
+        except (ValueError, RecursionError) as error:
             raise MrlError(f"not a line of metrics: {error}", where=f"{path}:{number}") from error
     return found
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    fields = json.loads(line.decode("utf-8"))
+    if not isinstance(fields, dict) or not isinstance(fields.get("step"), int):
+        raise ValueError("it is no object with a step")
+    for name, value in fields.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"{name!r:.60} is no number")
+    return fields

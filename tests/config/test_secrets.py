@@ -166,3 +166,10 @@ def test_a_secret_names_no_directory(valid: str, write: Write, monkeypatch: pyte
     with pytest.raises(ConfigError, match=r"command line: run\.name: holds a secret, and would name a directory"):
         load_config(write(valid), ["run.name=${oc.env:MRL_TEST_TOKEN}"])
     assert not Path("runs").exists()
+
+
+def test_what_rewards_are_given_is_secret_whatever_it_is_called(valid: str, write: Write) -> None:
+    given = "reward.environment={JUDGE_KEY: abcd-canary-1, DB_PASS: abcd-canary-2, MY_PAT: abcd-canary-3}"
+    resolved = load_config(write(valid), [given])
+    assert "canary" not in everything_written(resolved, load_config("run.yaml"))
+    assert resolved.config.reward.environment["MY_PAT"] == "abcd-canary-3", "the functions have it"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
+import pytest
+
 from mrl.data.sample_files import read_newest_samples, write_samples
+from mrl.errors import DataError
 
 
 def test_a_step_is_one_file_with_a_row_per_sample(tmp_path: Path) -> None:
@@ -25,3 +28,9 @@ def test_the_newest_is_that_of_the_last_step_and_is_written_over(tmp_path: Path)
     assert read_newest_samples(tmp_path, 3) == [{"response": "ten again"}] * 3
     (tmp_path / "step-000011.tmp").write_bytes(b"half")
     assert len(read_newest_samples(tmp_path, 3)) == 3
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "step-000001.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match=r"step-000001\.parquet: the samples cannot be read"):
+        read_newest_samples(tmp_path, 3)

@@ -80,3 +80,11 @@ def test_runs_lie_over_each_other() -> None:
     assert "<title>&lt;a&gt; and b and c</title>" in page
     points = [part.split('"')[0] for part in page.split('<polyline points="')[1:]]
     assert points == ["34.0,124.0 187.0,66.0", "34.0,8.0 187.0,8.0 340.0,8.0"], "on the same axes"
+
+
+def test_what_names_a_run_or_a_phase_is_never_markup() -> None:
+    lines = [line(step, **{"timing_s/<b>phase": 0.5, "val/<i>/solved/mean@1": 0.1 * step}) for step in (1, 2)]
+    page = render_report("<run>", lines, [], "")
+    assert "<b>phase" not in page
+    assert "<i>" not in page
+    assert "&lt;b&gt;phase" in page
