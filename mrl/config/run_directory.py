@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from mrl.errors import ConfigError, Problem
 
 CHECKPOINTS, MODELS_FILE = "checkpoints", "models.json"
 _STEP = "step-"
+_DIGITS = re.compile(f"^{_STEP}([0-9]{{6,18}})$")
 _ASIDE = "attempt-"
 
 
@@ -27,8 +29,9 @@ def checkpoint_of(checkpoints: Path, step: int) -> Path:
 
 def steps_in(checkpoints: Path) -> list[int]:
     """Return the steps that have a checkpoint there, whole or damaged, the newest last."""
-    found = [path.name.removeprefix(_STEP) for path in checkpoints.glob(f"{_STEP}*")]
-    return sorted(int(number) for number in found if number.isdigit())
+    names = [path.name for path in checkpoints.glob(f"{_STEP}*")]
+    numbers = [(int(digits[0]), name) for name in names if (digits := _DIGITS.findall(name))]
+    return sorted(step for step, name in numbers if checkpoint_of(checkpoints, step).name == name)
 
 
 @contextmanager

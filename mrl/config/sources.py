@@ -21,6 +21,7 @@ from mrl.config.values import COMMAND_LINE, MAX_LEVELS, ConfigLayer, KeyPath, do
 from mrl.errors import Problem
 from mrl.redaction import is_secret_key
 
+_MAX_FILES = 50
 _EXTENDS = "extends"
 _MAX_FILE_BYTES = 1 << 20
 _OVERRIDE_KEY = re.compile(r"[^\s.=+~]+(\.[^\s.=+~]+)*")
@@ -159,6 +160,9 @@ def read_chain(path: str, children: tuple[str, ...] = ()) -> ConfigLayer:
     chain = (*children, path)
     if any(os.path.realpath(parent_path) == os.path.realpath(file) for file in chain):
         raise SourceError([Problem(stands_at, _EXTENDS, f"goes in a circle: {' -> '.join((*chain, parent_path))}")])
+    if len(chain) == _MAX_FILES:
+        what = f"{_MAX_FILES} files extend each other up to here, and there are more"
+        raise SourceError([Problem(stands_at, _EXTENDS, what, "put some of them together")])
     _require_file(parent_path, where=stands_at, key=_EXTENDS)
     return merge(read_chain(parent_path, chain), layer)
 

@@ -16,6 +16,7 @@ from mrl.cli import main as frame
 from mrl.cli.main import VERBS, main
 from mrl.errors import EXIT_STOPPED, ConfigError, Problem, WorkerDied
 
+ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, "-c", "import sys; from mrl.cli.main import main; sys.exit(main())"]
 
 
@@ -140,3 +141,16 @@ def test_a_demo_that_was_stopped_claims_no_accuracy(
     monkeypatch.setattr(demo, "run_demo", lambda settings, console: stopped)
     assert main(["demo", "--dir", str(tmp_path / "new")]) == EXIT_STOPPED
     assert capsys.readouterr().out == f"stopped and saved; it goes on with: mrl train {tmp_path / 'demo.yaml'}\n"
+
+
+def test_a_terminal_that_knows_no_other_letters_is_told_their_numbers(tmp_path: Path) -> None:
+    config = f"{ROOT}/configs/laptop-grpo.yaml"
+    code = "import sys; from mrl.cli.main import main; sys.exit(main())"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, "show", config, "data.train.math.dataset=data/\u00fc.parquet"],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)},
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert rb"data/\xfc.parquet" in ran.stdout

@@ -11,7 +11,7 @@ import pytest
 
 from mrl.config.load import Resolved, load_config
 from mrl.config.render import render
-from mrl.config.run_directory import open_run_directory
+from mrl.config.run_directory import open_run_directory, steps_in
 from mrl.config.schema import Config
 from mrl.errors import ConfigError
 
@@ -118,3 +118,17 @@ def test_two_runs_at_once(valid: str, write: Write) -> None:
             "runs/demo: run.name: another process is running this run "
             "(wait for it, or choose another run.name or run.dir)"
         )
+
+
+def test_steps_are_those_whose_names_are_whole(tmp_path: Path) -> None:
+    odd = (
+        "step-000004.tmp",
+        "step-\u00b2",
+        "step-1",
+        "step-0000000000000000000000000001",
+        "step-+00005",
+        "step-000007\n",
+    )
+    for name in ("step-000004", "step-000012", "step-1234567", *odd):
+        (tmp_path / name).mkdir()
+    assert steps_in(tmp_path) == [4, 12, 1234567]

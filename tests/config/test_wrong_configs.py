@@ -193,3 +193,10 @@ def test_unreadable_file_still_reports_the_command_line(write: Callable[..., str
         "run.yaml:1: not valid YAML: expected the node content, but found '<stream end>'",
         'command line: "nonsense" is not an override (write key.path=value)',
     ]
+
+
+def test_a_chain_of_thousands_of_files_ends_soon(write: Callable[..., str]) -> None:
+    for number in range(3000):
+        write(f"extends: c{number + 1}.yaml\n", f"c{number}.yaml")
+    with pytest.raises(ConfigError, match=r"c49\.yaml:1: extends: 50 files extend each other up to here"):
+        load_config("c0.yaml")
