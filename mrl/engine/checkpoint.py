@@ -120,6 +120,8 @@ def load(engine: MegatronEngine, directory: str | Path) -> dict[str, Any]:
     optimizer = _optimizer(engine)
     with raise_on_all_ranks("loading"):
         saved = SavedFiles(Path(directory))
+        if dist.get_rank() == 0:
+            saved.check_manifest()
         saved.check_model(hf_tensors(engine.request.spec, engine.request.head))
         saved.check_files(dist.get_rank(), dist.get_world_size())
     with raise_on_all_ranks("loading"):

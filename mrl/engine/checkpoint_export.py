@@ -22,6 +22,7 @@ def export_checkpoint(saved: Path, source: Path, head: Head, dtype: torch.dtype,
     """
     spec = read_spec(source)
     files = SavedFiles(saved)
+    files.check_manifest()
     shapes = hf_tensors(spec, head)
     files.check_model(shapes)
     files.check_files(0, 1)

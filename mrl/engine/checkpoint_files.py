@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,22 @@ from mrl import files
 from mrl.dtypes import SAFETENSORS_NAMES, dtype_name
 from mrl.errors import EngineError
 from mrl.models.hf_writer import safetensors_head
-from mrl.models.regions import Region, Shape, extent, intersection, moved, num_elements, relative, slices
+from mrl.models.regions import (
+    Region,
+    Shape,
+    extent,
+    intersection,
+    is_exact_cover,
+    moved,
+    num_elements,
+    relative,
+    slices,
+)
 from mrl.models.table import Shard
 
 MANIFEST, FORMAT = "manifest.json", "mrl-checkpoint-1"
 RANDOM = "random/"
+_FILE, _SHA256 = re.compile(r"rank-[0-9]{5}\.safetensors"), re.compile("[0-9a-f]{64}")
 
 State = dict[str, Tensor]
 """Of the same elements: weights ("param") and moments, by Megatron's names."""
@@ -63,12 +75,21 @@ class SavedFiles:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self.manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            self.manifest: dict[str, Any] = dict(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise EngineError(f"is no checkpoint: {error}", where=str(path / MANIFEST)) from error
         if self.manifest.get("format") != FORMAT:
             raise EngineError(f"is not of the format {FORMAT}", where=str(path / MANIFEST))
         self._open: dict[str, Any] = {}
+
+    def check_manifest(self) -> None:
+        """Refuse a manifest that no checkpoint can have, whatever its hash says: it decides what is read, and where."""
+        try:
+            wrong = next(_wrong(self.manifest), "")
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong:
+            raise EngineError(f"is no manifest of a checkpoint: {wrong}", where=str(self.path / MANIFEST))
 
     def check_model(self, shapes: Mapping[str, Shape]) -> None:
         """Refuse the checkpoint of another model."""
@@ -119,6 +140,34 @@ class SavedFiles:
             except SafetensorError as error:
                 raise EngineError(f"cannot be read: {error}", where=str(self.path / file)) from error
         return self._open[file]
+
+
+def _wrong(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what does not fit together, or raise where something is of another type altogether."""
+    skipped, in_a_row = manifest["num_skipped"]
+    counts = [manifest["num_steps"], skipped, in_a_row, *(of["bytes"] for of in manifest["files"].values())]
+    if not all(_is_count(each) for each in counts):
+        yield f"steps and sizes are counts, not {counts[:3]}"
+    if not isinstance(manifest["extra"], dict) or not isinstance(manifest["layout"], dict):
+        yield "layout and extra have names"
+    for name, of in manifest["files"].items():
+        if not _FILE.fullmatch(name) or not _SHA256.fullmatch(of["sha256"]):
+            yield f"{name!r:.80} is no file of a checkpoint, or has no hash"
+    for name, tensor in manifest["tensors"].items():
+        boxes = [tuple((start, stop) for start, stop in box) for _, box in tensor["boxes"]]
+        ends = [end for box in boxes for sides in box for end in sides]
+        if not all(_is_count(each) for each in (*tensor["shape"], *ends)) or any(
+            len(box) != len(tensor["shape"]) for box in boxes
+        ):
+            yield f"{name!r:.80} has boxes with other axes than its shape"
+        elif not is_exact_cover(tuple(tensor["shape"]), boxes):
+            yield f"the boxes of {name!r:.80} leave something out, or hold it twice"
+        if any(file_name(rank) not in manifest["files"] for rank, _ in tensor["boxes"]):
+            yield f"a box of {name!r:.80} is in no file"
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def flat_shard_regions(shard: Shard, start: int, state: State) -> Iterator[tuple[str, Region, State]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +195,60 @@ def test_a_file_that_lacks_what_the_manifest_promises_is_named(tmp_path: Path) -
         SavedFiles(tmp_path).read("w", ((0, 6), (0, 4)), {"param": torch.zeros(6, 4)})
 
 
+HOSTILE: list[Any] = [
+    None,
+    True,
+    -1,
+    1.5,
+    10**30,
+    "",
+    "../x",
+    "\u0000",
+    [],
+    {},
+    [[]],
+    [None],
+    {"a": 1},
+    "rank-00009.safetensors",
+]
+FACTS = {"num_steps": 3, "num_skipped": [0, 0], "layout": {"tp": 1}, "extra": {}}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a manifest."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield from places(each, (*path, key))
+
+
+def test_a_hostile_manifest_is_refused_or_harmless(tmp_path: Path) -> None:
+    good = json.loads((write(tmp_path, **FACTS) / MANIFEST).read_text())
+    SavedFiles(tmp_path).check_manifest()
+    num_refused = num_tried = 0
+    for path, value in itertools.product(places(good), HOSTILE):
+        text = copy.deepcopy(good)
+        place = text
+        for key in path[:-1]:
+            place = place[key]
+        if path:
+            place[path[-1]] = value
+        (tmp_path / MANIFEST).write_text(json.dumps(text if path else value))
+        num_tried += 1
+        try:
+            saved = SavedFiles(tmp_path)
+            saved.check_manifest()
+            saved.check_model({"w": (6, 4)})
+            saved.check_files(0, 1)
+            view = torch.zeros(6, 4)
+            saved.read("w", ((0, 6), (0, 4)), {"param": view})
+            assert torch.equal(view, WHOLE), (path, value)
+        except EngineError:
+            num_refused += 1
+    assert num_tried > 800
+    assert num_refused > 0.9 * num_tried
+
+
 # --- as a Hugging Face directory --------------------------------------------------------------------------------------
 
 
@@ -213,7 +269,7 @@ def save_model(model: Path, directory: Path) -> None:
     path = directory / file_name(0)
     sha256 = write_safetensors(path, tensors)
     files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256}}
-    (directory / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files, "tensors": entries}))
+    (directory / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files, "tensors": entries} | FACTS))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -213,7 +213,7 @@ def test_a_question_is_asked_once_unless_there_was_no_verdict(server: Any) -> No
 
 
 def test_a_judge_that_fails_three_calls_in_ten_loses_no_sample(bench: Bench, server: Any) -> None:
-    manager = judges(bench, server, {"attempts": 5}, num_workers=4, limit_s=10)
+    manager = judges(bench, server, {"attempts": 5, "timeout_s": 3}, num_workers=4, limit_s=20)
     samples = [saying(f"do flaky {row}", row) for row in range(100)]
     outcomes = manager.score(samples)
     assert all(isinstance(outcome, Score) for outcome in outcomes)
@@ -226,7 +226,7 @@ def test_a_judge_that_fails_three_calls_in_ten_loses_no_sample(bench: Bench, ser
 
 
 def test_without_another_attempt_each_lost_sample_has_its_type(bench: Bench, server: Any) -> None:
-    manager = judges(bench, server, {"attempts": 1}, num_workers=4, limit_s=10)
+    manager = judges(bench, server, {"attempts": 1, "timeout_s": 3}, num_workers=4, limit_s=20)
     outcomes: list[Outcome] = manager.score([saying(f"do flaky {row}", row) for row in range(100)])
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     assert len(failures) == 30
