@@ -7,6 +7,7 @@ what was done, never what was intended.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import threading
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mrl import files
 from mrl.errors import MrlError
 from mrl.redaction import redact
 
@@ -36,6 +38,14 @@ class Event:
 class RunStarted(Event, kind="run_started"):
     run: str
     version: str
+
+
+@dataclass(frozen=True)
+class EventsLost(Event, kind="events_lost"):
+    """Events before this one that could not be written."""
+
+    num: int
+    why: str
 
 
 @dataclass(frozen=True)
@@ -193,6 +203,9 @@ class EventLog:
         self.path = path
         self.listeners: list[Callable[[Event], None]] = []
         """Told of each event that this process writes, in the thread that writes it."""
+        self.num_lost = 0
+        """Events that could not be written, and have not been told of."""
+        self._why = ""
         self._lock = threading.Lock()
         # O_APPEND makes each line one atomic write, so writers never interleave.
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -202,9 +215,22 @@ class EventLog:
         fields = redact(dataclasses.asdict(event))
         line = json.dumps({"time": time.time(), "pid": os.getpid(), "kind": event.kind, **fields}, ensure_ascii=False)
         with self._lock:
-            os.write(self._file, line.encode() + b"\n")
+            self._append(line.encode() + b"\n")
         for listener in self.listeners:
             listener(event)
+
+    def _append(self, line: bytes) -> None:
+        """Write a line; one that cannot be written is counted, and that is said first when writing works again."""
+        if self.num_lost:
+            lost = {"kind": EventsLost.kind, "num": self.num_lost, "why": self._why}
+            line = json.dumps({"time": time.time(), "pid": os.getpid()} | lost).encode() + b"\n" + line
+        try:
+            files.append(self._file, line)
+            self.num_lost = 0
+        except OSError as error:
+            if error.errno == errno.EBADF:  # it has been closed, which is no disk's fault
+                raise
+            self.num_lost, self._why = self.num_lost + 1, str(error)
 
     def close(self) -> None:
         """Close the file; writing afterwards is an error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from pathlib import Path
@@ -37,6 +38,13 @@ def publish_directory(staged: Path, target: Path) -> None:
     sync(staged)
     staged.rename(target)
     sync(target.parent)
+
+
+def append(descriptor: int, data: bytes) -> None:
+    """Append all of it, or leave the file as it was: a full disk takes a part."""
+    if (written := os.write(descriptor, data)) < len(data):
+        os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def sha256(path: Path) -> str:

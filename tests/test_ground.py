@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +17,7 @@ import pytest
 from mrl import files
 from mrl.dtypes import ITEM_BYTES, SAFETENSORS_NAMES, dtype_name, torch_dtype
 from mrl.errors import ConfigError, MrlError, NameUnknown, Problem, WorkerDied, did_you_mean
-from mrl.events import Event, EventLog, PhaseBegin, SampleSkipped, Saved, Warned, WorkerFault, read_events
+from mrl.events import Event, EventLog, EventsLost, PhaseBegin, SampleSkipped, Saved, Warned, WorkerFault, read_events
 from mrl.registry import Registry, load_attribute
 from mrl.rounding import round_up
 
@@ -195,3 +199,37 @@ def test_events_hold_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     log.write(Warned("login", "canary-canary was refused"))
     assert "canary" not in log.path.read_text()
     assert "<redacted:WANDB_API_KEY> was refused" in log.path.read_text()
+
+
+# --- a full disk ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_file_larger_than(num_bytes: int) -> Iterator[None]:
+    """The kernel refuses to let any file of this process grow beyond, as it refuses a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_events_that_cannot_be_written_are_counted_and_told_of_later(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write(PhaseBegin("rollout", 1))
+    size = log.path.stat().st_size
+    for room in (0, 10):  # the second takes a part of a line
+        with no_file_larger_than(size + room):
+            log.write(PhaseBegin("rollout", 2))
+    assert log.num_lost == 2
+    assert log.path.stat().st_size == size, "no part of a line stays"
+    log.write(PhaseBegin("rollout", 3))
+    first, lost, last = (record.event for record in read_events(log.path))
+    assert (first, last) == (PhaseBegin("rollout", 1), PhaseBegin("rollout", 3))
+    assert isinstance(lost, EventsLost)
+    assert lost.num == 2
+    assert log.num_lost == 0
+    log.close()

@@ -63,6 +63,9 @@ def _hold(lock: int, directory: Path) -> None:
     except BlockingIOError as error:
         what, fix = "another process is running this run", "wait for it, or choose another run.name or run.dir"
         raise ConfigError([Problem(str(directory), "run.name", what, fix)]) from error
+    except OSError as error:
+        what, fix = f"it cannot be locked: {error.strerror}", "a run.dir on a file system that knows flock"
+        raise ConfigError([Problem(str(directory), "run.dir", what, fix)]) from error
 
 
 def _prepare(resolved: Resolved[Any], directory: Path, may_go_on: bool, warn: Callable[[str], None]) -> None:

@@ -19,11 +19,21 @@ class MetricsFile:
         self._path = path
         kept = [line for line in read_metrics(path) if line["step"] < first_step] if path.exists() else []
         files.write_text(path, "".join(map(_line, kept)), mode=0o600)
+        self._waiting = ""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the figures of a step. One that is not finite is written as null: JSON has no NaN."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(_line({"step": step, **metrics}))
+    def write(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Append the figures of a step; return why they could not be written: they come with the next then.
+
+        One that is not finite is written as null: JSON has no NaN.
+        """
+        self._waiting += _line({"step": step, **metrics})
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                files.append(file.fileno(), self._waiting.encode())
+        except OSError as error:
+            return str(error)
+        self._waiting = ""
+        return ""
 
 
 def _line(fields: Mapping[str, Any]) -> str:

@@ -125,7 +125,8 @@ class RayPPOTrainer:
             advantages, figures = self.estimate_advantages(batch, list(samples.batch["uid"]))
             batch, metrics = batch.union(advantages), metrics | figures
         if step in self.config.training.dump_steps:
-            write_samples(self.run.directory / "tensors", step, tensor_columns(fetch(batch, _FETCH_S)))
+            with self.run.may_be_lost("tensors"):
+                write_samples(self.run.directory / "tensors", step, tensor_columns(fetch(batch, _FETCH_S)))
         updates: dict[str, list[Metrics]] = {}
         if self.critic is not None:
             with self.clock("update_critic"):
@@ -158,7 +159,8 @@ class RayPPOTrainer:
         self.run.console.step(step, metrics, preview(batch))
         every = self.config.training.samples_every
         if every and step % every == 0:
-            write_samples(self.run.directory / "samples", step, sample_columns(batch))
+            with self.run.may_be_lost("samples"):
+                write_samples(self.run.directory / "samples", step, sample_columns(batch))
 
     def validate(self) -> dict[str, float]:
         """Measure the policy as it is now on the validation prompts."""

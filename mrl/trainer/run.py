@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol
 import mrl
 from mrl.config.load import AnyTyped, Resolved
 from mrl.config.run_directory import CHECKPOINTS, open_run_directory
-from mrl.errors import WorkerRaised
+from mrl.errors import CheckpointError, MrlError, WorkerRaised
 from mrl.events import EventLog, RunStarted, Warned
 from mrl.observe.console import Console
 from mrl.observe.metrics import MetricsFile
@@ -58,6 +58,7 @@ class Run(Generic[AnyTyped]):
         self._best: float | None = None
         self._best_before: float | None = None
         self._num_failed_saves = 0
+        self._warned: set[str] = set()
         self.events.write(RunStarted(self.config.run.name, mrl.__version__))
         for warning in resolved.warnings:
             self.warn("configuration", warning)
@@ -94,11 +95,25 @@ class Run(Generic[AnyTyped]):
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write down the metrics of a step, or of a validation that stands beside no step."""
-        self._metrics.write(step, metrics)
+        if why := self._metrics.write(step, metrics):
+            self._warn_once("metrics", f"metrics.jsonl cannot be written; the figures come later: {why}")
         for tracker in self.trackers:
             tracker.log(step, metrics)
             if news := tracker.news():
                 self.warn("tracker", news)
+
+    @contextmanager
+    def may_be_lost(self, what: str) -> Iterator[None]:
+        """What the block writes is worth no run: where it cannot be written, that is said once, and the run goes on."""
+        try:
+            yield
+        except OSError as error:
+            self._warn_once(what, f"cannot be written, and the run goes on without: {error}")
+
+    def _warn_once(self, about: str, message: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            self.warn(about, message)
 
     def save_is_due(self, step: int) -> bool:
         """Return whether the configuration wants a checkpoint after this step, or one failed that is to be made up."""
@@ -146,7 +161,7 @@ class Run(Generic[AnyTyped]):
         self._best = self._best_before
         self._num_failed_saves += 1
         if is_needed or self._num_failed_saves > self.config.training.max_failed_saves:
-            raise error
+            raise error if isinstance(error, MrlError) else _cannot_save(error) from error
         self.warn("checkpoint", f"not saved, which is tried again after the next step: {error}")
 
     def should_stop(self) -> bool:
@@ -155,6 +170,12 @@ class Run(Generic[AnyTyped]):
         if reason:
             self.console.print(f"{reason}: saving and stopping")
         return bool(reason)
+
+
+def _cannot_save(error: Exception) -> CheckpointError:
+    where = str(getattr(error, "filename", None) or "")
+    what, fix = f"a checkpoint cannot be written: {error}", "free space there; the run goes on from the one before"
+    return CheckpointError(what, where=where, fix=fix)
 
 
 @contextmanager
@@ -173,4 +194,6 @@ def open_run(resolved: Resolved[AnyTyped], console: Console) -> Iterator[Run[Any
             for tracker in run.trackers:
                 if lost := tracker.close():
                     run.warn("tracker", lost)
+            if run.events.num_lost:
+                console.print(f"warning: {run.events.num_lost} events could not be written to {run.events.path}")
             run.events.close()

@@ -52,7 +52,10 @@ class Validator:
             for name, values in sample_columns(batch).items():
                 columns[name].extend(values)
         if validation.save_samples:
-            write_samples(self._directory / "samples", step, columns, "validation")
+            try:
+                write_samples(self._directory / "samples", step, columns, "validation")
+            except OSError as error:
+                self.warnings.append(f"validation.save_samples: the responses cannot be written: {error}")
         return self._figures(answers)
 
     def _figures(self, answers: Mapping[str, Mapping[str, Answers]]) -> dict[str, float]:

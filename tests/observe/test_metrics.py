@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import posix
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,19 @@ def test_a_line_of_anything_else_is_named(line: bytes, tmp_path: Path) -> None:
     path.write_bytes(b'{"step": 1, "x": null}\n' + line + b'\n{"step": 2}\n')
     with pytest.raises(MrlError, match=r"metrics\.jsonl:2: not a line of metrics"):
         read_metrics(path)
+
+
+def test_figures_that_cannot_be_written_come_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, 1)
+    assert metrics.write(1, {"score": 0.5}) == ""
+    whole = path.read_bytes()
+    monkeypatch.setattr("os.write", lambda descriptor, data: posix.write(descriptor, data[: len(data) // 2]))
+    assert "No space left on device" in metrics.write(2, {"score": 0.25})
+    assert path.read_bytes() == whole, "no part of a line stays"
+    monkeypatch.undo()
+    assert metrics.write(3, {"score": 1.0}) == ""
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
+    path.unlink()
+    path.mkdir()
+    assert "Is a directory" in metrics.write(4, {"score": 1.0})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import pytest
 import mrl
 from mrl.algos.kl import FixedKLController
 from mrl.config.schema import Config
-from mrl.errors import ConfigError, WorkerRaised
+from mrl.errors import CheckpointError, ConfigError, WorkerRaised
 from mrl.events import Event, PhaseEnd, RunStarted, Warned, read_events
 from mrl.observe.metrics import read_metrics
 from mrl.trainer.components import Components
@@ -343,3 +344,32 @@ def test_whether_a_directory_may_go_on_is_the_configurations(tmp_path: Path, mon
     never = replace(config, training=replace(config.training, resume="never"))
     with pytest.raises(ConfigError, match="holds something already"), open_run(resolved(never), Screen([])):
         pass
+
+
+def test_telemetry_that_cannot_be_written_is_said_once_and_ends_nothing(begin: Begin) -> None:
+    run = begin()
+    run.resume(team_of())
+    path = run.directory / "metrics.jsonl"
+    path.unlink()
+    path.mkdir()
+    for step in (1, 2):
+        run.record(step, {"figure": 1.0})
+        with run.may_be_lost("samples"):
+            raise OSError(errno.ENOSPC, "No space left on device", "samples/x")
+    path.rmdir()
+    run.record(3, {"figure": 2.0})
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3], "nothing is lost that can be kept"
+    warned = [event.about for event in events_of(run) if isinstance(event, Warned)]
+    assert [about for about in warned if about != "tracker"] == ["metrics", "samples"]
+
+
+def test_a_disk_that_ends_the_run_is_a_message_with_the_path(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, team = begin(training={"max_failed_saves": 5}), team_of()
+    run.resume(team)
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/manifest.json")
+
+    monkeypatch.setattr("mrl.files.write_text", full)
+    with pytest.raises(CheckpointError, match=r"/somewhere/manifest\.json: a checkpoint cannot be written: .*No space"):
+        run.save(team, 1)
