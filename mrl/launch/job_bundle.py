@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.config.load import Resolved
+from mrl.config.names import own_parts
 from mrl.config.schema import Config
 from mrl.config.sources import read_chain, read_overrides
 from mrl.config.values import ENVIRONMENT_VARIABLE, KeyPath, dotted, merge
@@ -42,19 +43,7 @@ def pack(resolved: Resolved[Config], overrides: Sequence[str]) -> JobBundle:
 
 def user_modules(config: Config) -> Iterator[str]:
     """Yield the modules of the user's own that the configuration names as `package.module:attribute`."""
-    # With pyarrow, which only a job of Ray needs here.
-    from mrl.data.sources import DATASETS
-
-    names = [function.name for function in config.reward.functions.values()]
-    names += [function.name for function in config.validation.reward_functions.values()]
-    names += [source.dataset for source in (*config.data.train.values(), *config.data.validation.values())]
-    algorithm = config.algorithm
-    names += [config.rollout.engine, algorithm.advantage, algorithm.loss.policy, algorithm.loss.aggregation]
-    names += [algorithm.kl.in_reward, algorithm.kl.in_loss]
-    for name in names:
-        module, colon, _ = name.partition(":")
-        if colon and module not in DATASETS and all(part.isidentifier() for part in module.split(".")):
-            yield module
+    yield from (name.partition(":")[0] for _, name in own_parts(config))
 
 
 def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:

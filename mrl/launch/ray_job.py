@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mrl import files
 from mrl.config.data_rules import is_file
 from mrl.config.model_names import model_names
 from mrl.config.schema import Config
@@ -56,11 +58,18 @@ def write_job_directory(job: RayJob, directory: Path) -> None:
     for path in job.code:
         (working / path.parent).mkdir(parents=True, exist_ok=True)
         if path.is_dir():
-            shutil.copytree(path, working / path, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(path, working / path, ignore=_left_here)
         else:
             shutil.copy(path, working / path)
     environment = {"working_dir": str(working), "env_vars": job.environment}
-    (directory / RUNTIME_ENVIRONMENT).write_text(json.dumps(environment), encoding="utf-8")
+    files.write_text(directory / RUNTIME_ENVIRONMENT, json.dumps(environment), mode=0o600)
+
+
+def _left_here(directory: str, names: Sequence[str]) -> set[str]:
+    """Return what of a package does not travel: hidden files such as `.env` and `.git`, keys, and links."""
+    patterns = ("__pycache__", ".*", "*.pem", "*.key", "id_rsa*", "id_ed25519*")
+    left = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
+    return left | {name for name in names if os.path.islink(os.path.join(directory, name))}
 
 
 def submit_command(address: str, directory: Path, verb: str, *, wait: bool) -> list[str]:
