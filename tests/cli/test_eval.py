@@ -90,6 +90,7 @@ def test_it_needs_prompts_and_a_reward_for_validation(parsed: Callable[..., argp
         sampling(parsed("run.yaml", "data.validation.held=null"))
 
 
+@pytest.mark.needs
 def test_a_run_without_a_checkpoint_leaves_nothing_behind(parsed: Callable[..., argparse.Namespace]) -> None:
     run = Path("runs", "it")
     (run / "checkpoints").mkdir(parents=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 from mrl.config.annotations import wrong_value
 from mrl.config.load import load_config
 from mrl.errors import ConfigError
+from tests.apart import run_python
 
 Write = Callable[..., str]
 UNKNOWN = {
@@ -147,16 +146,16 @@ def test_a_value_of_a_wrong_type(override: str, valid: str, write: Write) -> Non
 def test_what_the_plan_reads_is_checked_without_the_libraries(valid: str, write: Write) -> None:
     code = (
         "import importlib.util, sys\n"
-        "importlib.util.find_spec = lambda name: None\n"
         "from mrl.config.load import load_config\n"
+        "importlib.util.find_spec = lambda name: None\n"
         f"load_config({write(valid)!r}, sys.argv[1:])\n"
     )
     wrong = ["rollout.vllm.dtype=3", "actor.ddp.bucket_size=many", "rollout.vllm.max_num_seqs=few"]
     began = time.perf_counter()
-    ran = subprocess.run([sys.executable, "-c", code, *wrong], capture_output=True, text=True, timeout=60)
-    assert "must be bfloat16, float16 or float32, not 3" in ran.stderr
-    assert 'actor.ddp.bucket_size: must be int or null, not "many"' in ran.stderr
-    assert 'rollout.vllm.max_num_seqs: must be int or null, not "few"' in ran.stderr
+    said = run_python("-c", code, *wrong, cwd=Path.cwd(), exit_code=1)
+    assert "must be bfloat16, float16 or float32, not 3" in said
+    assert 'actor.ddp.bucket_size: must be int or null, not "many"' in said
+    assert 'rollout.vllm.max_num_seqs: must be int or null, not "few"' in said
     assert time.perf_counter() - began < 20
 
 
