@@ -28,9 +28,12 @@ class SftBatchConfig:
     max_prompt_tokens: Count
     """Longest prompt; data.overlong says what becomes of a longer one."""
     max_response_tokens: Count
-    """Longest answer, its end included; a longer one is an error."""
+    """Longest answer, its end included; with `loss_on: all` everything after the prompt. A longer one is an error."""
     messages: Text | None = None
     """Column of chat messages that end with the answer; null takes columns.prompt and columns.ground_truth."""
+    loss_on: Literal["last", "all"] = "last"
+    """Learn the last answer alone, or each that the assistant gives from the first message of the user on: as the chat
+    template renders it, with the token that ends it."""
 
 
 @dataclass(frozen=True, kw_only=True)

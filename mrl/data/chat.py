@@ -30,7 +30,9 @@ class ChatTokenizer(Protocol):
     eos_token_id: int | None
     added_tokens_decoder: Mapping[int, Any]
 
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, list[list[int]]]: ...
+    def __call__(
+        self, text: list[str], *, add_special_tokens: bool, return_offsets_mapping: bool = False
+    ) -> Mapping[str, list[list[Any]]]: ...
 
     def __len__(self) -> int: ...
 
@@ -94,7 +96,7 @@ class PromptEncoder:
 
     def render(self, row: PromptRow) -> str:
         """Return the prompt as the model reads it, up to where its answer begins."""
-        for index, message in enumerate(row.messages):
+        for index, message in enumerate((*row.messages, *row.said)):
             if found := self._control.search(message["content"]):
                 what = f'message {index} ({message["role"]}) holds the control token "{found[0]}"'
                 raise BadRow(what, where=row.where, fix="remove it: it would speak with another role's voice")
@@ -103,15 +105,16 @@ class PromptEncoder:
                 return row.messages[0]["content"]
             what = f"a raw prompt is one text, and this is a chat of {len(row.messages)} messages"
             raise BadRow(what, where=row.where, fix="data.raw_text=false, or columns.prompt names a column of text")
+        return self._applied(row.messages, row.where, calls_for_answer=True)
+
+    def _applied(self, messages: Sequence[dict[str, str]], where: str, *, calls_for_answer: bool) -> str:
         try:
             return self._tokenizer.apply_chat_template(
-                list(row.messages), tokenize=False, add_generation_prompt=True, **self._options
+                list(messages), tokenize=False, add_generation_prompt=calls_for_answer, **self._options
             )
         except TEMPLATE_ERRORS as error:
             what = f"the chat template refuses this prompt: {error}"
-            raise BadRow(
-                what, where=row.where, fix="mend the row, or the template's options in data.template"
-            ) from error
+            raise BadRow(what, where=where, fix="mend the row, or the template's options in data.template") from error
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return token ids of rendered prompts; a template has written all special tokens already."""
@@ -120,7 +123,12 @@ class PromptEncoder:
 
 def prompt_encoder(tokenizer: ChatTokenizer, data: DataConfig) -> PromptEncoder:
     """Return what renders and encodes prompts as the configuration says."""
-    return PromptEncoder(tokenizer, data.template | _tools(data), raw_text=data.raw_text)
+    return PromptEncoder(tokenizer, template_options(data), raw_text=data.raw_text)
+
+
+def template_options(data: DataConfig) -> dict[str, Any]:
+    """Return what the chat template is given beside the messages."""
+    return data.template | _tools(data)
 
 
 def _tools(data: DataConfig) -> dict[str, Any]:

@@ -32,6 +32,17 @@ class Prompt:
     text: str
     """As rendered; not cut, where the token ids were."""
     ids: list[int]
+    answer: Continuation | None = None
+    """What supervised training shows after it."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The tokens that follow a prompt in a conversation."""
+
+    ids: list[int]
+    is_learned: list[bool]
+    """Of each whether the assistant says it, and the loss counts it."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +150,13 @@ def open_dataset(
 
 
 def to_batch(prompts: Sequence[Prompt]) -> DataProto:
-    """Return one row per prompt; its id is the number of its draw."""
+    """Return one row per prompt, with its answer where it has one; its id is the number of its draw."""
+    tensors = {"prompts": from_rows([torch.tensor(prompt.ids, dtype=torch.int32) for prompt in prompts])}
+    if answers := [prompt.answer for prompt in prompts if prompt.answer is not None]:
+        tensors["responses"] = from_rows([torch.tensor(answer.ids, dtype=torch.int32) for answer in answers])
+        tensors["response_mask"] = from_rows([torch.tensor(answer.is_learned) for answer in answers])
     return DataProto.from_dict(
-        tensors={"prompts": from_rows([torch.tensor(prompt.ids, dtype=torch.int32) for prompt in prompts])},
+        tensors=tensors,
         non_tensors={
             "uid": [prompt.draw.uid for prompt in prompts],
             "prompt_text": [prompt.text for prompt in prompts],

@@ -31,6 +31,8 @@ class PromptRow:
     id: str | int | None
     where: str
     """File and row, for messages about it."""
+    said: tuple[dict[str, str], ...] = ()
+    """What follows the prompt in a conversation that is learned from; nothing where a model is to answer."""
 
 
 class RowParser:

@@ -1,17 +1,20 @@
-"""Prompts with the answers that a model is to learn: what SFT reads."""
+"""Conversations that a model is to learn from: what SFT reads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-import torch
-
-from mrl.data.chat import ChatTokenizer
-from mrl.data.sources import RawRows
+from mrl.config.schema import SourceConfig
+from mrl.config.sft import SftConfig
+from mrl.data.chat import ChatTokenizer, template_options
+from mrl.data.conversation import ConversationEncoder
+from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow
+from mrl.data.rows import PromptRow, RowParser
+from mrl.data.sampler import Draw
+from mrl.data.sources import RawRows, open_source
 from mrl.errors import BadRow, DataError
-from mrl.protocol import DataProto
-from mrl.protocol.columns import from_rows
 
 PROMPT, ANSWER = "prompt", "answer"
 
@@ -43,18 +46,53 @@ class MessageRows:
         return {**raw, PROMPT: messages[:-1], ANSWER: messages[-1].get("content")}
 
 
-def with_responses(prompts: DataProto, tokenizer: ChatTokenizer, max_tokens: int) -> DataProto:
-    """Return the batch with each row's answer as its response, ended as the model ends what it says."""
-    if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no end-of-sequence token, so no answer could be ended", where="model.path")
-    answers = list(prompts["ground_truth"])
-    uids = prompts["uid"]
-    rows = []
-    for uid, ids in zip(uids, tokenizer(answers, add_special_tokens=False)["input_ids"], strict=True):
-        if len(ids) + 1 > max_tokens:
-            raise DataError(
-                f"the answer of {uid} has {len(ids) + 1} tokens; batch.max_response_tokens is {max_tokens}",
-                fix=f"batch.max_response_tokens={len(ids) + 1}, or shorten the answer",
-            )
-        rows.append(torch.tensor([*ids, tokenizer.eos_token_id], dtype=torch.int32))
-    return prompts.with_column("responses", from_rows(rows))
+class SftDataset(RLHFDataset):
+    """Prompts with what follows them in their conversations."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, tuple[RawRows, RowParser]],
+        encoder: ConversationEncoder,
+        config: SftConfig,
+    ) -> None:
+        super().__init__(sources, encoder, config.batch.max_prompt_tokens, config.data.overlong)
+        self._answers, self._batch = encoder, config.batch
+
+    def _row(self, draw: Draw) -> PromptRow:
+        row = super()._row(draw)
+        if row.ground_truth is None:
+            raise DataError("there is nothing to learn", where=row.where, fix="columns.ground_truth, or batch.messages")
+        messages = (*row.messages, {"role": "assistant", "content": row.ground_truth})
+        first = len(row.messages)
+        if self._batch.loss_on == "all":
+            roles = [message["role"] for message in messages]
+            first = roles.index("assistant", roles.index("user"))
+        return replace(row, messages=messages[:first], said=messages[first:])
+
+    def _prompt(self, draw: Draw, row: PromptRow, text: str, ids: list[int]) -> Prompt | SkippedRow:
+        found = super()._prompt(draw, row, text, ids)
+        if isinstance(found, SkippedRow):
+            return found
+        try:
+            answer = self._answers.answer(row, text, ids)
+        except DataError as error:
+            return SkippedRow(draw, error)
+        if (num := len(answer.ids)) > (limit := self._batch.max_response_tokens):
+            what = f"the answer has {num} tokens; batch.max_response_tokens is {limit}"
+            fix = f"batch.max_response_tokens={num}, or shorten the answer"
+            return SkippedRow(draw, DataError(what, where=row.where, fix=fix))
+        return replace(found, answer=answer)
+
+
+def open_sft_dataset(sources: Mapping[str, SourceConfig], config: SftConfig, tokenizer: ChatTokenizer) -> SftDataset:
+    """Return the rows of `sources`: the training or the validation ones."""
+    opened: dict[str, tuple[RawRows, RowParser]] = {}
+    for name, source in sources.items():
+        if (column := config.batch.messages) is None:
+            opened[name] = (open_source(source), RowParser(source.columns, name))
+        else:
+            read = replace(source, columns=replace(source.columns, prompt=column, ground_truth=None))
+            split = replace(source.columns, prompt=PROMPT, ground_truth=ANSWER)
+            opened[name] = (MessageRows(open_source(read), column), RowParser(split, name))
+    encoder = ConversationEncoder(tokenizer, template_options(config.data), raw_text=config.data.raw_text)
+    return SftDataset(opened, encoder, config)

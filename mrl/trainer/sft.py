@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,9 @@ from mrl.config.run_directory import CHECKPOINTS, checkpoint_of
 from mrl.config.schema import BatchConfig
 from mrl.config.sft import SftConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
-from mrl.data.chat import ChatTokenizer, load_tokenizer, prompt_encoder
+from mrl.data.chat import load_tokenizer
 from mrl.data.prompt_loader import PromptLoader
-from mrl.data.rlhf_dataset import RLHFDataset
-from mrl.data.rows import RowParser
-from mrl.data.sft_rows import ANSWER, PROMPT, MessageRows, with_responses
-from mrl.data.sources import open_source
+from mrl.data.sft_rows import open_sft_dataset
 from mrl.dtypes import torch_dtype
 from mrl.protocol import DataProto
 from mrl.trainer.node_libraries import check_libraries
@@ -81,8 +78,8 @@ class _Rows:
 class _SftComponents:
     """The reader of rows and the workers, with the losses by which a run may end early."""
 
-    def __init__(self, config: SftConfig, tokenizer: ChatTokenizer, prompts: PromptLoader, client: SftClient) -> None:
-        self._config, self._tokenizer, self._prompts, self.client = config, tokenizer, prompts, client
+    def __init__(self, config: SftConfig, prompts: PromptLoader, client: SftClient) -> None:
+        self._config, self._prompts, self.client = config, prompts, client
         self._trained_on = prompts.state_dict()
         self._losses: deque[float] = deque(maxlen=_NUM_AVERAGED)
 
@@ -92,8 +89,7 @@ class _SftComponents:
 
     def read(self) -> _Rows:
         """Return the next update's rows."""
-        batch = with_responses(self._prompts.next_batch(), self._tokenizer, self._config.batch.max_response_tokens)
-        return _Rows(batch, self._prompts.state_dict())
+        return _Rows(self._prompts.next_batch(), self._prompts.state_dict())
 
     def update(self, rows: _Rows) -> Metrics:
         """Make one optimizer step on these rows."""
@@ -132,7 +128,7 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
         samples_per_prompt=1,
         samples_per_update=config.batch.rows_per_update,
     )
-    prompts = PromptLoader(_open(config, tokenizer), config.data, batch, run.events)
+    prompts = PromptLoader(open_sft_dataset(config.data.train, config, tokenizer), config.data, batch, run.events)
     with ExitStack() as stack:
         stack.enter_context(ray_cluster(config.cluster))
         resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
@@ -145,16 +141,4 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
         context = RunContext(run.directory, run.events, config.deadlines, resources)
         group = RayWorkerGroup(ROLE, worker, role_mesh(config, ROLE), context)
         stack.callback(group.shutdown)
-        yield _SftComponents(config, tokenizer, prompts, SftClient(group, config.actor))
-
-
-def _open(config: SftConfig, tokenizer: ChatTokenizer) -> RLHFDataset:
-    sources = {}
-    for name, source in config.data.train.items():
-        rows, columns = open_source(source), source.columns
-        if config.batch.messages is not None:
-            rows = MessageRows(rows, config.batch.messages)
-            columns = replace(columns, prompt=PROMPT, ground_truth=ANSWER)
-        sources[name] = (rows, RowParser(columns, name))
-    encoder = prompt_encoder(tokenizer, config.data)
-    return RLHFDataset(sources, encoder, config.batch.max_prompt_tokens, config.data.overlong)
+        yield _SftComponents(config, prompts, SftClient(group, config.actor))

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
+from mrl.config.schema import ColumnsConfig, DataConfig, SourceConfig
+from mrl.config.sft import SftBatchConfig
 from mrl.data.chat import ChatTokenizer
-from mrl.data.sft_rows import ANSWER, PROMPT, MessageRows, with_responses
+from mrl.data.conversation import ConversationEncoder
+from mrl.data.rows import PromptRow
+from mrl.data.sft_rows import ANSWER, PROMPT, MessageRows, SftDataset, open_sft_dataset
 from mrl.data.sources import MadeRows
 from mrl.errors import BadRow, DataError
-from mrl.protocol import DataProto
-from mrl.protocol.columns import from_rows
+from tests.data.conftest import jsonl
 
 TALK = [
     {"role": "user", "content": "1+1?"},
@@ -48,35 +54,72 @@ def test_a_conversation_ends_with_the_assistant() -> None:
     assert str(caught.value) == "made: row 0: column `talk` must end with a message of the assistant, not of user"
 
 
-def prompts_of(answers: list[str]) -> DataProto:
-    return DataProto.from_dict(
-        {"prompts": from_rows([[1]] * len(answers))},
-        {"ground_truth": answers, "uid": [f"u{number}" for number in range(len(answers))]},
-        row_ids=[7 * number + 3 for number in range(len(answers))],
-    )
+def dataset_of(rows: list[Any], tokenizer: ChatTokenizer, here: Path, **batch: Any) -> SftDataset:
+    (here / "rows.jsonl").write_bytes(jsonl(*rows))
+    columns = ColumnsConfig(data_source=None, ability=None, ground_truth="answer", extra_info=None)
+    limits = {"rows_per_update": 1, "max_prompt_tokens": 64, "max_response_tokens": 64} | batch
+    config = SimpleNamespace(data=DataConfig(train={}), batch=SftBatchConfig(**limits))
+    return open_sft_dataset({"s": SourceConfig(dataset="rows.jsonl", columns=columns)}, cast(Any, config), tokenizer)
 
 
-def test_every_answer_is_ended_as_the_model_ends_what_it_says(tokenizer: ChatTokenizer) -> None:
-    answers = ["four", "", "4 and more"]
-    batch = with_responses(prompts_of(answers), tokenizer, max_tokens=11)
+def test_every_answer_is_ended_as_the_template_ends_it(tokenizer: ChatTokenizer, here: Path) -> None:
+    answers = ["four", "4", "4 and more"]
+    batch = dataset_of([{"prompt": "2+2?", "answer": answer} for answer in answers], tokenizer, here).batch([0, 1, 2])
     ended = [row.tolist() for row in batch["responses"].rows()]
     assert [tokenizer.decode(ids) for ids in ended] == [f"{answer}<|end|>" for answer in answers]
-    assert all(ids.count(tokenizer.eos_token_id or -1) == 1 for ids in ended)
-    assert batch.row_ids.tolist() == [3, 10, 17]
-    assert set(batch.columns()) == {"prompts", "responses", "ground_truth", "uid"}
+    assert [tokenizer.decode(row.tolist()) for row in batch["prompts"].rows()] == [
+        "<|user|>2+2?<|end|><|assistant|>"
+    ] * 3
+    assert bool(batch.values("response_mask").all())
 
 
-def test_an_answer_may_be_as_long_as_allowed_with_its_end(tokenizer: ChatTokenizer) -> None:
-    with_responses(prompts_of(["1234"]), tokenizer, max_tokens=5)
+@pytest.mark.parametrize("loss_on", ["last", "all"])
+def test_all_answers_or_the_last(loss_on: str, tokenizer: ChatTokenizer, here: Path) -> None:
+    talk = [{"role": "assistant", "content": "hi"}, *TALK]
+    batch = dataset_of([{"talk": talk}], tokenizer, here, messages="talk", loss_on=loss_on).batch([0])
+    ids, mask = batch.values("responses"), batch.values("response_mask")
+    (prompt,) = batch["prompts"].rows()
+    greeted = "<|assistant|>hi<|end|><|user|>1+1?<|end|><|assistant|>"
+    between = "<|user|>and 2+2?<|end|><|assistant|>"
+    if loss_on == "last":
+        assert tokenizer.decode(prompt.tolist()) == f"{greeted}2<|end|>{between}"
+        assert (tokenizer.decode(ids.tolist()), mask.all()) == ("4<|end|>", True)
+    else:
+        assert tokenizer.decode(prompt.tolist()) == greeted, "a greeting answers nobody"
+        assert tokenizer.decode(ids.tolist()) == f"2<|end|>{between}4<|end|>"
+        assert tokenizer.decode(ids[mask].tolist()) == "2<|end|>4<|end|>"
+
+
+def test_an_answer_may_be_as_long_as_allowed_with_its_end(tokenizer: ChatTokenizer, here: Path) -> None:
+    rows = [{"prompt": "1?", "answer": "1"}, {"prompt": "2?", "answer": "1234"}]
+    dataset_of(rows, tokenizer, here, max_response_tokens=5).batch([0, 1])
     with pytest.raises(DataError) as caught:
-        with_responses(prompts_of(["1", "1234"]), tokenizer, max_tokens=4)
+        dataset_of(rows, tokenizer, here, max_response_tokens=4).batch([0, 1])
+    assert not isinstance(caught.value, BadRow), "it is not skipped as a row that is mended"
     assert str(caught.value) == (
-        "the answer of u1 has 5 tokens; batch.max_response_tokens is 4\n"
+        "rows.jsonl:2: the answer has 5 tokens; batch.max_response_tokens is 4\n"
         "  fix: batch.max_response_tokens=5, or shorten the answer"
     )
 
 
-def test_a_model_that_ends_nothing_learns_nothing() -> None:
-    endless = cast(ChatTokenizer, SimpleNamespace(eos_token_id=None))
-    with pytest.raises(DataError, match=r"^model.path: the tokenizer has no end-of-sequence token"):
-        with_responses(prompts_of(["4"]), endless, max_tokens=4)
+def test_conversations_of_a_parquet_file(tokenizer: ChatTokenizer, here: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"talk": TALK, "other": 1}]), here / "rows.parquet")
+    limits = SftBatchConfig(rows_per_update=1, max_prompt_tokens=64, max_response_tokens=64, messages="talk")
+    config: Any = SimpleNamespace(data=DataConfig(train={}), batch=limits)
+    columns = ColumnsConfig(data_source=None, ability=None, extra_info=None)
+    sources = {"s": SourceConfig(dataset="rows.parquet", columns=columns)}
+    batch = open_sft_dataset(sources, config, tokenizer).batch([0])
+    assert tokenizer.decode(batch.values("responses").tolist()) == "4<|end|>"
+
+
+def test_a_source_without_answers_is_refused(tokenizer: ChatTokenizer, here: Path) -> None:
+    rows = dataset_of([{"prompt": "1?"}], tokenizer, here)
+    with pytest.raises(BadRow, match="there is no column `answer`"):
+        rows.batch([0])
+
+
+def test_raw_text_is_ended_by_the_end_of_the_tokenizer(tokenizer: ChatTokenizer) -> None:
+    encoder = ConversationEncoder(tokenizer, {}, raw_text=True)
+    row = PromptRow(tuple(TALK[:1]), "s", None, None, {}, None, "here", tuple(TALK[1:2]))
+    answer = encoder.answer(row, "1+1?", [])
+    assert (tokenizer.decode(answer.ids), answer.is_learned) == ("2<|end|>", [True, True])

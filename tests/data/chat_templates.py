@@ -1,0 +1,156 @@
+"""Published chat templates without their parts for tools and pictures; `generation` marks what the assistant says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from mrl.data.chat import ChatTokenizer, load_tokenizer
+
+_CORPUS = [
+    "What is the sum of 1 and 2?\n\nIt is 3.\n\n<think>\nand so on\n</think>\n\nassistant user system [INST] 4 44"
+]
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""What Qwen's and Llama 3's tokenizers cut a text into first."""
+
+QWEN_2_5 = """\
+{%- if messages[0]['role'] != 'system' %}
+    {{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}
+        {{- '\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+QWEN_3 = """\
+{%- set ns = namespace(last_query_index=messages|length - 1, multi_step_tool=true) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == "user" or message.role == "system" %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set content = message.content %}
+        {%- set reasoning_content = '' %}
+        {%- if '</think>' in message.content %}
+            {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
+            {%- set reasoning_content = message.content.split('</think>')[0].rstrip('\\n') %}
+            {%- set reasoning_content = reasoning_content.split('<think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- generation %}
+        {%- if loop.index0 > ns.last_query_index and (loop.last or reasoning_content) %}
+            {{- '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {{- '<|im_end|>' }}
+        {%- endgeneration %}
+        {{- '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+
+LLAMA_3_1 = """\
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{{- "Cutting Knowledge Date: December 2023\\nToday Date: 26 Jul 2024\\n\\n" + system_message + "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endgeneration %}
+    {%- else %}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+MISTRAL_0_3 = """\
+{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- elif message["role"] == "assistant" %}
+        {%- generation %}{{- " " + message["content"]|trim + eos_token }}{%- endgeneration %}
+    {%- endif %}
+{%- endfor %}
+"""
+
+TEMPLATES = {
+    "qwen2.5": (QWEN_2_5, ["<|im_end|>", "<|im_start|>"], None),
+    "qwen3": (QWEN_3, ["<|im_end|>", "<|im_start|>"], None),
+    "llama3.1": (LLAMA_3_1, ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"], "<|begin_of_text|>"),
+    "mistral0.3": (MISTRAL_0_3, ["</s>", "[INST]", "[/INST]"], "<s>"),
+}
+"""Each with its control tokens, of which the first ends a turn, and what begins a text."""
+
+
+def as_published(template: str) -> str:
+    """The template without marks."""
+    for mark in ("{% generation %}", "{% endgeneration %}", "{%- generation %}", "{%- endgeneration %}"):
+        template = template.replace(mark, "{#- -#}" if mark.startswith("{%-") else "")
+    return template
+
+
+def save_tokenizer(name: str, directory: Path, *, marked: bool = False) -> ChatTokenizer:
+    """A tokenizer with the template and control tokens of a published one, and a small vocabulary of its own kind."""
+    template, control, begin = TEMPLATES[name]
+    tokenizer = Tokenizer(models.BPE())
+    if name.startswith("mistral"):
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        alphabet = sorted({*map(chr, range(33, 127)), "\n", "\u2581"})
+    else:
+        parts = [pre_tokenizers.Split(Regex(_WORDS), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=control[0], bos_token=begin, additional_special_tokens=control[1:]
+    )
+    made.add_tokens(["<think>", "</think>"])
+    made.chat_template = template if marked else as_published(template)
+    made.save_pretrained(directory)
+    return load_tokenizer(str(directory))
