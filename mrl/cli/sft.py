@@ -28,7 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(num_steps)
 
     def on_update(step: int, metrics: dict[str, float]) -> None:
-        shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in ("loss", "grad_norm", "lr"))
+        names = [name for name in ("loss", "val/loss", "grad_norm", "lr") if name in metrics]
+        shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in names)
         console.print(f"{step}/{num_steps}  {shown}")
 
     with open_run(resolved, console) as opened:

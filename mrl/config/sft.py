@@ -65,6 +65,16 @@ class SftTrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SftValidationConfig:
+    """How the model is measured on data.validation: its loss, of all rows and of each source."""
+
+    every: NotNegative = 0
+    """Updates between validations; 0 validates never. Before the first update and after the last there is one too."""
+    keep_best: bool = False
+    """Also save at every update whose `val/loss` is the lowest so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SftConfig:
     """A whole configuration of `mrl sft`."""
 
@@ -78,6 +88,7 @@ class SftConfig:
     actor: TrainedModelConfig
     """The model."""
     training: SftTrainingConfig
+    validation: SftValidationConfig = field(default_factory=SftValidationConfig)
 
     def trained_roles(self) -> dict[str, TrainedModelConfig]:
         return {"actor": self.actor}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mrl.config.data_rules import gives_answers
 from mrl.config.rules import nearest, problem
 from mrl.config.schema import Config
+from mrl.config.sft import SftConfig
 from mrl.errors import Problem, did_you_mean
 
 
@@ -23,6 +24,14 @@ def check_validation_rules(config: Config) -> Iterator[Problem]:
                 what = f"{given} means nothing beside validation.greedy, which draws nothing"
                 yield problem(f"validation.{name}", what, f"validation.{name}={value:g}, or validation.greedy=false")
     yield from _best_is_measured(config)
+
+
+def check_sft_validation_rules(config: SftConfig) -> Iterator[Problem]:
+    """Yield every problem of the section in a configuration of `mrl sft`."""
+    if config.validation.every and not config.data.validation:
+        yield problem("validation.every", "data.validation names no source", "add one, or validation.every=0")
+    if config.validation.keep_best and not config.validation.every:
+        yield problem("validation.keep_best", "nothing is validated: validation.every is 0", "validation.every=10")
 
 
 def _best_is_measured(config: Config) -> Iterator[Problem]:

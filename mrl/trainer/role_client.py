@@ -16,6 +16,7 @@ from mrl.config.step_calls import StepCall
 from mrl.controller import RayWorkerGroup
 from mrl.data.packing import PackingRules, plan_step
 from mrl.protocol import DataProto
+from mrl.rounding import round_up
 from mrl.workers.messages import UpdateReport, WholeBatch
 
 Metrics = dict[str, float]
@@ -106,6 +107,16 @@ class SftClient(RoleClient):
     def update_sft(self, batch: DataProto) -> Metrics:
         """One optimizer step."""
         return self._update("update_sft", batch)
+
+    def score_sft(self, batch: DataProto) -> DataProto:
+        """Return the rows with `sum_log_probs` and `num_learned`. Where some rank would have none, rows are scored
+        again for it."""
+        num = round_up(len(batch), self.row_multiple)
+        times = -(-num // len(batch))
+        by_copy = np.arange(times * len(batch)).reshape(-1, times).T.ravel()  # each row once, then each again
+        padded = batch.repeat(times).take(by_copy[:num])
+        written, _ = _merged(self.group.score_sft(*self._shards(padded)))
+        return padded.union(written).take(np.arange(len(batch)))
 
 
 def _merged(written: DataProto, prefix: str = "") -> tuple[DataProto, Metrics]:

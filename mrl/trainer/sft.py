@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,10 +17,12 @@ from mrl.config.run_directory import CHECKPOINTS, checkpoint_of
 from mrl.config.schema import BatchConfig
 from mrl.config.sft import SftConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
-from mrl.data.chat import load_tokenizer
-from mrl.data.prompt_loader import PromptLoader
+from mrl.data.chat import ChatTokenizer, load_tokenizer
+from mrl.data.prompt_loader import PromptLoader, SkipLog, one_pass
 from mrl.data.sft_rows import open_sft_dataset
 from mrl.dtypes import torch_dtype
+from mrl.errors import DataError
+from mrl.events import EventLog
 from mrl.protocol import DataProto
 from mrl.trainer.node_libraries import check_libraries
 from mrl.trainer.node_models import fetch_models
@@ -37,18 +39,24 @@ def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) ->
     with _started(run) as components, ExitStack() as stack:
         thread = stack.enter_context(ThreadPoolExecutor(1, "rows"))
         stack.callback(run.finish_save)  # also when the next update fails: the workers are still there
+        run.best_by = "the lowest val/loss"
         num_done = run.resume(components)
+        every, keep_best = run.config.validation.every, run.config.validation.keep_best
+        if every and not num_done:
+            run.record(0, components.validate())
         coming = thread.submit(components.read)
         while not components.is_done(num_done):
             rows, coming = coming.result(), thread.submit(components.read)  # read while the workers compute
             metrics = components.update(rows)
             num_done += 1
-            run.record(num_done, metrics)
-            on_update(num_done, metrics)
             is_last = components.is_done(num_done)
+            figures = components.validate() if every and (is_last or num_done % every == 0) else {}
+            run.record(num_done, metrics | figures)
+            on_update(num_done, metrics | figures)
+            score = -figures["val/loss"] if figures else None
             stop = not is_last and run.should_stop()
-            if is_last or stop or run.save_is_due(num_done):
-                run.save(components, num_done, wait=is_last or stop)
+            if is_last or stop or (keep_best and run.is_best(score)) or run.save_is_due(num_done):
+                run.save(components, num_done, score, wait=is_last or stop)
             run.publish_save()
             if stop:
                 run.console.print(f"stopped after {num_done} updates; the same command goes on")
@@ -78,8 +86,10 @@ class _Rows:
 class _SftComponents:
     """The reader of rows and the workers, with the losses by which a run may end early."""
 
-    def __init__(self, config: SftConfig, prompts: PromptLoader, client: SftClient) -> None:
-        self._config, self._prompts, self.client = config, prompts, client
+    def __init__(
+        self, config: SftConfig, prompts: PromptLoader, validation: Sequence[DataProto], client: SftClient
+    ) -> None:
+        self._config, self._prompts, self._validation, self.client = config, prompts, validation, client
         self._trained_on = prompts.state_dict()
         self._losses: deque[float] = deque(maxlen=_NUM_AVERAGED)
 
@@ -97,6 +107,19 @@ class _SftComponents:
         self._losses.append(metrics["loss"])
         self._trained_on = rows.state
         return metrics
+
+    def validate(self) -> Metrics:
+        """Return the mean loss of a learned token over the validation rows: of all, and of each source."""
+        sums: Counter[str] = Counter()
+        nums: Counter[str] = Counter()
+        for rows in self._validation:
+            scored = self.client.score_sft(rows)
+            columns = scored["data_source"], scored["sum_log_probs"].tolist(), scored["num_learned"].tolist()
+            for source, log_probs, num in zip(*columns, strict=True):
+                for name in ("val/loss", f"val/{source}/loss"):
+                    sums[name] -= log_probs
+                    nums[name] += num
+        return {name: sums[name] / nums[name] for name in nums}
 
     def is_done(self, num_updates: int) -> bool:
         """Return whether all updates are done, or the loss is as low as it need be."""
@@ -129,6 +152,7 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
         samples_per_update=config.batch.rows_per_update,
     )
     prompts = PromptLoader(open_sft_dataset(config.data.train, config, tokenizer), config.data, batch, run.events)
+    validation = _validation_rows(config, tokenizer, run.events) if config.validation.every else []
     with ExitStack() as stack:
         stack.enter_context(ray_cluster(config.cluster))
         resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
@@ -141,4 +165,15 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
         context = RunContext(run.directory, run.events, config.deadlines, resources)
         group = RayWorkerGroup(ROLE, worker, role_mesh(config, ROLE), context)
         stack.callback(group.shutdown)
-        yield _SftComponents(config, prompts, SftClient(group, config.actor))
+        yield _SftComponents(config, prompts, validation, SftClient(group, config.actor))
+
+
+def _validation_rows(config: SftConfig, tokenizer: ChatTokenizer, events: EventLog) -> list[DataProto]:
+    """Read all rows of data.validation, once for the whole run."""
+    dataset, skips = (
+        open_sft_dataset(config.data.validation, config, tokenizer),
+        SkipLog(config.data.max_bad_rows, events),
+    )
+    if batches := list(one_pass(dataset, config.batch.rows_per_update, skips)):
+        return batches
+    raise DataError("none of its rows is usable", where="data.validation", fix="mrl check CONFIG --all-rows")

@@ -24,6 +24,25 @@ class SftWorker(ModelWorker):
         totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), mask_T, self.sum_over_shards)
         return self.update(rows, sizes, partial(likelihood_loss, LossNormalizer("token-mean", totals)), ScoreRequest())
 
+    @register(
+        Dispatch.DATA_PARALLEL,
+        reads=("prompts", "responses"),
+        optional=("response_mask",),
+        writes=("sum_log_probs", "num_learned"),
+    )
+    def score_sft(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Return what the loss of each row is made of: the log-probs of its learned tokens, added up, and their
+        number."""
+        rows = token_rows(batch, {})
+        scores = self.forward(rows, sizes, ScoreRequest())
+        if scores is None:
+            return None
+        assert scores.log_probs_T is not None, "a language model gives log-probs"
+        mask_T, lengths = rows.columns["response_mask"], rows.response_lengths.tolist()
+        learned_T = torch.where(mask_T, scores.log_probs_T.double().cpu(), 0.0)
+        sums, nums = (torch.stack([x.sum() for x in torch.split(x_T, lengths)]) for x_T in (learned_T, mask_T))
+        return DataProto.from_dict({"sum_log_probs": sums, "num_learned": nums}, row_ids=batch.row_ids)
+
 
 def likelihood_loss(norm: LossNormalizer, batch: LossInput) -> LossOutput:
     """Return minus the mean log-prob of the response tokens."""

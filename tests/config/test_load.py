@@ -239,6 +239,8 @@ def test_an_unknown_key_of_an_override_is_the_command_lines_mistake(valid: str, 
         ("actor.parallel.tp=4", 'actor.parallel: tp x cp x pp = 4 does not divide the 2 devices of pool "laptop"'),
         ("actor.optimizer={learning_rate: 1}", "actor.optimizer.learning_rate: OptimizerConfig"),
         ("data.train=null", "data.train"),
+        ("validation.every=5", "validation.every: data.validation names no source"),
+        ("validation.keep_best=true", "validation.keep_best: nothing is validated: validation.every is 0"),
     ],
 )
 def test_mistakes_in_an_sft_configuration(override: str, message: str) -> None:

@@ -17,6 +17,7 @@ from mrl.config.load import Resolved
 from mrl.config.mesh import Mesh
 from mrl.config.schema import (
     ClusterConfig,
+    ColumnsConfig,
     DataConfig,
     ModelConfig,
     PlacementConfig,
@@ -25,12 +26,15 @@ from mrl.config.schema import (
     SourceConfig,
     TrainedModelConfig,
 )
-from mrl.config.sft import SftBatchConfig, SftConfig, SftTrainingConfig
+from mrl.config.sft import SftBatchConfig, SftConfig, SftTrainingConfig, SftValidationConfig
 from mrl.config.values import ConfigLayer, Secrets
+from mrl.data.chat import load_tokenizer
 from mrl.data.packing import PackingRules, RowCost
 from mrl.data.toy_tokenizer import save_toy_tokenizer
+from mrl.errors import DataError
 from mrl.events import Warned, read_events
 from mrl.observe.metrics import read_metrics
+from mrl.protocol import DataProto
 from mrl.trainer.run import Run
 from mrl.trainer.sft import train_sft
 from mrl.workers.messages import ModelFacts, ModelSetup, UpdateReport
@@ -58,6 +62,15 @@ class Group:
         loss = self.losses[number] if number < len(self.losses) else 1.0
         self.journal.append("update")
         return [UpdateReport({"loss": loss / 2}, 1.0, LR, applied=True)] * 2
+
+    def score_sft(self, shards: Any, sizes: Any) -> DataProto:
+        """Log-probs that rise with each update, those of an answer by its first token."""
+        batch = DataProto.concat([shard.select("prompts", "responses") for shard in shards])
+        self.journal.append(("validate", len(batch)))
+        nums = torch.from_numpy(batch.lengths("responses").astype("int64"))
+        first = torch.stack([row[0] for row in batch["responses"].rows()])
+        sums = -nums.double() / (1 + len(self.rows)) * first
+        return DataProto.from_dict({"sum_log_probs": sums, "num_learned": nums}, row_ids=batch.row_ids)
 
     def begin_checkpoint(self, directory: str) -> None:
         self.saving = Path(directory), len(self.rows)
@@ -113,6 +126,17 @@ class Lab:
     def _group(self, role: str, worker: Any, mesh: Mesh, context: Any) -> Group:
         self.workers.append((role, worker.worker_class, worker.args, mesh))
         return self.group
+
+    def validate_on(self, num_rows: int, **validation: Any) -> None:
+        rows = [
+            {"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": f"{number % 2}"}}
+            for number in range(num_rows)
+        ]
+        (self.directory / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        columns = ColumnsConfig(data_source=None, ability=None, extra_info=None)
+        sources = {"held": SourceConfig(dataset=str(self.directory / "held.jsonl"), columns=columns)}
+        data = replace(self.config.data, validation=sources)
+        self.config = replace(self.config, data=data, validation=SftValidationConfig(**validation))
 
     def train(self, group: Group, **training: Any) -> Path | None:
         """From the newest checkpoint on."""
@@ -252,3 +276,58 @@ def test_a_run_that_is_never_to_resume_begins_anew(lab: Lab) -> None:
     lab.train(Group(), steps=2)
     lab.train(Group(), steps=3, resume="never")
     assert [number for number, _ in lab.steps] == [1, 2, 3]
+
+
+def measured(lab: Lab) -> dict[int, float]:
+    lines = read_metrics(lab.directory / "metrics.jsonl")
+    return {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
+
+
+def test_validation_stands_where_it_was_measured(lab: Lab) -> None:
+    lab.validate_on(5, every=2)
+    group = Group()
+    lab.train(group)
+    zero, one = (
+        load_tokenizer(lab.config.model.path)([text], add_special_tokens=False)["input_ids"][0][0] for text in "01"
+    )
+    of_rows = (3 * zero + 2 * one) / 5  # all are equally long, and none counts twice
+    assert measured(lab) == pytest.approx({0: of_rows, 2: of_rows / 3, 4: of_rows / 5, 5: of_rows / 6})
+    lines = {line["step"]: line for line in read_metrics(lab.directory / "metrics.jsonl")}
+    assert set(lines[0]) == {"step", "val/loss", "val/held/loss"}
+    assert [call[1] for call in group.journal if call[0] == "validate"] == [4, 2] * 4, "the last row once for each rank"
+
+
+def test_a_resumed_run_validates_as_an_undisturbed_one(lab: Lab) -> None:
+    lab.validate_on(3, every=2)
+    lab.train(Group(), steps=4)
+    whole = measured(lab)
+    (lab.directory / "checkpoints").rename(lab.directory / "elsewhere")
+    lab.stop_after = 2
+    lab.train(stopped := Group(), steps=4)
+    lab.stop_after = 99
+    group = Group()
+    group.rows += stopped.rows
+    lab.train(group, steps=4)
+    assert measured(lab) == whole
+    assert whole.keys() == {0, 2, 4}
+
+
+@pytest.mark.parametrize("keep_best", [True, False])
+def test_the_best_is_that_of_the_lowest_loss(keep_best: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.validate_on(2, every=1, keep_best=keep_best)
+    losses = iter([9.0, 3.0, 1.0, 2.0, 1.5, 4.0])
+    monkeypatch.setattr(
+        "mrl.trainer.sft._SftComponents.validate", lambda self: {"val/loss": next(losses), "val/held/loss": 0.0}
+    )
+    lab.train(Group(), save_every=4)
+    assert lab.saved() == ([1, 2, 4, 5] if keep_best else [4, 5])
+    best = (lab.directory / "checkpoints" / "best").read_text()
+    assert best == ("step-000002" if keep_best else "step-000004")
+
+
+def test_validation_rows_that_are_all_bad_are_an_error(lab: Lab) -> None:
+    lab.validate_on(1, every=1)
+    lab.config = replace(lab.config, data=replace(lab.config.data, max_bad_rows=1))
+    (lab.directory / "held.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match=r"^data.validation: none of its rows is usable"):
+        lab.train(Group())

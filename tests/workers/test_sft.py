@@ -53,6 +53,22 @@ def test_the_loss_is_the_mean_over_what_is_to_be_learnt(num_shards: int, with_ho
         assert found == pytest.approx([-1 / num_tokens if is_written else 0.0 for is_written in row.mask])
 
 
+@pytest.mark.parametrize("with_holes", [True, False])
+def test_a_row_is_scored_by_its_learned_tokens(with_holes: bool) -> None:
+    rows, worker = make_rows(with_holes=with_holes), SftWorker(make_place(), SETUP)
+    given = [-torch.rand(len(row.response), dtype=torch.float64) for row in rows]
+    worker.engine = StubEngine(Scores(log_probs_T=torch.cat(given)))  # type: ignore[assignment]
+    batch = batch_of(rows)
+    answer = worker.score_sft(batch, [[5, 3]])
+    assert answer is not None
+    assert answer.row_ids.tolist() == batch.row_ids.tolist()
+    expected = [float(x[torch.tensor(row.mask, dtype=torch.bool)].sum()) for x, row in zip(given, rows, strict=True)]
+    assert answer["sum_log_probs"].tolist() == pytest.approx(expected)
+    assert answer["num_learned"].tolist() == [sum(row.mask) for row in rows]
+    worker.engine = StubEngine(None)  # type: ignore[assignment]
+    assert worker.score_sft(batch, [[8]]) is None
+
+
 def test_the_reward_model_judges_each_response_at_its_last_token() -> None:
     rows = make_rows("old_log_probs")
     batch, worker = batch_of(rows), RewardModelWorker(make_place(), SETUP)
