@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from mrl.config.load import Resolved, load_config
-from mrl.config.schema import Config
+from mrl.config.load import Resolved, load_any_config
 from mrl.errors import ConfigError, Problem
 
 
@@ -32,13 +32,13 @@ def split_arguments(arguments: list[str], max_files: int = 1) -> tuple[list[str]
     return files, [argument for argument in arguments if "=" in argument]
 
 
-def load_one(arguments: list[str]) -> Resolved[Config]:
-    """Return the configuration of one file and its overrides."""
+def load_one(arguments: list[str]) -> Resolved[Any]:
+    """Return the configuration of one file and its overrides, of `mrl train` or of `mrl sft`."""
     (path,), overrides = split_arguments(arguments)
-    return load_config(path, overrides)
+    return load_any_config(path, overrides)
 
 
-def warn_unchecked(resolved: Resolved[Config]) -> None:
+def warn_unchecked(resolved: Resolved[Any]) -> None:
     """Say on standard error what could not be checked."""
     for warning in resolved.warnings:
         print(f"{resolved.path}: not checked: {warning}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from mrl.cli.arguments import add_config, aligned, load_one
 from mrl.config.arithmetic import (
@@ -15,12 +16,14 @@ from mrl.config.arithmetic import (
     role_batch,
     role_mesh,
     rollout_devices,
+    rows_per_step,
     samples_per_step,
     updates_per_step,
 )
 from mrl.config.load import Resolved
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config
+from mrl.config.sft import AnyConfig, SftBatchConfig
 
 EXAMPLE = "mrl explain configs/laptop-ppo.yaml actor.parallel.tp=1"
 _MAX_TABLE_RANKS = 16  # with more ranks, those of a node share a line
@@ -37,13 +40,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def explain(resolved: Resolved[Config], *, all_ranks: bool) -> Iterator[str]:
+def explain(resolved: Resolved[Any], *, all_ranks: bool) -> Iterator[str]:
     """Yield the explanation, line by line, without secrets."""
-    config = resolved.config
-    lines = [f"{resolved.path}", "", *_batch(config), *_placement(config)]
+    config: AnyConfig = resolved.config
+    batch = _batch(config) if isinstance(config, Config) else _sft_batch(config.batch)
+    lines = [f"{resolved.path}", "", *batch, *_placement(config)]
     for role in config.model_roles():
         lines += ["", *_model_role(config, role, all_ranks=all_ranks)]
-    lines += ["", *_rollout(config, all_ranks=all_ranks)]
+    if isinstance(config, Config):
+        lines += ["", *_rollout(config, all_ranks=all_ranks)]
     if resolved.warnings:
         lines += ["", "Not checked:", *(f"  - {warning}" for warning in resolved.warnings)]
     for line in lines:
@@ -67,7 +72,16 @@ def _batch(config: Config) -> Iterator[str]:
     yield from ("Batch:", *aligned(rows))
 
 
-def _placement(config: Config) -> Iterator[str]:
+def _sft_batch(batch: SftBatchConfig) -> Iterator[str]:
+    longest = f"max_prompt_tokens {batch.max_prompt_tokens} + max_response_tokens {batch.max_response_tokens}"
+    rows = [
+        ("rows per update", "rows_per_update", f"{batch.rows_per_update}"),
+        ("longest row", longest, f"{longest_sample_tokens(batch)} tokens"),
+    ]
+    yield from ("Batch:", *aligned(rows))
+
+
+def _placement(config: AnyConfig) -> Iterator[str]:
     cluster, pools = config.cluster, config.placement.pools
     present = cluster.nodes * cluster.devices_per_node
     kind = "CPU slots" if cluster.device == "cpu" else "GPUs"
@@ -83,28 +97,30 @@ def _placement(config: Config) -> Iterator[str]:
         yield "  Below, nodes are counted within each pool; Ray names them when the run starts."
 
 
-def _who(config: Config, roles: list[str]) -> str:
+def _who(config: AnyConfig, roles: list[str]) -> str:
     """Return the roles of a pool with those that live in their processes or beside them."""
     names = []
     for role in roles:
         names.append(role)
-        if role == "actor":
+        if role == "actor" and isinstance(config, Config):
             names += [] if "rollout" in config.placement.roles else ["rollout"]
             names += [f"reference (kl.where: {config.algorithm.kl.where})"] if has_reference(config) else []
     return ", ".join(names) + (" take turns" if len(names) > 1 else "")
 
 
-def _model_role(config: Config, role: str, *, all_ranks: bool) -> Iterator[str]:
+def _model_role(config: AnyConfig, role: str, *, all_ranks: bool) -> Iterator[str]:
     mesh, share, model = role_mesh(config, role), role_batch(config, role), config.model_roles()[role]
-    per, samples = "update", f"samples_per_update {config.batch.samples_per_update}"
-    if role not in config.trained_roles():
+    per, samples = "update", f"rows_per_update {rows_per_step(config)}"
+    if isinstance(config, Config):
+        samples = f"samples_per_update {config.batch.samples_per_update}"
+    if isinstance(config, Config) and role not in config.trained_roles():
         per, samples = "step", f"samples per step {samples_per_step(config.batch)}"
     chunks = f" ({model.parallel.vpp} model chunks each)" if model.parallel.vpp > 1 else ""
     sequence = ", sequence parallel" if model.parallel.sequence_parallel else ""
     ranks = f"{mesh.world_size} ranks = tp {mesh.tp} x cp {mesh.cp} x dp {mesh.dp} x pp {mesh.pp}"
     experts = f"; expert layers etp {mesh.etp} x ep {mesh.ep} x edp {mesh.edp} x pp {mesh.pp}"
     yield f"{role}: {ranks}{chunks}{sequence}{experts if _has_expert_axes(mesh) else ''}"
-    if role == "actor" and has_reference(config):
+    if role == "actor" and isinstance(config, Config) and has_reference(config):
         yield "  The reference model is this role's frozen copy: same processes, same layout."
     if role not in config.trained_roles():
         yield "  It is frozen: it scores whole steps."

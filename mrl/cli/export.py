@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mrl.config.load import load_config
-from mrl.config.schema import Config
+from mrl.config.load import load_any_config
+from mrl.config.sft import AnyConfig
 from mrl.dtypes import torch_dtype
 from mrl.errors import SetupError
 from mrl.hub import local_files, model_directory
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     directory = Path(arguments.run)
     if not (directory / "config.yaml").is_file():
         raise SetupError(f"{directory} is not the directory of a run: it lacks config.yaml")
-    config = load_config(str(directory / "config.yaml")).config
+    config = load_any_config(str(directory / "config.yaml")).config
     step, number = export_role(
         config, directory, arguments.checkpoint, arguments.role, arguments.dtype, Path(arguments.out)
     )
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def export_role(
-    config: Config, directory: Path, which: str, role: str, dtype: str | None, out: Path
+    config: AnyConfig, directory: Path, which: str, role: str, dtype: str | None, out: Path
 ) -> tuple[str, int]:
     """Write a role's model as it was at a checkpoint of a run; the checkpoint's name, and the number of tensors."""
     roles = config.trained_roles()

@@ -10,12 +10,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mrl import files
 from mrl.cli.arguments import add_config, load_one, split_arguments, warn_unchecked
 from mrl.cli.explain import explain
 from mrl.config.load import Resolved
-from mrl.config.schema import Config
+from mrl.config.sft import SftConfig
 from mrl.errors import SetupError
 from mrl.launch.job_bundle import JobBundle, pack
 from mrl.launch.ray_job import RayJob, make_job, submit_command, submit_script, write_job_directory
@@ -38,7 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ray.add_argument("--ship", action="append", default=[], metavar="PATH", help="more of your own code")
     ray.add_argument("--no-wait", action="store_true", help="leave once it is submitted")
     for each in (slurm, ray):
-        each.add_argument("--verb", choices=("train", "check"), default="train", help="check: look at all nodes only")
+        each.add_argument(
+            "--verb",
+            choices=("train", "check"),
+            default="train",
+            help="check: look at all nodes only",
+        )
         add_config(each)
         each.add_argument("--dry-run", action="store_true", help="print everything, write and start nothing")
 
@@ -49,11 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
     warn_unchecked(resolved)
     for warning in refuse(resolved.path, check_planned_memory(resolved)):
         print(f"{resolved.path}: {warning.about}: {warning.what} ({warning.fix})", file=sys.stderr)
+    if isinstance(resolved.config, SftConfig) and arguments.verb == "train":
+        arguments.verb = "sft"
     bundle = pack(resolved, overrides)
     return (_slurm if arguments.where == "slurm" else _ray)(arguments, resolved, bundle)
 
 
-def _slurm(arguments: argparse.Namespace, resolved: Resolved[Config], bundle: JobBundle) -> int:
+def _slurm(arguments: argparse.Namespace, resolved: Resolved[Any], bundle: JobBundle) -> int:
     config, site = resolved.config, load_site(arguments.cluster)
     job = SlurmJob(config, site, job_files(config), Path.cwd(), arguments.verb, bundle.variables)
     script = render_script(job)
@@ -85,7 +93,7 @@ def _sbatch(command: list[str]) -> str:
     return answer.stdout.strip().partition(";")[0]
 
 
-def _ray(arguments: argparse.Namespace, resolved: Resolved[Config], bundle: JobBundle) -> int:
+def _ray(arguments: argparse.Namespace, resolved: Resolved[Any], bundle: JobBundle) -> int:
     job = make_job(resolved.config, bundle, arguments.ship)
     lines = list(_travels(job))
     with tempfile.TemporaryDirectory() as directory:
@@ -106,7 +114,7 @@ def _travels(job: RayJob) -> Iterator[str]:
         yield f"not shipped, as it is secret: {name}; it must be set where Ray runs"
 
 
-def _show(resolved: Resolved[Config], parts: list[str]) -> None:
+def _show(resolved: Resolved[Any], parts: list[str]) -> None:
     for part in parts:
         print(resolved.secrets.hide(part))
     for line in explain(resolved, all_ranks=False):

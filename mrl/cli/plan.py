@@ -8,15 +8,17 @@ from collections.abc import Iterator, Sequence
 
 from mrl.cli.arguments import add_config, aligned, load_one
 from mrl.config.arithmetic import num_engines, samples_per_step
-from mrl.config.hardware import DEFAULT, HARDWARE
-from mrl.config.schema import Config
+from mrl.config.hardware import DEFAULT, HARDWARE, hardware
+from mrl.config.sft import AnyConfig, SftConfig
 from mrl.errors import ConfigError, Problem
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
 from mrl.plan.memory import MemoryPlan, gib, plan_memory
 from mrl.plan.plan_input import PlanInput, make_plan_input
 from mrl.plan.search import Changes, advise, found_lines, search
+from mrl.plan.sft import sft_machine, sft_phase
 from mrl.plan.timing import Lengths, assumed_lengths, plan_time
+from mrl.preflight.findings import SFT_ADVICE
 from mrl.preflight.node_facts import usable_memory_bytes
 
 EXAMPLE = "mrl plan configs/ppo-llama3.1-70b-8n8g.yaml actor.parallel.pp=2"
@@ -41,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     path = resolved.path
     if resolved.config.cluster.device == "cpu" and not arguments.search:
         return _machine(path, resolved.config, arguments.model)
+    if isinstance(resolved.config, SftConfig):
+        return _sft(path, resolved.config, arguments)
     subject = make_plan_input(resolved, arguments.hardware, arguments.model)
     means = assumed_lengths(resolved.config)
     lengths = Lengths(arguments.mean_prompt or means.prompt, arguments.mean_response or means.response)
@@ -62,11 +66,32 @@ def run(arguments: argparse.Namespace) -> int:
     return _DOES_NOT_FIT if plan.shortages and not arguments.search else 0
 
 
-def _machine(path: str, config: Config, model: str | None) -> int:
+def _sft(path: str, config: SftConfig, arguments: argparse.Namespace) -> int:
+    """Print the memory of supervised training on GPUs; its time is not planned, nor is anything searched."""
+    if arguments.search or arguments.nodes or arguments.devices_per_node:
+        what = "--search, --nodes and --devices-per-node are for configurations of `mrl train`"
+        raise ConfigError([Problem("command line", "", what, f"mrl plan {path}")])
+    device = hardware(arguments.hardware or config.cluster.hardware or DEFAULT)
+    phase = sft_phase(config, arguments.model)
+    left = device.memory_bytes - phase.num_bytes
+    print(f"{path} on {device.name}, {gib(device.memory_bytes)} a device (--hardware for others)\n")
+    print("Memory of the fullest device, in an update:")
+    rows = [(item.what, gib(item.num_bytes), item.origin if arguments.verbose else "") for item in phase.items]
+    print("\n".join(aligned([*rows, ("together", gib(phase.num_bytes), "")])))
+    print(f"\nIt {'fits, and leaves' if left >= 0 else 'does not fit, and lacks'} {gib(abs(left))}.")
+    if left < 0:
+        print(f"It would take {SFT_ADVICE}.")
+    return 0 if left >= 0 else _DOES_NOT_FIT
+
+
+def _machine(path: str, config: AnyConfig, model: str | None) -> int:
     """Print the memory of a machine whose devices are CPU slots; nothing is known of its time."""
     usable = usable_memory_bytes()
-    subject = machine_plan_input(config, usable, model)
-    plan = plan_machine(subject)
+    if isinstance(config, SftConfig):
+        subject, plan = None, sft_machine(config, model)
+    else:
+        subject = machine_plan_input(config, usable, model)
+        plan = plan_machine(subject)
     print(f"{path} on CPU slots of this machine, {gib(usable)} before Ray's memory monitor ends processes\n")
     rows = [("process", "number", "each", "in its phase, at most")]
     rows += [(each.name, str(each.count), gib(each.held), gib(each.most)) for each in plan.processes]
@@ -75,9 +100,13 @@ def _machine(path: str, config: Config, model: str | None) -> int:
     if plan.max_bytes <= usable:
         print("It fits.")
         return 0
-    changes = advise_machine(subject, usable)
     print("It does not fit." if plan.min_bytes > usable else "It may not fit.")
-    print(f"It fits with:\n  {subject.overrides(changes)}" if changes else "No change that was tried makes it fit.")
+    if subject is None:
+        print(f"It would take {SFT_ADVICE}.")
+    elif changes := advise_machine(subject, usable):
+        print(f"It fits with:\n  {subject.overrides(changes)}")
+    else:
+        print("No change that was tried makes it fit.")
     return _DOES_NOT_FIT if plan.min_bytes > usable else 0
 
 

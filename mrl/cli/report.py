@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from mrl.config.load import Resolved, load_config, load_sft_config
+from mrl.config.load import load_any_config
 from mrl.config.render import render_difference
-from mrl.errors import ConfigError, SetupError
+from mrl.errors import SetupError
 
 EXAMPLE = "mrl report runs/laptop-ppo"
 _NUM_SAMPLES = 24
@@ -49,22 +49,12 @@ def write_comparison(directories: Sequence[Path], out: Path | None = None) -> Pa
     names = [each.name for each in directories]
     labels = names if len(set(names)) == len(names) else [str(each) for each in directories]
     found = [_files(directory) for directory in directories]
-    first, *others = (_configuration(config) for _, config in found)
+    first, *others = (load_any_config(str(config)) for _, config in found)
     difference = "\n".join(filter(None, (render_difference(first, other) for other in others)))
     lines = {label: read_metrics(metrics) for label, (metrics, _) in zip(labels, found, strict=True)}
     out = out or Path("comparison.html")
     out.write_text(render_comparison(lines, difference), encoding="utf-8")
     return out
-
-
-def _configuration(config: Path) -> Resolved:  # type: ignore[type-arg]
-    try:
-        return load_config(str(config))
-    except ConfigError as error:
-        try:
-            return load_sft_config(str(config))
-        except ConfigError:
-            raise error from None
 
 
 def _files(directory: Path) -> tuple[Path, Path]:

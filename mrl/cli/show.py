@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from mrl.cli.arguments import split_arguments, warn_unchecked
-from mrl.config.load import Resolved, load_config
+from mrl.config.load import Resolved, load_any_config
 from mrl.config.render import render, render_difference, render_schema
-from mrl.config.schema import Config
 from mrl.errors import ConfigError, Problem
 
 EXAMPLE = "mrl show configs/laptop-ppo.yaml actor.parallel.tp=1"
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _load(path: str, overrides: list[str]) -> Resolved[Config]:
-    resolved = load_config(path, overrides)
+def _load(path: str, overrides: list[str]) -> Resolved[Any]:
+    resolved = load_any_config(path, overrides)
     warn_unchecked(resolved)
     return resolved

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import BatchConfig, Config, ParallelConfig, RolloutConfig
-from mrl.config.sft import AnyConfig
+from mrl.config.sft import AnyConfig, SftBatchConfig, SftConfig
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,14 @@ def has_reference(config: Config) -> bool:
     return config.algorithm.kl.where != "none"
 
 
-def longest_sample_tokens(rollout: RolloutConfig) -> int:
+def longest_sample_tokens(limits: RolloutConfig | SftBatchConfig) -> int:
     """Return the tokens of a sample whose prompt and response are both at their limit."""
-    return rollout.max_prompt_tokens + rollout.max_response_tokens
+    return limits.max_prompt_tokens + limits.max_response_tokens
+
+
+def rows_per_step(config: AnyConfig) -> int:
+    """Return the samples of a step, or the rows of an update of SFT."""
+    return config.batch.rows_per_update if isinstance(config, SftConfig) else samples_per_step(config.batch)
 
 
 def role_devices(config: AnyConfig, role: str) -> int:
@@ -63,15 +68,21 @@ def role_mesh(config: AnyConfig, role: str) -> Mesh:
     return make_mesh(config.model_roles()[role].parallel, role_devices(config, role))
 
 
-def role_batch(config: Config, role: str) -> RoleBatch:
+def role_batch(config: AnyConfig, role: str) -> RoleBatch:
     """Return the share of an update, or of a step, that one data-parallel rank of a role works on."""
-    model, batch = config.model_roles()[role], config.batch
-    samples = batch.samples_per_update if role in config.trained_roles() else samples_per_step(batch)
+    model, samples, longest = config.model_roles()[role], rows_per_step(config), tokens_limit(config)
+    if isinstance(config, Config) and role in config.trained_roles():
+        samples = config.batch.samples_per_update
     return RoleBatch(
         samples_per_rank=samples // role_mesh(config, role).dp,
         tokens_per_micro_batch=model.max_tokens_per_device * model.parallel.cp,
-        longest_sample_tokens=longest_sample_tokens(config.rollout),
+        longest_sample_tokens=longest,
     )
+
+
+def tokens_limit(config: AnyConfig) -> int:
+    """Return the tokens of the longest sample of a step, or row of SFT."""
+    return longest_sample_tokens(config.batch if isinstance(config, SftConfig) else config.rollout)
 
 
 def has_own_rollout_pool(config: Config) -> bool:

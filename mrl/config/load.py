@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mrl.config.data_rules import check_data_rules, check_reward_rules, unchecked_data
 from mrl.config.keys import convert
@@ -55,6 +55,24 @@ def load_sft_config(path: str, overrides: Iterable[str] = ()) -> Resolved[SftCon
     return _load(SftConfig, path, overrides)
 
 
+def load_any_config(path: str, overrides: Iterable[str] = ()) -> Resolved[Any]:
+    """Load a configuration of `mrl train` or of `mrl sft`: its keys say which it is."""
+    given = list(overrides)
+    try:
+        values = merge(read_chain(path), read_overrides(given)[0]).values
+    except SourceError:
+        values = {}  # `load_config` says what is wrong
+    return load_sft_config(path, given) if _root_of(values) is SftConfig else load_config(path, given)
+
+
+def _root_of(values: Mapping[str, Any]) -> type[Config] | type[SftConfig] | None:
+    """Return which kind of configuration has these keys; None where they do not tell."""
+    if values.keys() >= {"algorithm", "rollout"}:
+        return Config
+    batch = values.get("batch")
+    return SftConfig if isinstance(batch, Mapping) and "rows_per_update" in batch else None
+
+
 def rechecked(resolved: Resolved[AnyTyped], config: AnyTyped) -> Resolved[AnyTyped]:
     """Return the same with another configuration, of which every rule is asked once more."""
     problems, warnings = _check(config)
@@ -70,6 +88,10 @@ def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved
         raise _config_error(error.problems + read_overrides(overrides)[1], Secrets()) from None
     override_layer, problems = read_overrides(overrides)
     layer = merge(file_layer, override_layer)
+    if _root_of(layer.values) not in (root, None):
+        verb, other = ("sft", "train") if root is Config else ("train", "sft")
+        what = f"is a configuration of `mrl {verb}`, not of `mrl {other}`"
+        raise _config_error([Problem(path, "", what, f"mrl {verb} {path}")], Secrets())
     interpolated = interpolate(layer, path)
     problems += interpolated.problems
 

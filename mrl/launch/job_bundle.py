@@ -9,7 +9,7 @@ from typing import Any
 
 from mrl.config.load import Resolved
 from mrl.config.names import own_parts
-from mrl.config.schema import Config
+from mrl.config.sft import AnyConfig
 from mrl.config.sources import read_chain, read_overrides
 from mrl.config.values import ENVIRONMENT_VARIABLE, KeyPath, dotted, merge
 from mrl.errors import ConfigError, Problem
@@ -24,7 +24,7 @@ class JobBundle:
     """The environment variables that it takes values from."""
 
 
-def pack(resolved: Resolved[Config], overrides: Sequence[str]) -> JobBundle:
+def pack(resolved: Resolved[Any], overrides: Sequence[str]) -> JobBundle:
     """Return the file, what it extends and the overrides as one. Secrets are no part of it: written out, they are an
     error."""
     layer = merge(read_chain(resolved.path), read_overrides(overrides)[0])
@@ -41,7 +41,7 @@ def pack(resolved: Resolved[Config], overrides: Sequence[str]) -> JobBundle:
     return JobBundle(f"{text}\n", tuple(dict.fromkeys(ENVIRONMENT_VARIABLE.findall(text))))
 
 
-def user_modules(config: Config) -> Iterator[str]:
+def user_modules(config: AnyConfig) -> Iterator[str]:
     """Yield the modules of the user's own that the configuration names as `package.module:attribute`."""
     yield from (name.partition(":")[0] for _, name in own_parts(config))
 

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mrl import files
-from mrl.config.load import load_config
+from mrl.config.load import load_any_config
+from mrl.config.schema import Config
 from mrl.errors import EXIT_STOPPED, MrlError, SetupError, TooFewDevices
 from mrl.launch.ray_node import default_signals, device_options, free_port, head_options, own_address, ray_node
 from mrl.plan.search import fits_on
@@ -97,7 +98,7 @@ def _first(attempt: RendezvousDirectory, arguments: argparse.Namespace) -> int:
         host = own_address(arguments.interface, name)
         port = free_port()
         address = f"{host}:{port}"
-        cluster = load_config(arguments.config, [f"cluster.ray_address={address}"]).config.cluster
+        cluster = load_any_config(arguments.config, [f"cluster.ray_address={address}"]).config.cluster
         options = [*head_options(port), *device_options(cluster, arguments.cpus)]
         with ray_node(host, name, options) as node:
             node.await_start(limit_s)
@@ -122,7 +123,7 @@ def _other(attempt: RendezvousDirectory, arguments: argparse.Namespace) -> int:
         if time.monotonic() > deadline:
             raise SetupError(f"the first node has started no Ray within {limit_s:g} s")
         time.sleep(_POLL_S)
-    cluster = load_config(arguments.config, [f"cluster.ray_address={address}"]).config.cluster
+    cluster = load_any_config(arguments.config, [f"cluster.ray_address={address}"]).config.cluster
     with ray_node(host, name, [f"--address={address}", *device_options(cluster, arguments.cpus)]) as node:
         while not attempt.has("exit_code"):
             node.check()
@@ -137,13 +138,13 @@ def _await_nodes(argv: Sequence[str]) -> int:
     from mrl.controller.nodes import wait_for_nodes
 
     path, override, limit_s, *names = argv
-    resolved = load_config(path, [override])
+    resolved = load_any_config(path, [override])
     cluster = resolved.config.cluster
     try:
         with ray_cluster(cluster):
             wait_for_nodes(names, cluster.device, cluster.devices_per_node, float(limit_s))
     except MrlError as error:
-        if isinstance(error, TooFewDevices):
+        if isinstance(error, TooFewDevices) and isinstance(resolved.config, Config):
             error.fix = "\n".join([error.fix, *fits_on(resolved, error.num_nodes)])
         sys.stderr.write(f"{error}\n")
         return error.exit_code

@@ -16,7 +16,7 @@ from pathlib import Path
 from mrl import files
 from mrl.config.data_rules import is_file
 from mrl.config.model_names import model_names
-from mrl.config.schema import Config
+from mrl.config.sft import AnyConfig
 from mrl.errors import ConfigError, Problem, SetupError
 from mrl.launch.job_bundle import JobBundle, user_modules
 from mrl.redaction import is_secret_key
@@ -34,7 +34,7 @@ class RayJob:
     """Secret variables that must be there already where Ray runs."""
 
 
-def make_job(config: Config, bundle: JobBundle, further: Sequence[str]) -> RayJob:
+def make_job(config: AnyConfig, bundle: JobBundle, further: Sequence[str]) -> RayJob:
     """Return the job of a configuration. What would be looked for in the wrong place on the cluster is an error."""
     if problems := list(_relative_paths(config)):
         raise ConfigError(problems)
@@ -134,7 +134,7 @@ def _below_here(text: str) -> Path:
     return path
 
 
-def _relative_paths(config: Config) -> Iterator[Problem]:
+def _relative_paths(config: AnyConfig) -> Iterator[Problem]:
     """Yield paths that the job, which runs in a directory of Ray's own, would not find, or would lose with it."""
     paths = {"run.dir": config.run.dir}
     paths |= {key: name for key, name in model_names(config).items() if Path(name).is_dir()}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mrl.config.schema import Config
+from mrl.config.sft import AnyConfig
 from mrl.errors import EXIT_STOPPED, ConfigError, Problem
 from mrl.launch.site import SiteConfig
 
@@ -20,17 +20,17 @@ _ONE_WORD = re.compile(r"[^\s\"'#\\$`%]+")
 class SlurmJob:
     """A run on a site."""
 
-    config: Config
+    config: AnyConfig
     site: SiteConfig
     files: Path
     """The directory of the script, of the configuration, and of what each attempt leaves."""
     submitted_in: Path
     verb: str
-    """What the first node runs: `train`, or `check` to look at all nodes first."""
+    """What the first node runs: `train` or `sft`, or `check` to look at all nodes first."""
     variables: tuple[str, ...] = ()
 
 
-def job_files(config: Config) -> Path:
+def job_files(config: AnyConfig) -> Path:
     """Return the directory of a run's job. It lies beside the run's own, which holds nothing before the run begins."""
     return Path(config.run.dir, f"{config.run.name}.launch").absolute()
 

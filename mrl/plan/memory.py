@@ -22,6 +22,7 @@ from mrl.config.arithmetic import (
 )
 from mrl.config.hardware import DEFAULT_UTILIZATION, Hardware
 from mrl.config.schema import Config
+from mrl.config.sft import AnyConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.errors import PlacementError
 from mrl.models.rollout_table import EngineSizes
@@ -162,10 +163,10 @@ def plan_memory(subject: PlanInput, stages: Stages | None = None) -> MemoryPlan:
 
 def role_stages(subject: PlanInput, role: str) -> tuple[Role, ...]:
     stages = range(subject.config.model_roles()[role].parallel.pp)
-    return tuple(_role(subject.config, subject.specs[role], role, stage) for stage in stages)
+    return tuple(role_at_stage(subject.config, subject.specs[role], role, stage) for stage in stages)
 
 
-def _role(config: Config, spec: ModelSpec, name: str, stage: int) -> Role:
+def role_at_stage(config: AnyConfig, spec: ModelSpec, name: str, stage: int) -> Role:
     model, head = config.model_roles()[name], HEADS[name]
     batch = role_batch(config, name)
     tokens = f"{model.max_tokens_per_device} tokens of a micro-batch on a device"

@@ -10,12 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from mrl.config.arithmetic import rows_per_step
+from mrl.config.load import AnyTyped
 from mrl.config.model_names import in_directories, model_names, rename_models
 from mrl.config.reward import RewardConfig
 from mrl.config.schema import Config, SourceConfig
+from mrl.config.sft import AnyConfig, SftConfig
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.end_tokens import end_tokens
 from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, open_dataset
+from mrl.data.sft_rows import open_sft_dataset
 from mrl.errors import BadRow, DataError, ModelError
 from mrl.events import EventLog
 from mrl.hub import is_offline, model_directory
@@ -29,11 +33,12 @@ from mrl.rewards.sample import Sample
 from mrl.trainer.components import check_model, model_setup
 from mrl.trainer.model_scores import check_reward_model
 from mrl.trainer.reward_sources import check_reward_sources
+from mrl.trainer.sft import sft_setup
 
 _BYTES_PER_PARAMETER = 2  # published weights are bfloat16
 
 
-def check_models(config: Config) -> Iterator[CheckResult]:
+def check_models(config: AnyTyped) -> Iterator[CheckResult]:
     """Check the files of each role's model as a run does before it asks for a device: headers alone are read."""
     for role in config.model_roles():
         key, name = config.model_of(role)
@@ -46,7 +51,7 @@ def check_models(config: Config) -> Iterator[CheckResult]:
             yield from guarded(about, _check(about, role, rename_models(config, {key: str(directory)}), directory))
 
 
-def found_models(config: Config) -> Iterator[str]:
+def found_models(config: AnyConfig) -> Iterator[str]:
     """Yield the directories of the models that are here; `check_models` has said which are not."""
     for name in dict.fromkeys(model_names(config).values()):
         with suppress(ModelError):
@@ -62,8 +67,8 @@ def node_models(lacks: Mapping[str, str]) -> Iterator[CheckResult]:
         yield ok("models", "every node has those that are here")
 
 
-def _check(about: str, role: str, config: Config, directory: Path) -> Iterator[CheckResult]:
-    check_model(model_setup(role, config))
+def _check(about: str, role: str, config: AnyConfig, directory: Path) -> Iterator[CheckResult]:
+    check_model(sft_setup(config) if isinstance(config, SftConfig) else model_setup(role, config))
     files = list(directory.glob("*.safetensors"))
     num_bytes = sum(file.stat().st_size for file in files)
     yield ok(about, f"{directory}: {read_spec(directory).family}, {len(files)} files of {gib(num_bytes)}")
@@ -89,7 +94,7 @@ _FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<think>it is known</think> <answer>
 Look = Callable[[RLHFDataset], list[Prompt | SkippedRow]]
 
 
-def check_data(config: Config, *, all_rows: bool) -> Iterator[CheckResult]:
+def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
     """Check tokenizer, sources and rewards; without the tokenizer nothing else can be looked at."""
     try:
         config = in_directories(config)
@@ -104,8 +109,9 @@ def check_data(config: Config, *, all_rows: bool) -> Iterator[CheckResult]:
         return
     form = "raw text" if config.data.raw_text else "chat template"
     yield ok("tokenizer", f"{len(tokenizer)} tokens, {form}")
-    yield from guarded("end tokens", _check_ends(config, tokenizer))
-    yield from guarded("reward_model", _check_reward_model(config, tokenizer))
+    if isinstance(config, Config):
+        yield from guarded("end tokens", _check_ends(config, tokenizer))
+        yield from guarded("reward_model", _check_reward_model(config, tokenizer))
     scored: dict[str, list[Prompt]] = {}
     for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
         for name, source in sources.items():
@@ -114,6 +120,8 @@ def check_data(config: Config, *, all_rows: bool) -> Iterator[CheckResult]:
             look = _all_rows if all_rows else _some_rows
             yield from guarded(key, _check_source(config, {key: source}, tokenizer, look, scored[key]))
     yield from guarded("data.train", _check_number(config, tokenizer))
+    if isinstance(config, SftConfig):
+        return
     yield from guarded("rewards", _check_reward_sources(config))
     for part, reward in (("train", config.reward), ("validation", config.validation_reward())):
         of_part = {key: prompts for key, prompts in scored.items() if key.startswith(f"data.{part}.")}
@@ -148,22 +156,31 @@ def _check_reward_model(config: Config, tokenizer: ChatTokenizer) -> Iterator[Ch
             yield ok("reward_model", f"{config.reward_model.path} reads the policy's tokens")
 
 
-def _check_number(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
-    num = len(open_dataset(config.data.train, config.data, config.rollout, tokenizer))
-    wanted, about = config.batch.prompts_per_step, "data.train"
+def _opened(config: AnyConfig, sources: Mapping[str, SourceConfig], tokenizer: ChatTokenizer) -> RLHFDataset:
+    if isinstance(config, SftConfig):
+        return open_sft_dataset(sources, config, tokenizer)
+    return open_dataset(sources, config.data, config.rollout, tokenizer)
+
+
+def _check_number(config: AnyConfig, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
+    num, about = len(_opened(config, config.data.train, tokenizer)), "data.train"
+    key, wanted = "rows_per_update", rows_per_step(config)
+    if isinstance(config, Config):
+        key, wanted = "prompts_per_step", config.batch.prompts_per_step
     if num < wanted:
-        fix = f"add prompts, or batch.prompts_per_step={num}"
+        fix = f"add prompts, or batch.{key}={num}"
         yield fail(about, f"{num} prompts, {wanted} per step", fix)
     else:
         yield ok(about, f"{num} prompts, {num / wanted:.1f} steps until one comes again")
 
 
 def _check_source(
-    config: Config, source: Mapping[str, SourceConfig], tokenizer: ChatTokenizer, look: Look, scored: list[Prompt]
+    config: AnyConfig, source: Mapping[str, SourceConfig], tokenizer: ChatTokenizer, look: Look, scored: list[Prompt]
 ) -> Iterator[CheckResult]:
     """Check the rows of one source; some of the usable ones go into `scored`."""
     (key,) = source
-    dataset = open_dataset(source, config.data, config.rollout, tokenizer)
+    dataset = _opened(config, source, tokenizer)
+    limits = config.batch if isinstance(config, SftConfig) else config.rollout
     found = look(dataset)
     prompts = [row for row in found if isinstance(row, Prompt)]
     scored += prompts[:: max(1, len(prompts) // _NUM_SCORED)][:_NUM_SCORED]
@@ -173,14 +190,14 @@ def _check_source(
         lengths = sorted(len(prompt.ids) for prompt in prompts)
         tail = lengths[int(0.95 * (len(lengths) - 1))]
         what = f"{seen}: prompts of {lengths[0]} to {lengths[-1]} tokens, 95 % within {tail}"
-        yield ok(key, f"{what}; the limit is {config.rollout.max_prompt_tokens}")
+        yield ok(key, f"{what}; the limit is {limits.max_prompt_tokens}")
     else:
         yield fail(key, f"{seen}: none is a usable prompt", "see the lines below")
     if dropped := [row.num_tokens for row in unusable if row.error is None]:
         what = (
             f"{len(dropped)} of {len(found)} prompts are too long and will be dropped; the longest has {max(dropped)}"
         )
-        yield warn(key, f"{what} tokens", "raise rollout.max_prompt_tokens, if they matter")
+        yield warn(key, f"{what} tokens", "raise max_prompt_tokens, if they matter")
     errors = [row.error for row in unusable if row.error is not None]
     bad = [error for error in errors if isinstance(error, BadRow)]
     verdict: Verdict = "fail" if len(errors) > len(bad) or len(bad) > config.data.max_bad_rows else "warn"

@@ -10,18 +10,21 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from mrl.config.arithmetic import role_batch, role_mesh, samples_per_step, updates_per_step
+from mrl.config.hardware import DEFAULT, hardware
 from mrl.config.load import Resolved
 from mrl.config.names import missing_modules
 from mrl.config.schema import ClusterConfig, Config
+from mrl.config.sft import AnyConfig, SftConfig
 from mrl.config.step_calls import SAMPLE_COLUMNS, step_calls
 from mrl.errors import ConfigError, ModelError, MrlError, PlacementError, Problem
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
 from mrl.plan.memory import gib, plan_memory
 from mrl.plan.plan_input import make_plan_input
 from mrl.plan.search import advise
+from mrl.plan.sft import sft_machine, sft_phase
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
 
@@ -35,6 +38,8 @@ class CheckResult:
     what: str
     fix: str = ""
 
+
+SFT_ADVICE = "a smaller actor.max_tokens_per_device, or a larger actor.parallel.tp or pp"
 
 ok, warn, fail, skip = (partial(CheckResult, verdict) for verdict in get_args(Verdict))
 
@@ -55,7 +60,7 @@ def refuse(path: str, findings: Iterable[CheckResult]) -> list[CheckResult]:
     return [finding for finding in seen if finding.verdict == "warn"]
 
 
-def check_configuration(resolved: Resolved[Config]) -> Iterator[CheckResult]:
+def check_configuration(resolved: Resolved[Any]) -> Iterator[CheckResult]:
     """Yield what loading has shown: it would have stopped at anything wrong."""
     num_keys = _num_values(dataclasses.asdict(resolved.config))
     yield ok("configuration", f"{num_keys} values in range, and every rule between them holds")
@@ -63,19 +68,22 @@ def check_configuration(resolved: Resolved[Config]) -> Iterator[CheckResult]:
         yield skip("configuration", warning, "run this where it is" if "on this machine" in warning else "")
 
 
-def check_own_parts(config: Config) -> Iterator[CheckResult]:
+def check_own_parts(config: AnyConfig) -> Iterator[CheckResult]:
     """Yield the modules of the user's own that a run would not find: loading only warns, it may be another machine."""
     for missing in missing_modules(config):
         yield fail(missing.key, missing.what, missing.fix)
 
 
-def check_batch(config: Config) -> Iterator[CheckResult]:
+def check_batch(config: AnyConfig) -> Iterator[CheckResult]:
     """Yield the arithmetic of a step, and what of it makes for slow work."""
-    batch = config.batch
-    what = (
-        f"{batch.prompts_per_step} prompts x {batch.samples_per_prompt} = {samples_per_step(batch)} samples per step, "
-        f"{updates_per_step(batch)} optimizer steps of {batch.samples_per_update}"
-    )
+    if isinstance(config, SftConfig):
+        key, what = "rows_per_update", f"{config.batch.rows_per_update} rows per update"
+    else:
+        key, batch = "samples_per_update", config.batch
+        what = (
+            f"{batch.prompts_per_step} prompts x {batch.samples_per_prompt} = {samples_per_step(batch)} samples per "
+            f"step, {updates_per_step(batch)} optimizer steps of {batch.samples_per_update}"
+        )
     yield ok("batch", what)
     for role in config.trained_roles():
         share, mesh = role_batch(config, role), role_mesh(config, role)
@@ -88,12 +96,14 @@ def check_batch(config: Config) -> Iterator[CheckResult]:
             yield warn(
                 f"batch of the {role}",
                 f"{share.samples_per_rank} samples cannot fill a pipeline of {mesh.pp} stages: most devices will wait",
-                f"a larger batch.samples_per_update, or a smaller {role}.parallel.pp",
+                f"a larger batch.{key}, or a smaller {role}.parallel.pp",
             )
 
 
-def check_columns(config: Config) -> Iterator[CheckResult]:
-    """Check that every column that a worker reads has been written by then."""
+def check_columns(config: AnyConfig) -> Iterator[CheckResult]:
+    """Check that every column that a worker reads has been written by then; SFT has one call alone."""
+    if isinstance(config, SftConfig):
+        return
     if problems := column_problems(config):
         for problem in problems:
             yield fail("columns", problem, "this is a defect of mrl, or of your own algorithm's settings")
@@ -123,11 +133,14 @@ def _num_values(value: object) -> int:
     return sum(map(_num_values, value.values())) if isinstance(value, dict) and value else 1
 
 
-def check_memory(resolved: Resolved[Config], hardware_name: str | None = None) -> Iterator[CheckResult]:
+def check_memory(resolved: Resolved[Any], hardware_name: str | None = None) -> Iterator[CheckResult]:
     """Yield the fullest phase, or those that do not fit and the smallest change that would."""
     about, config = "memory", resolved.config
     if config.cluster.device == "cpu":
         yield skip(about, "devices are CPU slots: it is each machine's memory that counts")
+        return
+    if isinstance(config, SftConfig):
+        yield _sft_memory(config, hardware_name)
         return
     try:
         subject = make_plan_input(resolved, hardware_name)
@@ -147,11 +160,23 @@ def check_memory(resolved: Resolved[Config], hardware_name: str | None = None) -
         yield _overfull(config.cluster, what, fix)
 
 
+def _sft_memory(config: SftConfig, hardware_name: str | None) -> CheckResult:
+    device = hardware(hardware_name or config.cluster.hardware or DEFAULT)
+    try:
+        phase = sft_phase(config)
+    except ModelError as error:
+        return skip("memory", error.what, error.fix)
+    what = f"an update takes {gib(phase.num_bytes)} of each {device.name} ({gib(device.memory_bytes)})"
+    if phase.num_bytes <= device.memory_bytes:
+        return ok("memory", what)
+    return _overfull(config.cluster, what, SFT_ADVICE)
+
+
 def _overfull(cluster: ClusterConfig, what: str, fix: str) -> CheckResult:
     return (fail if cluster.overfull == "refuse" else warn)("memory", what, fix)
 
 
-def check_planned_memory(resolved: Resolved[Config]) -> Iterator[CheckResult]:
+def check_planned_memory(resolved: Resolved[Any]) -> Iterator[CheckResult]:
     """Yield what does not fit into the memory of the devices that the configuration names, where it names any."""
     if resolved.config.cluster.hardware is not None:
         for finding in guarded("memory", check_memory(resolved)):
@@ -159,12 +184,15 @@ def check_planned_memory(resolved: Resolved[Config]) -> Iterator[CheckResult]:
             yield dataclasses.replace(finding, fix=may_start) if finding.verdict == "fail" else finding
 
 
-def check_machine(config: Config, usable_bytes: int, taken_bytes: int) -> CheckResult:
+def check_machine(config: AnyConfig, usable_bytes: int, taken_bytes: int) -> CheckResult:
     """Check a machine of CPU slots: fail where it surely does not hold a run, and warn where it may not."""
-    about = "memory"
+    about, subject = "memory", None
     try:
-        subject = machine_plan_input(config, usable_bytes)
-        plan = plan_machine(subject)
+        if isinstance(config, SftConfig):
+            plan = sft_machine(config)
+        else:
+            subject = machine_plan_input(config, usable_bytes)
+            plan = plan_machine(subject)
     except (ModelError, PlacementError) as error:
         return skip(about, error.what, error.fix)
     left = max(0, usable_bytes - taken_bytes)
@@ -172,7 +200,9 @@ def check_machine(config: Config, usable_bytes: int, taken_bytes: int) -> CheckR
     what = f"a run takes {range_of} of a machine's {gib(usable_bytes)}, most in the phase of the {plan.fullest}"
     if plan.max_bytes <= left:
         return ok(about, what)
-    changes = advise_machine(subject, left)
-    fix = subject.overrides(changes) if changes else "a smaller model, a larger machine, or fewer other programs"
+    changes = advise_machine(subject, left) if subject else None
+    fix = "a smaller model, a larger machine, or fewer other programs"
+    if subject and changes:
+        fix = subject.overrides(changes)
     what += f"; others hold {gib(taken_bytes)}. {'; '.join(plan.lines())}"
     return CheckResult("fail" if plan.min_bytes > usable_bytes else "warn", about, what, fix)

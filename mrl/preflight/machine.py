@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.config.arithmetic import longest_sample_tokens, samples_per_step
+from mrl.config.arithmetic import rows_per_step, tokens_limit
 from mrl.config.load import Resolved
 from mrl.config.run_directory import CHECKPOINTS, steps_in
-from mrl.config.schema import Config
+from mrl.config.sft import AnyConfig
 from mrl.errors import ModelError, SetupError
 from mrl.libraries import TRANSFORMER_ENGINE_FIX
 from mrl.plan.assumptions import GIB
@@ -51,7 +51,7 @@ def existing_parent(directory: Path) -> Path:
 
 
 @contextmanager
-def canary_file(config: Config) -> Iterator[str]:
+def canary_file(config: AnyConfig) -> Iterator[str]:
     """Make a file where the run directory will be, for as long as the block takes: every node must see it."""
     directory = existing_parent(Path(config.run.dir))
     try:
@@ -66,7 +66,7 @@ def canary_file(config: Config) -> Iterator[str]:
         os.unlink(path)
 
 
-def check_start(resolved: Resolved[Config]) -> Iterator[CheckResult]:
+def check_start(resolved: Resolved[Any]) -> Iterator[CheckResult]:
     """Check what a run looks at before it starts anything; nodes of a joined cluster are looked at when it joins."""
     config = resolved.config
     yield from check_own_parts(config)
@@ -77,14 +77,14 @@ def check_start(resolved: Resolved[Config]) -> Iterator[CheckResult]:
         yield from check_here(config, with_gpus=False)
 
 
-def check_here(config: Config, *, with_gpus: bool) -> Iterator[CheckResult]:
+def check_here(config: AnyConfig, *, with_gpus: bool) -> Iterator[CheckResult]:
     """Check this machine; asking for its GPUs takes about a second."""
     with canary_file(config) as canary:
         here = node_facts(canary, with_gpus)
     yield from check_nodes(config, [here], here["versions"])
 
 
-def check_disk(config: Config) -> Iterator[CheckResult]:
+def check_disk(config: AnyConfig) -> Iterator[CheckResult]:
     """Check the room for the checkpoints that are kept, the best one, and the one that is being written."""
     free, about = shutil.disk_usage(existing_parent(Path(config.run.dir))).free, "disk"
     try:
@@ -104,7 +104,7 @@ def check_disk(config: Config) -> Iterator[CheckResult]:
 
 
 def check_nodes(
-    config: Config, facts: Sequence[Mapping[str, Any]], expected: Mapping[str, str]
+    config: AnyConfig, facts: Sequence[Mapping[str, Any]], expected: Mapping[str, str]
 ) -> Iterator[CheckResult]:
     """Findings about nodes; what several have in common is said once. `expected` are the driver's versions."""
     nodes_of: dict[CheckResult, list[str]] = {}
@@ -119,7 +119,7 @@ def check_nodes(
         yield CheckResult(finding.verdict, finding.about, f"{where}{finding.what}", finding.fix)
 
 
-def _check_node(config: Config, node: Mapping[str, Any], expected: Mapping[str, str]) -> Iterator[CheckResult]:
+def _check_node(config: AnyConfig, node: Mapping[str, Any], expected: Mapping[str, str]) -> Iterator[CheckResult]:
     if not node["sees_canary"]:
         fix = "put run.dir on a file system that all nodes share"
         yield fail("run directory", f"{config.run.dir} is not what the driver sees there", fix)
@@ -145,8 +145,8 @@ def _check_node(config: Config, node: Mapping[str, Any], expected: Mapping[str, 
             yield fail("Transformer Engine", node["transformer_engine"], TRANSFORMER_ENGINE_FIX)
 
 
-def _shared_memory(config: Config, free: int) -> CheckResult:
-    step = samples_per_step(config.batch) * longest_sample_tokens(config.rollout) * _COLUMN_BYTES_PER_TOKEN
+def _shared_memory(config: AnyConfig, free: int) -> CheckResult:
+    step = rows_per_step(config) * tokens_limit(config) * _COLUMN_BYTES_PER_TOKEN
     wanted = step + (_SHM_FLOOR_BYTES if config.cluster.device == "gpu" else 0)
     # Whole GiB: the same on every node, where the exact number is not.
     what = f"/dev/shm has {free // GIB} GiB free; the columns of a step take up to {step / GIB:.2f} GiB"
@@ -169,7 +169,7 @@ def _limits(node: Mapping[str, Any]) -> Iterator[CheckResult]:
         yield ok("limits", "open files, processes and ports suffice for a full node")
 
 
-def _gpus(config: Config, gpus: Sequence[Sequence[str]], versions: Mapping[str, str]) -> CheckResult:
+def _gpus(config: AnyConfig, gpus: Sequence[Sequence[str]], versions: Mapping[str, str]) -> CheckResult:
     wanted = config.cluster.devices_per_node
     kinds = ", ".join(sorted({f"{name}, driver {driver}" for name, driver in gpus}))
     nccl = next((version for name, version in versions.items() if name.startswith("nvidia-nccl")), "")
@@ -190,7 +190,7 @@ def _gpus(config: Config, gpus: Sequence[Sequence[str]], versions: Mapping[str, 
 # --- several machines -------------------------------------------------------------------------------------------------
 
 
-def check_machines(config: Config) -> Iterator[CheckResult]:
+def check_machines(config: AnyConfig) -> Iterator[CheckResult]:
     """Check every node of the Ray cluster that the run would join, or this machine."""
     if config.cluster.ray_address is None:
         yield ok("Ray", "the run starts it on this machine")
@@ -221,7 +221,7 @@ def check_machines(config: Config) -> Iterator[CheckResult]:
             yield ok("network", f"each of {len(usable)} nodes reaches every other by TCP")
 
 
-def check_slurm(config: Config) -> Iterator[CheckResult]:
+def check_slurm(config: AnyConfig) -> Iterator[CheckResult]:
     """Check whether some partition has nodes enough, where Slurm is."""
     if shutil.which(_SINFO[0]) is None:
         yield skip("Slurm", "there is no sinfo on this machine")
@@ -251,7 +251,7 @@ def check_slurm(config: Config) -> Iterator[CheckResult]:
         yield fail("Slurm", f"{wanted} are wanted; {has}", "sinfo shows all; or a smaller cluster.nodes")
 
 
-def _offer(config: Config, devices_of: dict[str, int], free: int) -> CheckResult:
+def _offer(config: AnyConfig, devices_of: dict[str, int], free: int) -> CheckResult:
     cluster = config.cluster
     kind = "CPU slots" if cluster.device == "cpu" else "GPUs"
     num_usable = sum(devices >= cluster.devices_per_node for devices in devices_of.values())

@@ -141,6 +141,11 @@ class _SftComponents:
         self._losses.extend(state["losses"])
 
 
+def sft_setup(config: SftConfig) -> ModelSetup:
+    """Return what the workers are told of their model."""
+    return ModelSetup(config.model.path, "lm", config.actor, config.training.seed, config.deadlines.call_s)
+
+
 @contextmanager
 def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
     """Start the workers for the length of the block."""
@@ -160,8 +165,7 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
         stack.callback(resources.release)
         check_libraries(config, resources)
         fetch_models(config, resources, run.events)
-        setup = ModelSetup(config.model.path, "lm", config.actor, config.training.seed, config.deadlines.call_s)
-        worker = RayClassWithInitArgs(config.actor.worker or "mrl.workers.sft:SftWorker", setup)
+        worker = RayClassWithInitArgs(config.actor.worker or "mrl.workers.sft:SftWorker", sft_setup(config))
         context = RunContext(run.directory, run.events, config.deadlines, resources)
         group = RayWorkerGroup(ROLE, worker, role_mesh(config, ROLE), context)
         stack.callback(group.shutdown)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from mrl.cli.main import main
 from mrl.demo.model import make_model
 from mrl.errors import EXIT_STOPPED
 from mrl.observe.metrics import read_metrics
@@ -22,24 +24,39 @@ run: {{name: run, dir: {directory}}}
 cluster: {{devices_per_node: 2, device: cpu}}
 placement: {{pools: {{all: 2}}, roles: {{actor: all}}}}
 model: {{path: {model}}}
-data: {{train: {{sums: {{dataset: "toy:addition", options: {{part: train}}}}}}}}
-batch: {{rows_per_update: 16, max_prompt_tokens: 16, max_response_tokens: 8}}
+data:
+  train: {{sums: {{dataset: {directory}/train.jsonl, columns: {columns}}}}}
+  validation: {{held: {{dataset: {directory}/held.jsonl, columns: {columns}}}}}
+batch: {{rows_per_update: 16, max_prompt_tokens: 16, max_response_tokens: 24, messages: talk, loss_on: all}}
 actor:
   dtype: float32
   max_tokens_per_device: 256
   optimizer: {{lr: 1e-3}}
   schedule: {{warmup_steps: 2, decay: linear, decay_steps: 40}}
 training: {{steps: 40, save_every: 15}}
+validation: {{every: 15}}
 """
+COLUMNS = "{data_source: null, ability: null, extra_info: null}"
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
 
 
-def started(config: Path, name: str) -> subprocess.Popen[str]:
+def write_talks(file: Path, first: int, num: int) -> None:
+    """Conversations of two sums each."""
+    with file.open("w") as written:
+        for number in range(first, first + num):
+            a, b = divmod(number, 10)
+            texts = [f"{a}+{b}=", f"{a + b}", f"+{b}=", f"{a + 2 * b}"]
+            roles = ("user", "assistant") * 2
+            talk = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+            written.write(json.dumps({"talk": talk}) + "\n")
+
+
+def started(config: Path, name: str, *overrides: str) -> subprocess.Popen[str]:
     """A process of its own, as for a user: the one that runs the tests may hold a Ray already."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     return subprocess.Popen(
-        [sys.executable, "-c", MAIN, "sft", str(config), f"run.name={name}"],
+        [sys.executable, "-c", MAIN, "sft", str(config), f"run.name={name}", *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -54,34 +71,79 @@ def state_of(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str,
     return read_metrics(run / "metrics.jsonl"), manifest["files"], load_file(run / "model" / "model.safetensors")
 
 
-@pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on_to_the_same_model(tmp_path: Path) -> None:
-    config = tmp_path / "sft.yaml"
-    config.write_text(CONFIG.format(directory=tmp_path, model=make_model(tmp_path / "initial", seed=1)))
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that went through, and of one that was stopped after some updates."""
+    directory = tmp_path_factory.mktemp("sft")
+    config, model = directory / "sft.yaml", make_model(directory / "initial", seed=1)
+    config.write_text(CONFIG.format(directory=directory, model=model, columns=COLUMNS))
+    write_talks(directory / "train.jsonl", 0, 60)
+    write_talks(directory / "held.jsonl", 60, 21)
     whole = started(config, "whole")
     printed, _ = whole.communicate(timeout=300)
     assert whole.returncode == 0, printed
 
-    stopped = started(config, "stopped")
-    assert stopped.stdout is not None
-    for line in stopped.stdout:
+    run = started(config, "stopped")
+    assert run.stdout is not None
+    for line in run.stdout:
         if line.startswith("1/40"):
-            stopped.send_signal(signal.SIGTERM)
+            run.send_signal(signal.SIGTERM)
             break
-    printed, _ = stopped.communicate(timeout=300)
-    assert stopped.returncode == EXIT_STOPPED, printed
-    done = len(read_metrics(tmp_path / "stopped" / "metrics.jsonl"))
+    printed, _ = run.communicate(timeout=300)
+    assert run.returncode == EXIT_STOPPED, printed
+    done = last_step(directory / "stopped")
     assert 1 <= done < 40
     assert f"SIGTERM: saving and stopping\nstopped after {done} updates; the same command goes on\n" in printed
-    assert not (tmp_path / "stopped" / "model").exists()
+    assert not (directory / "stopped" / "model").exists()
+    return directory
 
-    resumed = started(config, "stopped")
+
+def last_step(run: Path) -> int:
+    return int(read_metrics(run / "metrics.jsonl")[-1]["step"])
+
+
+def go_on(directory: Path, name: str, *overrides: str) -> None:
+    """Resume a copy of the run that was stopped."""
+    shutil.copytree(directory / "stopped", directory / name)
+    done = last_step(directory / name)
+    resumed = started(directory / "sft.yaml", name, *overrides)
     printed, _ = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, printed
-    assert f"resumed from {tmp_path / 'stopped' / 'checkpoints' / f'step-{done:06d}'}" in printed
-    figures, files, model = state_of(tmp_path / "stopped")
-    expected_figures, expected_files, expected_model = state_of(tmp_path / "whole")
+    assert f"resumed from {directory / name / 'checkpoints' / f'step-{done:06d}'}" in printed
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_to_the_same_model(stopped: Path) -> None:
+    go_on(stopped, "resumed")
+    figures, files, model = state_of(stopped / "resumed")
+    expected_figures, expected_files, expected_model = state_of(stopped / "whole")
     assert figures == expected_figures
     assert files == expected_files
     assert model.keys() == expected_model.keys()
     assert all(bool((model[name] == tensor).all()) for name, tensor in expected_model.items())
+    measured = {line["step"]: line["val/loss"] for line in figures if "val/loss" in line}
+    assert measured.keys() == {0, 15, 30, 40}
+    assert measured[40] < 0.7 * measured[0]
+    assert main(["export", str(stopped / "whole"), str(stopped / "exported")]) == 0
+    exported = load_file(stopped / "exported" / "model.safetensors")
+    assert all(bool((exported[name] == tensor).all()) for name, tensor in expected_model.items())
+    assert main(["export", str(stopped / "whole"), str(stopped / "before"), "--checkpoint=30"]) == 0
+    before = load_file(stopped / "before" / "model.safetensors")
+    assert any(bool((before[name] != tensor).any()) for name, tensor in expected_model.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["{pp: 2}", "{tp: 2, sequence_parallel: true}", "{cp: 2}"])
+def test_a_run_goes_on_in_another_layout(parallel: str, stopped: Path) -> None:
+    """From two data-parallel ranks: the same rows, and what sums in another order make of them."""
+    name = "in-" + "".join(letter for letter in parallel if letter.isalnum())
+    go_on(stopped, name, f"actor.parallel={parallel}")
+    figures, _, model = state_of(stopped / name)
+    expected_figures, _, expected_model = state_of(stopped / "whole")
+    for line, expected in zip(figures, expected_figures, strict=True):
+        for figure in ("loss", "grad_norm", "val/loss", "val/held/loss"):
+            assert (figure in line) == (figure in expected), figure
+            if figure in line:
+                assert line[figure] == pytest.approx(expected[figure], rel=2e-3, abs=1e-4), (figure, line["step"])
+    for key, tensor in expected_model.items():
+        assert float((model[key] - tensor).abs().max()) < 1e-3, key

@@ -1,0 +1,107 @@
+"""The verbs that look at a configuration take one of `mrl sft` as well."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mrl.cli.main import main
+from mrl.config.load import load_any_config, load_config, load_sft_config
+from mrl.config.schema import Config
+from mrl.config.sft import SftConfig
+from mrl.errors import ConfigError
+from mrl.plan.memory import role_stages
+from mrl.plan.plan_input import make_plan_input
+from mrl.plan.sft import sft_machine, sft_phase
+
+ROOT = Path(__file__).parents[2]
+SFT, PPO = str(ROOT / "configs" / "laptop-sft.yaml"), str(ROOT / "configs" / "laptop-ppo.yaml")
+GPUS = ["cluster={devices_per_node: 8, device: gpu}", "placement.pools.laptop=8", "actor.dtype=bfloat16"]
+LARGE = ["--model", "meta-llama/Llama-3.1-8B"]
+
+pytestmark = pytest.mark.needs
+
+
+def test_the_keys_tell_which_kind_a_configuration_is() -> None:
+    assert isinstance(load_any_config(SFT).config, SftConfig)
+    assert isinstance(load_any_config(PPO).config, Config)
+    for load, path, verb in ((load_config, SFT, "sft"), (load_sft_config, PPO, "train")):
+        with pytest.raises(ConfigError) as caught:
+            load(path)
+        (problem,) = caught.value.problems
+        assert (problem.fix, "is a configuration of" in problem.what) == (f"mrl {verb} {path}", True)
+
+
+def test_show_writes_what_loads_as_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", SFT, "training.steps=7"]) == 0
+    (tmp_path / "shown.yaml").write_text(capsys.readouterr().out)
+    assert load_sft_config(str(tmp_path / "shown.yaml")).config == load_sft_config(SFT, ["training.steps=7"]).config
+    assert main(["show", SFT, SFT, "training.steps=7"]) == 0
+    assert "+ training.steps: 7  # command line" in capsys.readouterr().out
+
+
+def test_explain_and_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", SFT]) == 0
+    explained = capsys.readouterr().out
+    assert "longest row      max_prompt_tokens 256 + max_response_tokens 64  320 tokens" in explained
+    assert "samples per update and data-parallel rank  rows_per_update 64 / dp 2" in explained
+    assert "rollout" not in explained
+    assert main(["check", SFT, "--offline"]) == 0
+    assert "ok    batch: 64 rows per update\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", ["slurm", "ray"])
+def test_launch_runs_mrl_sft(
+    where: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    site = ["--cluster", "launch/cluster-example.yaml"] if where == "slurm" else ["--address", "http://nowhere"]
+    overrides = [f"run.dir={tmp_path}", "cluster.allow_insecure_ray=true"]
+    assert main(["launch", where, *site, "--dry-run", SFT, *overrides]) == 0
+    printed = capsys.readouterr().out
+    assert ("--verb sft " if where == "slurm" else "-- mrl sft config.yaml ") in printed
+    assert main(["launch", where, *site, "--dry-run", "--verb", "check", SFT, *overrides]) == 0
+    assert ("--verb check " if where == "slurm" else "-- mrl check ") in capsys.readouterr().out
+
+
+def test_the_plan_is_that_of_the_actor_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """What PPO's plan says of the same actor, if nobody else is on its devices."""
+    preset = str(ROOT / "configs" / "ppo-llama3.1-70b-8n8g.yaml")
+    rl = make_plan_input(load_config(preset), None)
+    actor, tokens = rl.config.actor, rl.config.rollout.max_prompt_tokens + rl.config.rollout.max_response_tokens
+    rows = rl.config.batch.samples_per_update
+    overrides = [
+        f"cluster={{nodes: {rl.config.cluster.nodes}, devices_per_node: 8, device: gpu, ray_address: auto}}",
+        f"placement.pools.laptop={sum(rl.config.placement.pools.values())}",
+        f"batch={{rows_per_update: {rows}, max_prompt_tokens: {tokens - 64}, max_response_tokens: 64}}",
+        f"model.path={rl.config.model.path}",
+        f"actor={{dtype: {actor.dtype}, max_tokens_per_device: {actor.max_tokens_per_device}}}",
+        *(f"actor.parallel.{axis}={getattr(actor.parallel, axis)}" for axis in ("tp", "pp", "cp")),
+        f"actor.parallel.sequence_parallel={str(actor.parallel.sequence_parallel).lower()}",
+    ]
+    config = load_sft_config(SFT, overrides).config
+    settings = {"megatron": actor.megatron, "optimizer": actor.optimizer, "ddp": actor.ddp}
+    config = replace(config, actor=replace(config.actor, **settings, parallel=actor.parallel))
+    assert sft_phase(config).num_bytes == max(role.alone_bytes for role in role_stages(rl, "actor"))
+    assert main(["plan", SFT, *GPUS, *LARGE]) == 0
+    assert "It fits, and leaves " in capsys.readouterr().out
+    assert main(["plan", SFT, *GPUS, *LARGE, "actor.max_tokens_per_device=65536"]) == 2
+    assert "actor.max_tokens_per_device" in capsys.readouterr().out
+    assert main(["plan", SFT, *GPUS, *LARGE, "--search"]) == 2
+    assert "are for configurations of `mrl train`" in capsys.readouterr().err
+
+
+def test_a_machine_holds_the_ranks_their_work_and_a_checkpoint() -> None:
+    model = "Qwen/Qwen2.5-0.5B-Instruct"
+    config = load_sft_config(SFT).config
+    plan = sft_machine(config, model)
+    ranks, checkpoint, _ = plan.processes
+    assert (ranks.count, ranks.name) == (2, "actor")
+    assert plan.min_bytes > 2 * ranks.held
+    num_parameters = 494_032_768
+    assert ranks.held > 16 * num_parameters // 2, "weights and gradients whole, the optimizer shared by two"
+    assert checkpoint.most == pytest.approx(12 * num_parameters, rel=0.35)
+    shorter = load_sft_config(SFT, ["actor.max_tokens_per_device=512"]).config
+    assert sft_machine(shorter, model).max_bytes < plan.max_bytes
