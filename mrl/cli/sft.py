@@ -25,12 +25,12 @@ def run(arguments: argparse.Namespace) -> int:
     from mrl.trainer.sft import train_sft
 
     num_steps = resolved.config.training.steps
-    console = Console(num_steps)
+    console = Console(num_steps or 1, quiet=num_steps is None)  # how many updates epochs take is not known
 
     def on_update(step: int, metrics: dict[str, float]) -> None:
         names = [name for name in ("loss", "val/loss", "grad_norm", "lr") if name in metrics]
         shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in names)
-        console.print(f"{step}/{num_steps}  {shown}")
+        console.print(f"{step}/{num_steps}  {shown}" if num_steps else f"{step}  epoch {metrics['epoch']:.2f}  {shown}")
 
     with open_run(resolved, console) as opened:
         model = train_sft(opened, on_update)

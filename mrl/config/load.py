@@ -16,7 +16,7 @@ from mrl.config.rules import check_rules
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.config.sources import SourceError, read_chain, read_overrides
-from mrl.config.validation_rules import check_sft_validation_rules, check_validation_rules
+from mrl.config.validation_rules import check_sft_rules, check_validation_rules
 from mrl.config.values import ConfigLayer, KeyPath, Secrets, holds, interpolate, merge
 from mrl.errors import ConfigError, Problem
 
@@ -121,7 +121,7 @@ def _check(config: AnyConfig) -> tuple[list[Problem], list[str]]:
         problems += check_reward_rules(config)
         problems += check_validation_rules(config)
     else:
-        problems += check_sft_validation_rules(config)
+        problems += check_sft_rules(config)
     warnings += unchecked_data(config)
     warnings += (f"{missing.key}: {missing.what}" for missing in missing_modules(config))
     roles_of: dict[tuple[str, str], list[str]] = {}

@@ -40,8 +40,10 @@ class SftBatchConfig:
 class SftTrainingConfig:
     """How long to train."""
 
-    steps: Count
-    """Updates at most."""
+    steps: Count | None = None
+    """Updates at most; either this or `epochs` is given."""
+    epochs: Count | None = None
+    """Train until as many rows have been drawn as these passes over data.train have; the last update may go beyond."""
     until_loss: Share | None = None
     """Stop before, when the loss, averaged over the last ten updates, is this low; null goes through all steps."""
     seed: NotNegative = 0

@@ -26,8 +26,16 @@ def check_validation_rules(config: Config) -> Iterator[Problem]:
     yield from _best_is_measured(config)
 
 
-def check_sft_validation_rules(config: SftConfig) -> Iterator[Problem]:
-    """Yield every problem of the section in a configuration of `mrl sft`."""
+def check_sft_rules(config: SftConfig) -> Iterator[Problem]:
+    """Yield every problem of the sections `training` and `validation` of `mrl sft`."""
+    steps, epochs = config.training.steps, config.training.epochs
+    if (steps is None) == (epochs is None):
+        what = "neither steps nor epochs say when to end" if steps is None else "steps and epochs both say when to end"
+        yield problem("training", what, "training.epochs=null" if epochs else "training.epochs=1")
+    if epochs and any(source.weight is not None for source in config.data.train.values()):
+        yield problem(
+            "training.epochs", "sources with weights have no epoch in common", "training.steps, or no weights"
+        )
     if config.validation.every and not config.data.validation:
         yield problem("validation.every", "data.validation names no source", "add one, or validation.every=0")
     if config.validation.keep_best and not config.validation.every:

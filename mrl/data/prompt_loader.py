@@ -88,7 +88,7 @@ class PromptLoader:
             )
         weights = {name: source.weight for name, source in data.train.items()}
         self.skips = SkipLog(data.max_bad_rows, events)
-        self._dataset = dataset
+        self._dataset, self.num_rows = dataset, num_rows
         self._sampler = _make_sampler(dataset.sizes, weights, data)
         self._prompts_per_step = wanted
         self._num_skipped: Counter[str] = Counter()

@@ -43,9 +43,9 @@ class RoleClient:
         """Return the columns that the model writes for these rows, and the metrics beside them."""
         return _merged(getattr(self.group, call.method)(*self._shards(batch)), prefix)
 
-    def _update(self, method: str, batch: DataProto) -> Metrics:
+    def _update(self, method: str, shards: list[DataProto], sizes: list[list[int]]) -> Metrics:
         """Make one optimizer step on these rows."""
-        reports: list[UpdateReport] = getattr(self.group, method)(*self._shards(batch))
+        reports: list[UpdateReport] = getattr(self.group, method)(shards, sizes)
         names = dict.fromkeys(name for report in reports for name in report.parts)
         sums = {name: sum(report.parts.get(name, 0.0) for report in reports) for name in names}
         first = reports[0]
@@ -78,7 +78,7 @@ class ActorClient(_AdvantageClient):
 
     def update_actor(self, batch: DataProto) -> Metrics:
         """One optimizer step."""
-        return self._update(step_calls.UPDATE_ACTOR.method, batch)
+        return self._update(step_calls.UPDATE_ACTOR.method, *self._shards(batch))
 
 
 class CriticClient(_AdvantageClient):
@@ -90,7 +90,7 @@ class CriticClient(_AdvantageClient):
 
     def update_critic(self, batch: DataProto) -> Metrics:
         """One optimizer step."""
-        return self._update(step_calls.UPDATE_CRITIC.method, batch)
+        return self._update(step_calls.UPDATE_CRITIC.method, *self._shards(batch))
 
 
 class RewardModelClient(RoleClient):
@@ -105,8 +105,13 @@ class SftClient(RoleClient):
     """Calls the workers of supervised fine-tuning."""
 
     def update_sft(self, batch: DataProto) -> Metrics:
-        """One optimizer step."""
-        return self._update("update_sft", batch)
+        """One optimizer step, and how full its micro-batches are."""
+        shards, sizes = self._shards(batch)
+        num = sum(map(len, sizes))
+        tokens = int(batch.lengths("prompts").sum() + batch.lengths("responses").sum()) / num
+        packing = {"micro_batches": num, "tokens": tokens, "fill": tokens / self._packing.capacity(self._max_tokens)}
+        metrics = self._update("update_sft", shards, sizes)
+        return metrics | {f"packing/{name}": float(value) for name, value in packing.items()}
 
     def score_sft(self, batch: DataProto) -> DataProto:
         """Return the rows with `sum_log_probs` and `num_learned`. Where some rank would have none, rows are scored

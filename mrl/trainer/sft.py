@@ -106,7 +106,7 @@ class _SftComponents:
         metrics = self.client.update_sft(rows.batch)
         self._losses.append(metrics["loss"])
         self._trained_on = rows.state
-        return metrics
+        return metrics | {"epoch": self._epoch()}
 
     def validate(self) -> Metrics:
         """Return the mean loss of a learned token over the validation rows: of all, and of each source."""
@@ -129,7 +129,13 @@ class _SftComponents:
             and len(self._losses) == _NUM_AVERAGED
             and sum(self._losses) / _NUM_AVERAGED <= training.until_loss
         )
-        return is_low or num_updates >= training.steps
+        is_through = training.epochs is not None and self._epoch() >= training.epochs
+        return is_low or is_through or (training.steps is not None and num_updates >= training.steps)
+
+    def _epoch(self) -> float:
+        """Return how often the rows of all sources have been drawn."""
+        drawn: int = sum(self._trained_on["sampler"]["drawn"].values())
+        return drawn / self._prompts.num_rows
 
     def state_dict(self) -> dict[str, Any]:
         """Return the reader as it stood after the rows of the last update, not after those read ahead."""

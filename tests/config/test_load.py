@@ -239,6 +239,9 @@ def test_an_unknown_key_of_an_override_is_the_command_lines_mistake(valid: str, 
         ("actor.parallel.tp=4", 'actor.parallel: tp x cp x pp = 4 does not divide the 2 devices of pool "laptop"'),
         ("actor.optimizer={learning_rate: 1}", "actor.optimizer.learning_rate: OptimizerConfig"),
         ("data.train=null", "data.train"),
+        ("training.epochs=2", "training: steps and epochs both say when to end"),
+        ("training.steps=null", "training: neither steps nor epochs say when to end"),
+        ("training={epochs: 1, steps: null}", "training.epochs: sources with weights have no epoch in common"),
         ("validation.every=5", "validation.every: data.validation names no source"),
         ("validation.keep_best=true", "validation.keep_best: nothing is validated: validation.every is 0"),
     ],
@@ -246,7 +249,7 @@ def test_an_unknown_key_of_an_override_is_the_command_lines_mistake(valid: str, 
 def test_mistakes_in_an_sft_configuration(override: str, message: str) -> None:
     preset = Path(__file__).parents[2] / "configs" / "laptop-sft.yaml"
     with pytest.raises(ConfigError) as caught:
-        load_sft_config(str(preset), [override])
+        load_sft_config(str(preset), [override, *["data.train.sums.weight=1"] * override.startswith("training={")])
     assert message in str(caught.value)
 
 

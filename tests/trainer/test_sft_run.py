@@ -57,6 +57,10 @@ class Group:
         return [ModelFacts(PackingRules(RowCost(1.0, 0.0)), 1, 1.0, "cpu")] * 2
 
     def update_sft(self, shards: Any, sizes: Any) -> list[UpdateReport]:
+        self.sizes = sizes
+        self.tokens_of_shards = [
+            int(shard.lengths("prompts").sum() + shard.lengths("responses").sum()) for shard in shards
+        ]
         self.rows.append(sorted(int(row) for shard in shards for row in shard.row_ids))
         number = len(self.rows) - 1
         loss = self.losses[number] if number < len(self.losses) else 1.0
@@ -331,3 +335,23 @@ def test_validation_rows_that_are_all_bad_are_an_error(lab: Lab) -> None:
     (lab.directory / "held.jsonl").write_text("{}\n")
     with pytest.raises(DataError, match=r"^data.validation: none of its rows is usable"):
         lab.train(Group())
+
+
+def test_epochs_end_when_all_rows_were_drawn(lab: Lab) -> None:
+    lab.validate_on(10, every=0)
+    data = replace(lab.config.data, train=lab.config.data.validation)
+    lab.config = replace(lab.config, data=data)
+    group = Group()
+    lab.train(group, steps=None, epochs=2)
+    assert len(group.rows) == 5, "of 4 rows, two times 10"
+    assert [line["epoch"] for line in read_metrics(lab.directory / "metrics.jsonl")] == [0.4, 0.8, 1.2, 1.6, 2.0]
+    lab.train(group, steps=None, epochs=3)
+    assert len(group.rows) == 8, "the last update goes into the next"
+
+
+def test_metrics_say_how_full_micro_batches_are(lab: Lab) -> None:
+    lab.train(group := Group(), steps=1)
+    (line,) = read_metrics(lab.directory / "metrics.jsonl")
+    assert line["packing/micro_batches"] == sum(map(len, group.sizes))
+    assert line["packing/tokens"] == sum(group.tokens_of_shards) / line["packing/micro_batches"]
+    assert line["packing/fill"] == line["packing/tokens"] / 256
