@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from mrl.cli.main import main
 from mrl.config.load import load_any_config, load_config, load_sft_config
 from mrl.config.schema import Config
 from mrl.config.sft import SftConfig
+from mrl.demo.model import make_model
 from mrl.errors import ConfigError
 from mrl.plan.memory import role_stages
 from mrl.plan.plan_input import make_plan_input
 from mrl.plan.sft import sft_machine, sft_phase
+from mrl.preflight.data import check_data, check_models
 
 ROOT = Path(__file__).parents[2]
 SFT, PPO = str(ROOT / "configs" / "laptop-sft.yaml"), str(ROOT / "configs" / "laptop-ppo.yaml")
@@ -105,3 +108,37 @@ def test_a_machine_holds_the_ranks_their_work_and_a_checkpoint() -> None:
     assert checkpoint.most == pytest.approx(12 * num_parameters, rel=0.35)
     shorter = load_sft_config(SFT, ["actor.max_tokens_per_device=512"]).config
     assert sft_machine(shorter, model).max_bytes < plan.max_bytes
+
+
+def test_the_rows_and_the_model_are_checked(tmp_path: Path) -> None:
+    talk = [("user", "1+1?"), ("assistant", "2"), ("user", "2+2?"), ("assistant", "4")]
+    rows = [{"talk": [{"role": role, "content": text} for role, text in talk]}] * 3
+    rows.append({"talk": rows[0]["talk"][:3]})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = f"{{dataset: {tmp_path}/rows.jsonl, columns: {{data_source: null, ability: null, extra_info: null}}}}"
+    overrides = [
+        f"model.path={make_model(tmp_path / 'model', seed=1)}",
+        f"data={{train: {{sums: null, talks: {source}}}, max_bad_rows: 1}}",
+        "batch={rows_per_update: 4, messages: talk, loss_on: all}",
+    ]
+    config = load_sft_config(SFT, overrides).config
+    (model,) = check_models(config)
+    assert (model.verdict, model.about) == ("ok", "model of the actor")
+    found = list(check_data(config, all_rows=True))
+    assert [(finding.verdict, finding.about) for finding in found] == [
+        ("ok", "tokenizer"),
+        ("ok", "data.train.talks"),
+        ("warn", "data.train.talks"),
+        ("ok", "data.train"),
+    ]
+    assert "must end with a message of the assistant, not of user" in found[2].what
+    short = load_sft_config(SFT, [*overrides, "batch.max_response_tokens=4"]).config
+    (failed, *_) = [finding for finding in check_data(short, all_rows=False) if "max_response_tokens" in finding.what]
+    assert failed.verdict == "fail"
+
+
+@pytest.mark.slow
+def test_the_layout_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model(tmp_path / "model", seed=1)
+    assert main(["verify", "layout", SFT, f"model.path={model}", "actor.parallel.pp=2"]) == 0
+    assert capsys.readouterr().out.startswith("actor: right on 2 ranks")
