@@ -18,12 +18,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print where the model is; return EXIT_STOPPED when the run was asked to stop before and has saved."""
-    resolved = settle_models(load_sft_config(arguments.config, arguments.overrides))
+    resolved = load_sft_config(arguments.config, arguments.overrides)
     # These load torch and Ray, which a wrong configuration need not wait for.
     from mrl.observe.console import Console
+    from mrl.preflight.findings import refuse
+    from mrl.preflight.machine import check_start
     from mrl.trainer.run import open_run
     from mrl.trainer.sft import train_sft
 
+    warnings = refuse(resolved.path, check_start(resolved))
+    resolved = settle_models(resolved)
     num_steps = resolved.config.training.steps
     console = Console(num_steps or 1, quiet=num_steps is None)  # how many updates epochs take is not known
 
@@ -33,6 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"{step}/{num_steps}  {shown}" if num_steps else f"{step}  epoch {metrics['epoch']:.2f}  {shown}")
 
     with open_run(resolved, console) as opened:
+        for warning in warnings:
+            opened.warn(warning.about, f"{warning.what} ({warning.fix})")
         model = train_sft(opened, on_update)
     if model is None:
         return EXIT_STOPPED

@@ -142,3 +142,12 @@ def test_the_layout_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[st
     model = make_model(tmp_path / "model", seed=1)
     assert main(["verify", "layout", SFT, f"model.path={model}", "actor.parallel.pp=2"]) == 0
     assert capsys.readouterr().out.startswith("actor: right on 2 ranks")
+
+
+def test_a_run_that_cannot_fit_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = [*GPUS, "cluster.hardware=h100-80gb", f"run.dir={tmp_path}", "model.path=meta-llama/Llama-3.1-8B"]
+    assert main(["sft", SFT, *large, "actor.max_tokens_per_device=65536"]) == 2
+    refused = capsys.readouterr().err
+    assert "an update takes " in refused
+    assert "or cluster.overfull=warn to start all the same" in refused
+    assert not list(tmp_path.iterdir())

@@ -48,7 +48,7 @@ from tests.house_rules import (
 
 _MADE = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _FROM_ELSEWHERE = {
-    "response_mask": "nothing in mrl today",
+    "response_mask": "the rows of `mrl sft`",
     "baseline_scores": "rollout and rewards, of a greedy answer",
     "position": "the trainer",
 }
