@@ -133,7 +133,10 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_model(stopped: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["{pp: 2}", "{tp: 2, sequence_parallel: true}", "{cp: 2}"])
+@pytest.mark.parametrize(
+    "parallel",
+    ["{pp: 2}", "{tp: 2, sequence_parallel: true}", pytest.param("{cp: 2}", marks=pytest.mark.on_demand)],
+)
 def test_a_run_goes_on_in_another_layout(parallel: str, stopped: Path) -> None:
     """From two data-parallel ranks: the same rows, and what sums in another order make of them."""
     name = "in-" + "".join(letter for letter in parallel if letter.isalnum())
