@@ -93,11 +93,9 @@ def pools_fit_the_cluster(config: AnyConfig) -> Iterator[Problem]:
 
 def hardware_is_known(config: AnyConfig) -> Iterator[Problem]:
     """Plans know the devices by these names."""
-    name, key = config.cluster.hardware, "cluster.hardware"
-    if name is not None and config.cluster.device == "cpu":
-        yield problem(key, "names GPUs, and devices are CPU slots", f"{key}=null, or cluster.device=gpu")
-    elif name is not None and name not in HARDWARE:
-        yield problem(key, f'"{name}" is not known', did_you_mean(name, HARDWARE))
+    name = config.cluster.hardware
+    if name is not None and name not in HARDWARE:
+        yield problem("cluster.hardware", f'"{name}" is not known', did_you_mean(name, HARDWARE))
 
 
 def several_nodes_share_a_ray_cluster(config: AnyConfig) -> Iterator[Problem]:

@@ -90,8 +90,8 @@ class ClusterConfig:
     device: Literal["cpu", "gpu"]
     """What a device is."""
     hardware: Text | None = None
-    """Which GPUs they are (`h100-80gb`, `h200-141gb`, ...): plans, checks, launches and runs go by it. Null judges no
-    start by its memory, and plans for the first of these."""
+    """Which GPUs they are (`h100-80gb`, `h200-141gb`, ...): plans, checks, launches and runs go by it where
+    devices are GPUs. Null judges no start by its memory, and plans for the first of these."""
     overfull: Literal["refuse", "warn"] = "refuse"
     """What becomes of a run that, by its plan, does not fit into the memory of `hardware`."""
     numa_binding: bool = True

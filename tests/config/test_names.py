@@ -31,7 +31,6 @@ UNKNOWN = {
     "data.train.math.dataset=toy:adition": 'there is no toy task "adition" (did you mean "addition"?)',
     "data.validation={sums: {dataset: toy:plus}}": 'there is no toy task "plus"',
     "cluster={device: gpu, devices_per_node: 4, hardware: h100-80}": '"h100-80" is not known (did you mean "h100-80gb"',
-    "cluster.hardware=h100-80gb": "names GPUs, and devices are CPU slots",
     "algorithm.advantage=own_parts:gpro": 'own_parts.py has no "gpro"; did you mean "grpo"?',
     "algorithm.advantage=own parts:grpo": '"own parts:grpo" is not of the form package.module:attribute',
     "algorithm.loss.policy=own_parts:los": 'own_parts.py has no "los"; did you mean "loss"?',
