@@ -14,6 +14,7 @@ from typing import Any
 from mrl.algos.kl import AdaptiveKLController, FixedKLController, KLController
 from mrl.config.arithmetic import role_mesh
 from mrl.config.model_names import in_directories
+from mrl.config.reward import RewardConfig
 from mrl.config.schema import Config
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
 from mrl.data.chat import load_tokenizer
@@ -91,7 +92,7 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
         )
         validation = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
         check_best(config, validation)
-        manager: type[RewardManager] = load_attribute(config.reward.manager) if config.reward.manager else RewardManager
+        manager = manager_class(config.reward)
         rewards = others = None
         if config.reward.functions:
             is_model = config.reward_model is not None
@@ -126,6 +127,12 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             validator=validator,
             kl=_kl_controller(config),
         )
+
+
+def manager_class(config: RewardConfig) -> type[RewardManager]:
+    """Return the class that scores: mrl's, or the user's own."""
+    found: type[RewardManager] = load_attribute(config.manager) if config.manager else RewardManager
+    return found
 
 
 def check_model(setup: ModelSetup) -> None:

@@ -14,9 +14,8 @@ from mrl.controller import ResourcePoolManager, RunContext, ray_cluster
 from mrl.data.chat import load_tokenizer
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.events import EventLog
-from mrl.rewards.manager import RewardManager
 from mrl.rollout.file_engine import FileEngine, engines_alone
-from mrl.trainer.components import check_model, model_setup
+from mrl.trainer.components import check_model, manager_class, model_setup
 from mrl.trainer.generation import Generator
 from mrl.trainer.node_libraries import check_libraries
 from mrl.trainer.node_models import fetch_models
@@ -32,7 +31,7 @@ def evaluate(
     check_model(model_setup("actor", config))
     dataset = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
     with ExitStack() as stack:
-        rewards = stack.enter_context(RewardManager(config.validation_reward(), events))
+        rewards = stack.enter_context(manager_class(config.reward)(config.validation_reward(), events))
         stack.enter_context(ray_cluster(config.cluster))
         resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
         resources.create(directory, events)
