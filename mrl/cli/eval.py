@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     of_run = (what / "config.yaml").is_file()
     file, given = _source(arguments, of_run)
     chosen = [load_config(file, [*given, *each]) for each in _choices(arguments)]
-    with _workplace(Path(chosen[0].config.run.dir)) as directory:
+    with _private_directory(Path(chosen[0].config.run.dir)) as directory:
         checkpoint = _export(chosen[0], arguments, directory / "model") if of_run else None
         figures = _evaluate(chosen, directory, directory / "model" if of_run else None)
     results = []
@@ -93,7 +93,7 @@ def _numbers(name: str, text: str | None, kind: type[float]) -> list[Any]:
 
 
 @contextmanager
-def _workplace(runs: Path) -> Iterator[Path]:
+def _private_directory(runs: Path) -> Iterator[Path]:
     """A private directory where every node sees it; where something failed its logs stay."""
     runs.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix=".eval-", dir=runs))

@@ -102,7 +102,7 @@ def test_a_run_without_a_checkpoint_leaves_nothing_behind(parsed: Callable[..., 
 
 def test_the_logs_of_what_failed_stay(tmp_path: Path) -> None:
     def work() -> None:
-        with verb._workplace(tmp_path / "runs") as directory:
+        with verb._private_directory(tmp_path / "runs") as directory:
             (directory / "model").mkdir()
             (directory / "logs" / "rank-0.log").write_text("it died")
             raise SetupError("a worker died")
