@@ -21,6 +21,8 @@ from mrl import files
 from mrl.errors import MrlError
 from mrl.redaction import redact
 
+_MAX_BYTES = 4 << 30
+
 
 @dataclass(frozen=True)
 class Event:
@@ -239,7 +241,10 @@ class EventLog:
 
 def read_events(path: Path) -> Iterator[Recorded]:
     """The events of a file, in order. A last line cut short by a crash is left out; any other bad line is an error."""
-    lines = path.read_bytes().split(b"\n")
+    try:
+        lines = files.read_bytes(path, _MAX_BYTES).split(b"\n")
+    except OSError as error:
+        raise MrlError(f"cannot be read: {error.strerror}", where=str(path)) from error
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline was never finished
         yield _parse(line, f"{path}:{number}")
 

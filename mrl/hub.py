@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mrl import files
 from mrl.errors import DataError, ModelError, MrlError
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -25,6 +26,8 @@ NOT_FILES = ("*/*", "consolidated*")
 _REPOSITORY = re.compile(r"(?!.*(?:--|\.\.|\.git$))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", re.ASCII)
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]*", re.ASCII)
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})")
+
+_MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 @dataclass(frozen=True)
@@ -110,13 +113,24 @@ def model_directory(name: str, *, download: bool = False) -> Path:
 def missing_files(directory: Path) -> list[str]:
     """Return the files without which no model can be loaded that are not there; links to nothing count as such."""
     try:
-        index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
+        index = json.loads(files.read_text(directory / INDEX_FILE))
         weights = sorted(set(index["weight_map"].values()))
     except OSError:
         weights = [SINGLE_FILE]
     except (ValueError, TypeError, KeyError, AttributeError):
         weights = []  # the reader of weights says what is wrong with the index
     return [name for name in ("config.json", *weights) if not (directory / name).is_file()]
+
+
+def check_files(directory: Path) -> None:
+    """Refuse a model directory with a FIFO, a device or the like among its files: libraries would wait for ever."""
+    for path in (*(path for name in FILES for path in directory.glob(name)), *directory.glob(_MORE_TEMPLATES)):
+        try:
+            files.check_regular(path, None if path.suffix == ".safetensors" else files.MAX_TEXT_BYTES)
+        except FileNotFoundError:
+            continue  # a link to nothing: `missing_files` says so where it matters
+        except OSError as error:
+            raise ModelError(str(error.strerror), where=str(path), fix="put the model's own file there") from error
 
 
 def dataset_file(repository: str, revision: str, path: str) -> Path:

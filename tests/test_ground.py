@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -57,11 +58,26 @@ def test_a_file_is_replaced_whole_and_on_disk_before_it_is_visible(
     path.write_text("before")
     (tmp_path / ".latest.tmp").write_text("of a writer that was killed, and longer than what comes")
     seen = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: seen.append((path.read_text(), os.fstat(descriptor).st_size)))
+
+    def fsync(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        seen.append((name, path.read_text(), os.fstat(descriptor).st_size))
+
+    monkeypatch.setattr(os, "fsync", fsync)
     files.write_text(path, "afterwards")
-    assert seen == [("before", len("afterwards"))]
+    assert seen[0] == (".latest.tmp", "before", len("afterwards"))
+    assert seen[1][:2] == (tmp_path.name, "afterwards"), "and that it is called so"
     assert path.read_text() == "afterwards"
     assert os.listdir(tmp_path) == ["latest"]
+
+
+def test_an_error_of_writing_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/\.latest\.tmp'"):
+        files.write_text(tmp_path / "latest", "x")
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o277], ids=oct)

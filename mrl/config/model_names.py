@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mrl import files
 from mrl.config.load import AnyTyped, Resolved, rechecked
 from mrl.config.run_directory import MODELS_FILE
 from mrl.config.schema import Config
@@ -62,7 +63,7 @@ def _recorded(config: AnyConfig) -> dict[str, dict[str, Any]]:
     if config.training.resume != "auto" or not file.is_file():
         return {}
     try:
-        models: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+        models: dict[str, dict[str, Any]] = json.loads(files.read_text(file))
     except (OSError, ValueError) as error:
         what = f"what the run wrote of its models cannot be read: {error}"
         raise ConfigError([Problem(str(file), "run.name", what, "remove the file to look for them anew")]) from error

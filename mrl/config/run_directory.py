@@ -102,7 +102,7 @@ def _set_aside(paths: Sequence[Path]) -> Path:
 def _began_here(resolved: Resolved[Any], directory: Path) -> bool:
     """Return whether this very run began here, and ended before it could save: it may begin again."""
     config = directory / "config.yaml"
-    return config.is_file() and config.read_text(encoding="utf-8") == render(resolved)
+    return config.is_file() and files.read_text(config) == render(resolved)
 
 
 def _cannot_be_made(directory: Path, error: OSError) -> ConfigError:

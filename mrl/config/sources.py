@@ -17,6 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mrl import files
 from mrl.config.values import COMMAND_LINE, MAX_LEVELS, ConfigLayer, KeyPath, dotted, merge
 from mrl.errors import Problem
 from mrl.redaction import is_secret_key
@@ -205,11 +206,9 @@ def _read_file(path: str, children: tuple[str, ...]) -> ConfigLayer:
     if not children:
         _require_file(path, where=path, key="")
     try:
-        content = Path(path).read_bytes()
+        content = files.read_bytes(path, _MAX_FILE_BYTES)
     except OSError as error:
         raise SourceError([Problem(path, "", f"cannot be read: {error.strerror}")]) from error
-    if len(content) > _MAX_FILE_BYTES:
-        raise SourceError([Problem(path, "", f"{len(content)} bytes are no configuration; at most {_MAX_FILE_BYTES}")])
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -232,7 +231,7 @@ def _require_file(path: str, *, where: str, key: str) -> None:
         fix = f'did you mean "{inside}"?' if os.path.isfile(inside) else "name a file"
         raise SourceError([Problem(where, key, f"{subject}is a directory", fix)])
     folder, name = os.path.split(path)
-    files = [file.name for file in Path(folder).glob("*.y*ml")] if os.path.isdir(folder or ".") else []
-    near = difflib.get_close_matches(name, sorted(files), n=1)
+    there = [file.name for file in Path(folder).glob("*.y*ml")] if os.path.isdir(folder or ".") else []
+    near = difflib.get_close_matches(name, sorted(there), n=1)
     fix = f'did you mean "{os.path.join(folder, near[0])}"?' if near else ""
     raise SourceError([Problem(where, key, f"{subject}does not exist", fix)])

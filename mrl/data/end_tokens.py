@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from mrl import files
 from mrl.config.schema import RolloutConfig
 from mrl.data.chat import ChatTokenizer
 from mrl.errors import DataError
@@ -26,7 +27,7 @@ def _of_generation(file: Path) -> list[int]:
     if not file.is_file():
         return []
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(files.read_bytes(file))
     except ValueError as error:
         raise DataError(f"not JSON: {error}", where=str(file), fix="copy the file again") from error
     given = content.get("eos_token_id") if isinstance(content, dict) else None

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from mrl import files
 from mrl.errors import BadRow, DataError
 
 CHUNK_BYTES = 4 << 20
@@ -23,7 +24,7 @@ class JsonlFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("rb", buffering=0)
+        self._file = os.fdopen(files.open_regular(path), "rb", buffering=0)
         self._size = os.fstat(self._file.fileno()).st_size
         start = self._read(0, len(UTF8_MARK))
         if start in (b"", UTF8_MARK) and self._size == len(start):
@@ -79,7 +80,10 @@ class JsonlFile:
 
     def _read(self, begin: int, count: int) -> bytes:
         # Reads at a position do not move the file's own, so threads may share it.
-        return os.pread(self._file.fileno(), count, begin)
+        found = os.pread(self._file.fileno(), count, begin)
+        if len(found) < min(count, self._size - begin):
+            raise DataError("the file became shorter while it was read", where=str(self._path), fix="restore it")
+        return found
 
 
 def _refuse_constant(name: str) -> NoReturn:

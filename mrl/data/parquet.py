@@ -16,9 +16,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mrl import files
 from mrl.errors import BadRow, DataError, did_you_mean
 
 BATCH_ROWS = 4096
+_BUFFER_BYTES = 1 << 20
+_DAMAGED = (pa.ArrowException, OSError, UnicodeDecodeError)  # of pages, footers, names of columns
 
 
 class ParquetFile:
@@ -27,8 +30,10 @@ class ParquetFile:
     def __init__(self, path: Path, columns: list[str]) -> None:
         self._path = path
         try:
-            self._file = pq.ParquetFile(path, memory_map=True)
-        except (pa.ArrowInvalid, OSError) as error:
+            files.check_regular(path)
+            # Not mapped: a file that became shorter would end the process, without a word.
+            self._file = pq.ParquetFile(path, buffer_size=_BUFFER_BYTES)
+        except _DAMAGED as error:
             reason = str(error).splitlines()[0]
             raise DataError(f"not a readable parquet file: {reason}", where=str(path)) from error
         self._columns = list(dict.fromkeys(column.partition(".")[0] for column in columns))
@@ -48,7 +53,7 @@ class ParquetFile:
         try:
             for batch in self._file.iter_batches(BATCH_ROWS, columns=self._columns):
                 yield from batch.to_pylist()
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        except _DAMAGED as error:
             raise DataError(f"cannot be read: {str(error).splitlines()[0]}", where=str(self._path)) from error
 
     def where(self, index: int) -> str:
@@ -72,8 +77,9 @@ class ParquetFile:
 
     def _decode(self, group: int) -> _MappedRows:
         try:
-            return _MappedRows(self._file.iter_batches(BATCH_ROWS, row_groups=[group], columns=self._columns))
-        except (pa.ArrowException, OSError) as error:
+            batches = self._file.iter_batches(BATCH_ROWS, row_groups=[group], columns=self._columns)
+            return _MappedRows(batches, self._starts[group + 1] - self._starts[group])
+        except _DAMAGED as error:
             reason = str(error).splitlines()[0]
             rows = f"rows {self._starts[group]} to {self._starts[group + 1] - 1}"
             raise DataError(f"{rows} cannot be read: {reason}", where=str(self._path)) from error
@@ -82,7 +88,7 @@ class ParquetFile:
 class _MappedRows:
     """Decoded rows in a file without a name, mapped into memory."""
 
-    def __init__(self, batches: Iterable[pa.RecordBatch]) -> None:
+    def __init__(self, batches: Iterable[pa.RecordBatch], num_rows: int) -> None:
         with tempfile.NamedTemporaryFile(prefix="mrl-rows-") as file:
             starts = [0]
             writer = None
@@ -90,7 +96,8 @@ class _MappedRows:
                 writer = writer or pa.ipc.new_file(file, batch.schema)
                 writer.write_batch(batch)
                 starts.append(starts[-1] + batch.num_rows)
-            assert writer is not None, "a row group that is asked for a row has one"
+            if writer is None or starts[-1] != num_rows:
+                raise pa.ArrowInvalid(f"{starts[-1]} rows are there, not {num_rows}")
             writer.close()
             file.flush()
             self._batches = pa.ipc.open_file(pa.memory_map(file.name))

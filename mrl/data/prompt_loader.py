@@ -11,6 +11,7 @@ from mrl.config.schema import BatchConfig, DataConfig
 from mrl.data.curriculum import DifficultySampler
 from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, to_batch
 from mrl.data.sampler import Draw, PromptSampler
+from mrl.data.sources import fingerprint
 from mrl.errors import BadRow, DataError
 from mrl.events import EventLog, SampleSkipped
 from mrl.protocol import DataProto
@@ -89,6 +90,7 @@ class PromptLoader:
         weights = {name: source.weight for name, source in data.train.items()}
         self.skips = SkipLog(data.max_bad_rows, events)
         self._dataset, self.num_rows = dataset, num_rows
+        self._contents = {name: fingerprint(source) for name, source in data.train.items()}
         self._sampler = _make_sampler(dataset.sizes, weights, data)
         self._prompts_per_step = wanted
         self._num_skipped: Counter[str] = Counter()
@@ -113,11 +115,19 @@ class PromptLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands between two batches, as plain JSON."""
-        return {"sampler": self._sampler.state_dict(), "skips": self.skips.state_dict()}
+        skips = self.skips.state_dict()
+        return {"sampler": self._sampler.state_dict(), "skips": skips, "contents": dict(self._contents)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the batch that would have come next."""
         self._sampler.load_state_dict(state["sampler"])
+        then = state.get("contents", self._contents)
+        if changed := [name for name, now in self._contents.items() if then.get(name) != now]:
+            raise DataError(
+                f"the files of {', '.join(changed)} hold other rows than when the run began, by size and samples",
+                where="data.train",
+                fix="resume with the files that it began with, or start a new run",
+            )
         self.skips.load_state_dict(state["skips"])
 
     def _count_consecutive_skips(self, draw: Draw) -> None:

@@ -148,6 +148,8 @@ class _Cells:
         if not value:
             raise self._bad(column, "is an empty list: there is nothing to answer")
         messages = tuple(self._message(message, f"{column}[{index}]") for index, message in enumerate(value))
+        if (num := sum(len(message["content"]) for message in messages)) > MAX_CHARACTERS:
+            raise self._bad(column, f"has {num} characters together; at most {MAX_CHARACTERS}")
         roles = [message["role"] for message in messages]
         if "user" not in roles:
             raise self._bad(column, f"has no message of the user (roles: {', '.join(roles)})")

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mrl import files
 from mrl.errors import DataError
 
 
@@ -25,12 +26,15 @@ def write_samples(directory: Path, step: int, columns: Mapping[str, Sequence[Any
     return path
 
 
-def read_newest_samples(directory: Path, num_rows: int) -> list[dict[str, Any]]:
-    """Return the first rows of the newest file; none where there is no file."""
-    files = sorted(directory.glob("step-*.parquet"))
+def read_newest_samples(directory: Path, num_rows: int, kind: str = "step") -> list[dict[str, Any]]:
+    """Return the first rows of the newest file of a kind; none where there is no file."""
+    found = sorted(directory.glob(f"{kind}-*.parquet"))
+    if not found:
+        return []
     try:
-        rows: list[dict[str, Any]] = pq.read_table(files[-1]).slice(0, num_rows).to_pylist() if files else []
+        files.check_regular(found[-1])
+        rows: list[dict[str, Any]] = pq.read_table(found[-1]).slice(0, num_rows).to_pylist()
     except (pa.ArrowException, OSError) as error:
         fix = "move it away: the report then shows the samples before"
-        raise DataError(f"the samples cannot be read: {error}", where=str(files[-1]), fix=fix) from error
+        raise DataError(f"the samples cannot be read: {error}", where=str(found[-1]), fix=fix) from error
     return rows

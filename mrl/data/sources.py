@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import inspect
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence, Sized
@@ -13,6 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
+from mrl import files
 from mrl.config.data_rules import is_file
 from mrl.config.schema import ColumnsConfig, SourceConfig
 from mrl.data.jsonl import JsonlFile
@@ -92,12 +94,18 @@ class ManyFiles:
 def open_source(source: SourceConfig) -> RawRows:
     """Return the rows of a source. Files are opened and indexed, but no row is read that is not asked for."""
     if is_file(source):
-        files = [_open_file(Path(path), source.columns) for path in _matching(source.dataset)]
-        return files[0] if len(files) == 1 else ManyFiles(files)
+        opened = [_open_file(Path(path), source.columns) for path in _matching(source.dataset)]
+        return opened[0] if len(opened) == 1 else ManyFiles(opened)
     rows = _make_rows(source)
     if not len(rows):
         raise DataError("the dataset has no rows", where=source.dataset)
     return MadeRows(rows, source.dataset)
+
+
+def fingerprint(source: SourceConfig) -> str:
+    """Return what tells the files of a source from others of as many rows; nothing for rows that code makes."""
+    found = [files.fingerprint(path) for path in _matching(source.dataset)] if is_file(source) else []
+    return hashlib.sha256(" ".join(found).encode()).hexdigest() if found else ""
 
 
 def data_sources(source: SourceConfig, name: str, max_made_rows: int | None) -> set[str]:
@@ -130,6 +138,8 @@ def _matching(pattern: str) -> list[str]:
 
 def _open_file(path: Path, columns: ColumnsConfig) -> RawRows:
     try:
+        if program := files.unpacks(path):
+            raise DataError("the file is compressed", where=str(path), fix=f"{program} it, and keep its name")
         if path.suffix == ".jsonl":
             return JsonlFile(path)
         used = (columns.prompt, columns.data_source, columns.ability, columns.ground_truth, columns.extra_info)

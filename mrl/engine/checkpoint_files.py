@@ -55,7 +55,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         if dtype_name(tensor.dtype) not in SAFETENSORS_NAMES:
             raise EngineError(f"{name}: {tensor.dtype} cannot be saved", fix="leave optimizer state in float32")
     sha256 = hashlib.sha256()
-    with path.open("wb") as file:
+    with files.named(path), path.open("wb") as file:
 
         def put(data: Any) -> None:
             sha256.update(data)
@@ -75,7 +75,7 @@ class SavedFiles:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self.manifest: dict[str, Any] = dict(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
+            self.manifest: dict[str, Any] = dict(json.loads(files.read_text(path / MANIFEST)))
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise EngineError(f"is no checkpoint: {error}", where=str(path / MANIFEST)) from error
         if self.manifest.get("format") != FORMAT:
@@ -136,8 +136,9 @@ class SavedFiles:
     def _handle(self, file: str) -> Any:
         if file not in self._open:
             try:
+                files.check_regular(self.path / file)
                 self._open[file] = safe_open(self.path / file, framework="pt")
-            except SafetensorError as error:
+            except (OSError, SafetensorError) as error:
                 raise EngineError(f"cannot be read: {error}", where=str(self.path / file)) from error
         return self._open[file]
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from mrl.engine.model import TokenModel
 from mrl.engine.parallel import ParallelGroups
-from mrl.errors import EngineError
+from mrl.errors import EngineError, ModelError
 from mrl.models.hf_reader import HfReader, load_shard
 from mrl.models.layout import RankPlace
+from mrl.models.regions import slices
 from mrl.models.spec import ModelSpec
 from mrl.models.table import SCORE, Head, Shard, local_name, shards_of
 
@@ -59,6 +60,7 @@ def load(chunks: Sequence[TokenModel], reader: HfReader, spec: ModelSpec, head: 
     weights, and without it the gradient norm counts a split tensor's first part alone. Reduced with the experts' own
     data-parallel group: it takes ep > 1 for the only reason, and forgets experts that tensor ranks hold whole.
     """
+    sums = []
     own_reduction = groups.parallel.ep > 1 or groups.parallel.etp != groups.parallel.tp
     for shard, parameter in held_tensors(chunks, spec, head, groups):
         parameter.tensor_model_parallel = shard.split  # type: ignore[attr-defined]  # Megatron's mark
@@ -68,3 +70,15 @@ def load(chunks: Sequence[TokenModel], reader: HfReader, spec: ModelSpec, head: 
             parameter.zero_()  # `HfReader.check` has seen that a new head is wanted
         else:
             parameter.copy_(load_shard(reader, shard, parameter.dtype))
+            sums.append((shard, parameter, parameter.sum(dtype=torch.float32)))
+    # One look at the device for all of them; a sum is finite where its numbers are, but for enormous ones.
+    if sums and not torch.stack([total for *_, total in sums]).isfinite().all():
+        for shard, parameter, _ in sums:
+            _refuse_not_finite(shard, parameter, reader)
+
+
+def _refuse_not_finite(shard: Shard, parameter: Tensor, reader: HfReader) -> None:
+    for piece in shard.pieces:
+        if num := int((~parameter[slices(piece.target)].isfinite()).sum()):
+            what = f"{num} numbers of {piece.hf} are NaN or infinite"
+            raise ModelError(what, where=str(reader.path), fix="fetch the file again, or train from another checkpoint")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mrl import files
 from mrl.errors import ModelError, did_you_mean
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ class HfConfig:
         """Return the `config.json` of a model directory."""
         file = Path(path) / "config.json"
         try:
-            values = json.loads(file.read_text(encoding="utf-8"))
+            values = json.loads(files.read_text(file))
         except OSError as error:
             raise ModelError(
                 f"cannot be read: {error.strerror}", where=str(file), fix="give a Hugging Face model directory"

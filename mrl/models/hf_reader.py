@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from mrl import files
 from mrl.errors import ModelError, problem_list
-from mrl.hub import INDEX_FILE, SINGLE_FILE
+from mrl.hub import INDEX_FILE, SINGLE_FILE, check_files
 from mrl.models.regions import Region, slices
 from mrl.models.spec import ModelSpec
 from mrl.models.table import LM_HEAD, SCORE, Head, Shard, hf_tensors
@@ -24,6 +25,7 @@ class HfReader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._open: dict[str, Any] = {}
+        check_files(self.path)
         if (self.path / INDEX_FILE).exists():
             self._file_of = self._read_index()
         elif (self.path / SINGLE_FILE).exists():
@@ -77,6 +79,7 @@ class HfReader:
     def _handle(self, file: str) -> Any:
         if file not in self._open:
             try:
+                files.check_regular(self.path / file)
                 self._open[file] = safe_open(self.path / file, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise ModelError(
@@ -87,7 +90,7 @@ class HfReader:
     def _read_index(self) -> dict[str, str]:
         where = str(self.path / INDEX_FILE)
         try:
-            weight_map = json.loads((self.path / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+            weight_map = json.loads(files.read_text(self.path / INDEX_FILE))["weight_map"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(f"is not an index of weights: {error}", where=where, fix="fetch the file again") from error
         if not isinstance(weight_map, dict):

@@ -105,6 +105,7 @@ class HfWriter:
         """Everything beside the weights that transformers reads."""
         for path in source.iterdir():
             if path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
+                files.check_regular(path)
                 shutil.copyfile(path, self._staged / path.name)
         if (source / _MORE_TEMPLATES).is_dir():
             shutil.copytree(source / _MORE_TEMPLATES, self._staged / _MORE_TEMPLATES)

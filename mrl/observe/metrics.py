@@ -11,6 +11,8 @@ from typing import Any
 from mrl import files
 from mrl.errors import MrlError
 
+_MAX_BYTES = 4 << 30
+
 
 class MetricsFile:
     """Appends one line per step. On resume the lines of steps that are done again are cut off."""
@@ -46,7 +48,10 @@ def _line(fields: Mapping[str, Any]) -> str:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics file; a last one cut short by a crash is left out, any other bad one is an
     error."""
-    lines = path.read_bytes().split(b"\n")
+    try:
+        lines = files.read_bytes(path, _MAX_BYTES).split(b"\n")
+    except OSError as error:
+        raise MrlError(f"cannot be read: {error.strerror}", where=str(path)) from error
     found = []
     for number, line in enumerate(lines[:-1], start=1):
         try:

@@ -101,7 +101,7 @@ def test_there_are_many_cases() -> None:
             b"run: \x00\n",
             ["run.yaml:1: not valid YAML: unacceptable character #x0000: special characters are not allowed"],
         ),
-        ("a" * 2_000_000, ["run.yaml: 2000000 bytes are no configuration; at most 1048576"]),
+        ("a" * 2_000_000, ["run.yaml: cannot be read: has 2000000 bytes; at most 1048576 are read"]),
         ("a: " + "[" * 100_000, ["run.yaml:1: not readable: more than 20 levels deep"]),
         ("extends: 3\n", ["run.yaml:1: extends: must name one file (a chain of files extends one by one)"]),
         (

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mrl import files
 from mrl.config.schema import SourceConfig
 from mrl.data.prompt_loader import PromptLoader, SkipLog, one_pass
 from mrl.data.sampler import Draw, PromptSampler
@@ -157,3 +158,29 @@ def test_options_that_a_sampler_does_not_take(here: Path, loader_of: OpenLoader)
         loader_of(train="rows.jsonl", sampler="difficulty", sampler_options={"rests": 1})
     with pytest.raises(DataError, match=r"data.sampler_options: shares: (.|\n)*it takes none"):
         loader_of(train="rows.jsonl", sampler_options={"rest": 1})
+
+
+def test_other_rows_of_the_same_number_are_not_gone_on_with(here: Path, loader_of: OpenLoader) -> None:
+    rows = [good_row(number) for number in range(40)]
+    Path("rows.jsonl").write_bytes(jsonl(*rows))
+    state = json.loads(json.dumps(loader_of(train="rows.jsonl").state_dict()))
+    Path("rows.jsonl").rename("moved.jsonl")
+    loader_of(train={"train": "moved.jsonl"}).load_state_dict(state)
+    Path("moved.jsonl").write_bytes(jsonl(*rows[:-1], good_row(7)))
+    with pytest.raises(DataError, match=r"data\.train: the files of train hold other rows than when the run began"):
+        loader_of(train="moved.jsonl").load_state_dict(state)
+    del state["contents"]  # of an older checkpoint
+    loader_of(train="moved.jsonl").load_state_dict(state)
+
+
+def test_a_fingerprint_reads_little_and_sees_both_ends(here: Path) -> None:
+    with Path("rows").open("wb") as file:
+        file.truncate(100 << 30)  # most of it is a hole
+    before = files.fingerprint("rows")
+    seen = {before}
+    for place in (0, 100 << 29, (100 << 30) - 1):
+        with Path("rows").open("r+b") as file:
+            file.seek(place)
+            file.write(b"x")
+        seen.add(files.fingerprint("rows"))
+    assert len(seen) == 3  # between its samples nothing is read

@@ -28,6 +28,9 @@ def test_the_newest_is_that_of_the_last_step_and_is_written_over(tmp_path: Path)
     assert read_newest_samples(tmp_path, 3) == [{"response": "ten again"}] * 3
     (tmp_path / "step-000011.tmp").write_bytes(b"half")
     assert len(read_newest_samples(tmp_path, 3)) == 3
+    write_samples(tmp_path, 7, {"response": ["of validation"]}, "validation")
+    assert read_newest_samples(tmp_path, 3) == [{"response": "ten again"}] * 3
+    assert read_newest_samples(tmp_path, 3, "validation") == [{"response": "of validation"}]
 
 
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,3 +148,42 @@ def test_an_index_that_names_the_wrong_file_is_refused(tiny: Tiny, tmp_path: Pat
         reader.read("other", ((0, 1),))
     with pytest.raises(ModelError, match="there is no tensor nothing"):
         reader.read("nothing", ((0, 1),))
+
+
+def tensors_file(header: bytes, body: bytes = b"\0" * 16, size: int | None = None) -> bytes:
+    return struct.pack("<Q", len(header) if size is None else size) + header + body
+
+
+def entry(begin: object, end: object, shape: str = "[2]") -> str:
+    return f'{{"dtype": "F32", "shape": {shape}, "data_offsets": [{begin}, {end}]}}'
+
+
+HOSTILE_TENSORS = {
+    "overlapping": tensors_file(f'{{"a": {entry(0, 8)}, "b": {entry(4, 12)}}}'.encode()),
+    "behind the end": tensors_file(f'{{"a": {entry(0, 8)}, "b": {entry(8, 1 << 40, f"[{1 << 38}]")}}}'.encode()),
+    "overflowing": tensors_file(f'{{"a": {entry(0, 8)}, "b": {entry(8, (1 << 64) + 16)}}}'.encode()),
+    "a shape that overflows": tensors_file(f'{{"a": {entry(0, 16, f"[{1 << 62}, {1 << 62}]")}}}'.encode()),
+    "negative": tensors_file(f'{{"a": {entry(-8, 0)}}}'.encode()),
+    "backwards": tensors_file(f'{{"a": {entry(16, 0)}}}'.encode()),
+    "a hole": tensors_file(f'{{"a": {entry(0, 4, "[1]")}, "b": {entry(12, 16, "[1]")}}}'.encode()),
+    "one name twice": tensors_file(f'{{"a": {entry(0, 8)}, "a": {entry(8, 16)}}}'.encode()),
+    "a header of 2^63 bytes": tensors_file(b"{}", size=1 << 63),
+    "a header of a gigabyte": tensors_file(b"{}", size=1 << 30),
+    "a header that is no JSON": tensors_file(b"{" * 9),
+    "a header that is deep": tensors_file(b'{"a":' * 100_000),
+    "cut off": tensors_file(f'{{"a": {entry(0, 16, "[4]")}}}'.encode())[:-4],
+    "nothing": b"",
+}
+
+
+def read_all(path: Path) -> None:
+    reader = HfReader(path)
+    for name in ("a", "b"):
+        reader.read(name, ((0, 2),))
+
+
+@pytest.mark.parametrize("case", HOSTILE_TENSORS)
+def test_a_hostile_file_of_tensors_is_an_error_with_its_name(case: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(HOSTILE_TENSORS[case])
+    with pytest.raises(ModelError, match=r"model\.safetensors: "):
+        read_all(tmp_path)

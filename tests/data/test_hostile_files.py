@@ -1,0 +1,242 @@
+"""What stands where a file is expected, and is none: every reader says so at once, and waits for nothing."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mrl.config.load import load_config
+from mrl.config.model_rules import read_model_shape
+from mrl.config.schema import SourceConfig
+from mrl.data.chat import ChatTokenizer, load_tokenizer
+from mrl.data.parquet import ParquetFile
+from mrl.data.rlhf_dataset import Prompt, SkippedRow
+from mrl.data.sample_files import read_newest_samples
+from mrl.data.sources import open_source
+from mrl.errors import BadRow, DataError, MrlError, Problem
+from mrl.events import read_events
+from mrl.launch.site import load_site
+from mrl.models.hf_config import HfConfig
+from mrl.models.hf_reader import HfReader
+from mrl.observe.metrics import read_metrics
+from mrl.rewards.functions import judge
+from tests.data.conftest import OpenDataset, data_config, good_row, jsonl
+
+LIMIT_S = 5
+
+
+@pytest.fixture
+def within_limit(tokenizer: ChatTokenizer) -> Iterator[None]:
+    """Whatever waits, or reads for ever, is interrupted. Libraries have been loaded before."""
+
+    def interrupt(_: int, __: FrameType | None) -> None:
+        raise TimeoutError("it waits for ever")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.alarm(LIMIT_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(path.name)  # of a directory that is the current one: a socket's path is short
+
+
+def make_circle(path: Path) -> None:
+    one, other = path.with_name("one"), path.with_name("other")
+    one.symlink_to(other)
+    other.symlink_to(one)
+    path.symlink_to(one)
+
+
+KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    # kind: how it is made, and what the message says
+    "FIFO": (lambda path: os.mkfifo(path), "is a FIFO, not a file"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "is a device, not a file"),
+    "socket": (make_socket, "is a socket, not a file"),
+    "directory": (lambda path: path.mkdir(), "is a directory"),
+    "circle": (make_circle, "Too many levels of symbolic links"),
+}
+
+
+def show(path: Path) -> object:
+    return load_config(str(path), [])
+
+
+def extends(path: Path) -> object:
+    Path("run.yaml").write_text(f"extends: {path.name}\n")
+    return load_config("run.yaml", [])
+
+
+def in_model(name: str, read: Callable[[], object]) -> Callable[[Path], object]:
+    """Put what is none in the place of one file of a model, and read the model."""
+
+    def put(path: Path) -> object:
+        Path("model", name).unlink(missing_ok=True)
+        path.rename(Path("model", name))
+        return read()
+
+    return put
+
+
+def shape() -> object:
+    found = read_model_shape("model.path", "model")
+    assert isinstance(found, Problem)
+    raise MrlError(found.what)
+
+
+def weights() -> object:
+    return HfReader("model").check  # made before anything is read
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "configuration": show,
+    "extends": extends,
+    "cluster file": lambda path: load_site(str(path)),
+    "jsonl": lambda path: open_source(SourceConfig(dataset=str(path.rename("rows.jsonl")))),
+    "parquet": lambda path: open_source(SourceConfig(dataset=str(path.rename("rows.parquet")))),
+    "shape": in_model("config.json", shape),
+    "generation_config.json": in_model("generation_config.json", lambda: load_tokenizer("model")),
+    "config.json": in_model("config.json", lambda: HfConfig.read("model")),
+    "tokenizer.json": in_model("tokenizer.json", lambda: load_tokenizer("model")),
+    "tokenizer_config.json": in_model("tokenizer_config.json", lambda: load_tokenizer("model")),
+    "special_tokens_map.json": in_model("special_tokens_map.json", lambda: load_tokenizer("model")),
+    "chat template": in_model("chat_template.jinja", lambda: load_tokenizer("model")),
+    "weights": in_model("model.safetensors", weights),
+    "index": in_model("model.safetensors.index.json", weights),
+    "template file": lambda path: load_tokenizer("model", data_config("rows.jsonl", template_file=str(path))),
+    "judge's template": lambda path: judge._template(str(path)),
+    "metrics": lambda path: read_metrics(path),
+    "events": lambda path: list(read_events(path)),
+    "samples": lambda path: read_newest_samples(path.rename("step-000001.parquet").parent, 1),
+}
+
+
+@pytest.mark.usefixtures("within_limit")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_file_is_named_at_once(kind: str, reader: str, here: Path, tokenizer_directory: Path) -> None:
+    shutil.copytree(tokenizer_directory, "model")
+    make, what = KINDS[kind]
+    make(here / "thing")
+    with pytest.raises(MrlError) as caught:
+        READERS[reader](here / "thing")
+    says = (what, "is a directory", "does not exist", "no such", "should name a checkpoint", "has no chat template")
+    assert any(each in str(caught.value) for each in says), caught.value
+
+
+PACKED = {"gunzip": gzip.compress, "unxz": lzma.compress, "bunzip2": bz2.compress}
+
+
+@pytest.mark.parametrize("program", PACKED)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_compressed_file_says_how_it_is_unpacked(program: str, name: str, here: Path) -> None:
+    Path(name).write_bytes(PACKED[program](jsonl(good_row())))
+    with pytest.raises(DataError) as caught:
+        open_source(SourceConfig(dataset=name))
+    assert str(caught.value) == f"{name}: the file is compressed\n  fix: {program} it, and keep its name"
+
+
+def write_groups(path: Path, num_rows: int = 3000) -> None:
+    """Write rows of numbers that compress badly, in groups."""
+    rows = [good_row(number, extra_info={"noise": os.urandom(200).hex()}) for number in range(num_rows)]
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=500)
+
+
+def test_a_parquet_file_that_is_cut_while_it_is_read(here: Path) -> None:
+    write_groups(Path("rows.parquet"))
+    code = (
+        "import os\n"
+        "from mrl.config.schema import SourceConfig\n"
+        "from mrl.data.sources import open_source\n"
+        "from mrl.errors import DataError\n"
+        "rows = open_source(SourceConfig(dataset='rows.parquet'))\n"
+        "rows.row(0)\n"
+        "os.truncate('rows.parquet', os.path.getsize('rows.parquet') // 3)\n"
+        "try:\n"
+        "    rows.row(2999)\n"
+        "except DataError as error:\n"
+        "    print(error)\n"
+    )
+    # A signal would end the process.
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("rows.parquet: rows 2500 to 2999 cannot be read: ")
+
+
+def test_a_jsonl_file_that_is_cut_while_it_is_read(here: Path) -> None:
+    Path("rows.jsonl").write_bytes(jsonl(*map(good_row, range(9))))
+    rows = open_source(SourceConfig(dataset="rows.jsonl"))
+    os.truncate("rows.jsonl", 300)
+    with pytest.raises(DataError, match=r"rows\.jsonl: the file became shorter while it was read") as caught:
+        rows.row(8)
+    assert not isinstance(caught.value, BadRow), "no row of it is bad, and none may be skipped"
+
+
+def test_every_damaged_page_is_an_error_or_other_rows(here: Path, dataset_of: OpenDataset) -> None:
+    write_groups(Path("rows.parquet"), 100)
+    whole, chance = Path("rows.parquet").read_bytes(), random.Random(7)
+    refused = []
+    for _ in range(40):
+        damaged = bytearray(whole)
+        for at in chance.choices(range(len(whole)), k=chance.choice((1, 8, 64))):
+            damaged[at] ^= 1 << chance.randrange(8)
+        Path("rows.parquet").write_bytes(damaged)
+        try:
+            dataset = dataset_of(train="rows.parquet")
+            for found in dataset.check():
+                assert isinstance(found.error, DataError)
+        except DataError as error:
+            refused.append(str(error))
+    assert len(refused) > 10
+    assert all("rows.parquet" in each for each in refused)
+
+
+@pytest.mark.usefixtures("within_limit")
+@pytest.mark.parametrize("text", ["a" * 10_000_000, "1 + 1 = " * 1_250_000, "\u00e9" * 5_000_000])
+def test_a_prompt_of_megabytes_is_refused_and_counted(text: str, here: Path, dataset_of: OpenDataset) -> None:
+    parts = [{"role": "user", "content": text[begin : begin + 1_000_000]} for begin in range(0, len(text), 1_000_000)]
+    rows = good_row(prompt=text), good_row(prompt=parts), good_row(prompt=text[: 1 << 19]), good_row()
+    Path("rows.jsonl").write_bytes(jsonl(*rows))
+    dataset = dataset_of(train="rows.jsonl", overlong="drop")
+    one, many, long, good = dataset.read(dataset.draws(0, 4))
+    assert isinstance(one, SkippedRow)
+    assert "characters; at most 1048576" in str(one.error)
+    assert isinstance(many, SkippedRow)
+    assert "characters together; at most 1048576" in str(many.error)
+    assert isinstance(long, SkippedRow)
+    assert long.error is None
+    assert long.num_tokens > 10_000
+    assert isinstance(good, Prompt)
+
+
+def test_a_row_group_that_holds_fewer_rows_than_the_footer_says(here: Path) -> None:
+    write_groups(Path("rows.parquet"), 10)
+    rows = ParquetFile(Path("rows.parquet"), ["prompt"])
+    rows._starts = [0, 12]  # of a damaged footer, which Arrow does not look at
+    with pytest.raises(DataError, match=r"rows\.parquet: rows 0 to 11 cannot be read: 10 rows are there, not 12"):
+        rows.row(11)
+
+
+def test_the_name_of_a_column_that_is_no_text(here: Path) -> None:
+    write_groups(Path("rows.parquet"), 10)
+    Path("rows.parquet").write_bytes(Path("rows.parquet").read_bytes().replace(b"ability", b"abil\x95ty"))
+    with pytest.raises(DataError, match=r"rows\.parquet: "):
+        open_source(SourceConfig(dataset="rows.parquet")).row(0)
