@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mrl import files
+from mrl.config.arithmetic import longest_sample_tokens
 from mrl.config.rules import near_divisors, nearest, problem
 from mrl.config.schema import Config, MegatronModelConfig
 from mrl.config.sft import AnyConfig
@@ -17,6 +19,7 @@ _NAMES = {
     "heads": ("num_attention_heads",),
     "kv_heads": ("num_key_value_heads",),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "positions": ("max_position_embeddings",),
 }
 
 
@@ -28,6 +31,7 @@ class ModelShape:
     heads: int | None = None
     kv_heads: int | None = None
     experts: int | None = None
+    positions: int | None = None
 
 
 def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
@@ -40,7 +44,7 @@ def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
         return None
     file = directory / "config.json"
     try:
-        sizes = json.loads(file.read_text(encoding="utf-8"))
+        sizes = json.loads(files.read_text(file))
     except OSError as error:
         return problem(key, f'"{file}" cannot be read: {error.strerror}', "is it a Hugging Face model directory?")
     except (ValueError, RecursionError):
@@ -48,6 +52,8 @@ def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
     if not isinstance(sizes, dict):
         return problem(key, f'"{file}" holds no keys and values')
     found = {field: next((sizes[name] for name in names if name in sizes), None) for field, names in _NAMES.items()}
+    if sizes.get("rope_scaling") or (sizes.get("rope_parameters") or {}).get("factor"):
+        found["positions"] = None  # there are more of them, as many as the kind of scaling says
     return ModelShape(**{field: size if isinstance(size, int) and size > 0 else None for field, size in found.items()})
 
 
@@ -60,6 +66,7 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
         yield from _experts(role, model, shape)
     if isinstance(config, Config) and "actor" in roles:
         yield from _heads("rollout.tp", config.rollout.tp, shape)
+        yield from _positions(config, shape)
 
 
 def unchecked(path: str, shape: ModelShape | None) -> Iterator[str]:
@@ -70,6 +77,15 @@ def unchecked(path: str, shape: ModelShape | None) -> Iterator[str]:
     for what, size in (("layers", shape.layers), ("attention heads", shape.heads)):
         if size is None:
             yield f"{what} against the layouts: the model's config.json does not give their number"
+
+
+def _positions(config: Config, shape: ModelShape) -> Iterator[Problem]:
+    longest = longest_sample_tokens(config.rollout)
+    if shape.positions is not None and longest > shape.positions and "hf_overrides" not in config.rollout.vllm:
+        what = f"with max_prompt_tokens that is {longest} tokens, and the model has {shape.positions} positions"
+        room = shape.positions - config.rollout.max_prompt_tokens
+        fix = f"rollout.max_response_tokens={room}" if room > 0 else "a shorter prompt and a shorter response"
+        yield problem("rollout.max_response_tokens", what, fix)
 
 
 def _layers(role: str, model: MegatronModelConfig, shape: ModelShape) -> Iterator[Problem]:

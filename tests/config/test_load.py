@@ -265,3 +265,14 @@ def test_every_name_of_the_number_of_experts_is_known(name: str, tmp_path: Path)
     shape = read_model_shape("model.path", str(tmp_path))
     assert isinstance(shape, ModelShape)
     assert shape.experts == 8
+
+
+@pytest.mark.parametrize(
+    ("more", "positions"),
+    [({}, 300), ({"rope_scaling": {"factor": 4.0}}, None), ({"rope_parameters": {"factor": 4.0}}, None)],
+)
+def test_positions_that_are_scaled_are_no_limit(write: Write, more: dict[str, object], positions: int | None) -> None:
+    write(json.dumps({"max_position_embeddings": 300, **more}), "scaled/config.json")
+    shape = read_model_shape("model.path", "scaled")
+    assert isinstance(shape, ModelShape)
+    assert shape.positions == positions

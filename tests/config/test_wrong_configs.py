@@ -15,6 +15,7 @@ from mrl.errors import ConfigError
 
 CASES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("wrong_configs.yaml").read_text())
 MODELS = {
+    "short": {"num_hidden_layers": 6, "num_attention_heads": 12, "max_position_embeddings": 300},
     "model": {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 2},
     "moe": {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 12, "num_experts": 6},
 }
