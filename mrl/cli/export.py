@@ -8,7 +8,7 @@ from pathlib import Path
 from mrl.config.load import load_any_config
 from mrl.config.sft import AnyConfig
 from mrl.dtypes import torch_dtype
-from mrl.errors import SetupError
+from mrl.errors import EngineError, SetupError
 from mrl.hub import local_files, model_directory
 
 EXAMPLE = "mrl export runs/laptop-ppo my-model --checkpoint best"
@@ -43,12 +43,18 @@ def export_role(
         raise SetupError(f"this run has no {role}", where=str(directory))
     # These load torch.
     from mrl.engine.checkpoint_export import export_checkpoint
+    from mrl.models.table import Head
     from mrl.trainer.checkpoints import find_checkpoint
 
     found = find_checkpoint(directory / "checkpoints", which)
     name = config.model_of(role)[1]
     source = local_files(name) or model_directory(name, download=True)  # of a snapshot, its weights are not needed
-    number = export_checkpoint(
-        found / role, source, "lm" if role == "actor" else "score", torch_dtype(dtype or roles[role].dtype), out
-    )
+    head: Head = "lm" if role == "actor" else "score"
+    try:
+        number = export_checkpoint(found / role, source, head, torch_dtype(dtype or roles[role].dtype), out)
+    except (EngineError, OSError) as error:
+        if found.is_dir():
+            raise
+        what = "the run that goes on has removed this checkpoint meanwhile"
+        raise SetupError(what, where=str(found), fix="--checkpoint latest or best; a larger training.keep") from error
     return found.name, number

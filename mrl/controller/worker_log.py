@@ -49,6 +49,7 @@ class _RedactingStream(io.TextIOBase):
     def __init__(self, descriptor: int, for_harmless: int) -> None:
         self._descriptor = descriptor
         self._for_harmless = for_harmless
+        self._num_lost = 0
 
     def writable(self) -> bool:
         return True
@@ -57,10 +58,16 @@ class _RedactingStream(io.TextIOBase):
         return self._descriptor
 
     def write(self, text: str) -> int:
-        data = redact_text(text).encode("utf-8", "backslashreplace")
+        """Write it. What a full disk does not take is counted, and told of later: no training ends over a log."""
+        lost = f"({self._num_lost} bytes could not be written here)\n" if self._num_lost else ""
+        data = (lost + redact_text(text)).encode("utf-8", "backslashreplace")
         descriptor = self._for_harmless if is_harmless(text) else self._descriptor
-        while data:
-            data = data[os.write(descriptor, data) :]
+        try:
+            while data:
+                data = data[os.write(descriptor, data) :]
+            self._num_lost = 0
+        except OSError:
+            self._num_lost += len(data) - len(lost)
         return len(text)
 
 

@@ -118,14 +118,13 @@ class Console:
         self._stream = stream or sys.stdout
         self._quiet = quiet
         self._is_live = self._stream.isatty() and not quiet
-        self._num_lines = 0
+        self._num_lines = self._num_unprinted = 0
         self._panel, self._num_drawn, self._drawn_at = Panel(num_steps), 0, 0.0
 
     def print(self, text: str) -> None:
         """Print a line of its own."""
         self._clear()
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        self._write(f"{text}\n")
 
     def note(self, text: str) -> None:
         """Print a line unless the console is quiet."""
@@ -161,14 +160,23 @@ class Console:
         self._clear()
         lines = self._panel.lines(shutil.get_terminal_size().columns)
         drawn = "".join(f"{line}\n" for line in lines)
-        self._stream.write(f"{_NO_WRAP}{drawn}{_WRAP}")  # a wide letter must not make two lines of one
-        self._stream.flush()
+        self._write(f"{_NO_WRAP}{drawn}{_WRAP}")  # a wide letter must not make two lines of one
         self._num_drawn, self._drawn_at = len(lines), time.monotonic()
 
     def _clear(self) -> None:
         if self._num_drawn:
-            self._stream.write(f"\x1b[{self._num_drawn}F\x1b[J")  # to the first line of the panel; all below goes
+            self._write(f"\x1b[{self._num_drawn}F\x1b[J")  # to the first line of the panel; all below goes
             self._num_drawn = 0
+
+    def _write(self, text: str) -> None:
+        """Print it. What a full disk or a closed pipe does not take is counted: no run ends for want of its lines."""
+        lost = f"\n({self._num_unprinted} lines could not be printed)\n" if self._num_unprinted else ""
+        try:
+            self._stream.write(lost + text)
+            self._stream.flush()
+            self._num_unprinted = 0
+        except OSError:
+            self._num_unprinted += 1
 
 
 def _width(number: int) -> int:

@@ -1,8 +1,8 @@
 """Checkpoints of a whole run: every role and the trainer's own state together, or nothing.
 
 `checkpoints/step-000012/` holds a directory per role and `manifest.json`, which names its own hash and that of each
-role's manifest, which names the hashes of its files. It is staged beside its place and made visible by one rename.
-Between the beginning and the end of a save training may go on; one is under way at most.
+role's manifest, which names the hashes of its files. It is staged beside its place and made visible by one rename, and
+goes the same way. Between the beginning and the end of a save training may go on; one is under way at most.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mrl.events import EventLog, Saved, Warned
 from mrl.trainer.role_client import RoleClient
 
 MANIFEST = "manifest.json"
-_FORMAT = "mrl-run-2"
-_STAGED = ".saving"
+_FORMAT = "mrl-run-3"
+_STAGED, _REMOVED = ".saving", ".removing"
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Checkpoint:
     path: Path
     step: int
     state: dict[str, Any]
+    is_best: bool
+    """Whether it was the best when it was saved."""
 
 
 def find_checkpoint(directory: Path, which: str) -> Path:
@@ -57,7 +59,7 @@ def best_step(directory: Path) -> int | None:
         return None
     steps = {checkpoint_of(directory, step).name: step for step in steps_in(directory)}
     try:
-        return steps[pointer.read_text(encoding="utf-8")]
+        return steps[files.read_text(pointer)]
     except (OSError, ValueError, KeyError) as error:
         what = f"it should name a checkpoint, one of {', '.join(steps) or 'none'}"
         fix = "write that name into it, or remove it: the next best is named anew"
@@ -84,6 +86,8 @@ class CheckpointManager:
         self._directory = directory
         self._keep = keep
         self._events = events
+        self._pointers: dict[str, Path] = {}
+        """What `latest` and `best` are to name, where that could not be written yet."""
         directory.mkdir(mode=0o700, exist_ok=True)
 
     def steps(self) -> list[int]:
@@ -94,9 +98,9 @@ class CheckpointManager:
         """Begin to write a checkpoint of this moment."""
         assert self._save is None, "one save at a time"
         staged = self._directory / f"{_STAGED}-{step:06d}"
-        for leftover in self._directory.glob(f"{_STAGED}-*"):
-            self._events.write(Warned("checkpoint", f"{leftover.name} was left by a save that did not end; removed"))
-            shutil.rmtree(leftover)
+        for leftover in [*self._directory.glob(f"{_STAGED}-*"), *self._directory.glob(f"{_REMOVED}-*")]:
+            self._warn(f"{leftover.name} was left by a process that did not end it; removed")
+            shutil.rmtree(leftover, ignore_errors=True)  # what stays is in nobody's way, and met again
         staged.mkdir(mode=0o700)
         save = _Save(step, staged, roles, dict(state), is_best, time.monotonic())
         with _removed_on_failure(staged):
@@ -125,6 +129,7 @@ class CheckpointManager:
             manifest = {
                 "format": _FORMAT,
                 "step": save.step,
+                "is_best": save.is_best,
                 "roles": {name: files.sha256(save.staged / name / MANIFEST) for name in save.roles},
                 "state": save.state,
             }
@@ -132,9 +137,8 @@ class CheckpointManager:
             if target.exists():  # a resumed run has done this step again
                 shutil.rmtree(target)
             files.publish_directory(save.staged, target)
-        if save.is_best:
-            files.write_text(self._directory / "best", target.name)
-        files.write_text(self._directory / "latest", target.name)
+        self._pointers |= {"latest": target} | ({"best": target} if save.is_best else {})
+        self._point()
         self._delete_old()
         num_bytes = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
         self._events.write(Saved("checkpoint", save.step, str(target), num_bytes, time.monotonic() - save.began))
@@ -145,17 +149,44 @@ class CheckpointManager:
         The `latest` file is for people: what is there is what counts.
         """
         steps = self.steps()
-        return _read(self._directory, steps[-1]) if steps else None
+        if not steps:
+            return None
+        found = _read(self._directory, steps[-1])
+        if found.is_best:  # the process that saved it may have died before it said so
+            self._pointers["best"] = found.path
+            self._point()
+        return found
+
+    def _point(self) -> None:
+        """Have `latest` and `best` name what they are to; what cannot be written is, after the next save."""
+        for name, target in list(self._pointers.items()):
+            try:
+                files.write_text(self._directory / name, target.name)
+                del self._pointers[name]
+            except OSError as error:
+                self._warn(f"{name} cannot be written, and will name {target.name} after the next save: {error}")
 
     def _delete_old(self) -> None:
         try:
-            best = best_step(self._directory)
+            kept = {self._best_path(), self._pointers.get("best")}
         except CheckpointError as error:
-            self._events.write(Warned("checkpoint", f"none is removed: {error}"))
+            self._warn(f"none is removed: {error}")
             return
-        for step in self.steps()[: -self._keep]:
-            if step != best:
-                shutil.rmtree(checkpoint_of(self._directory, step))
+        for path in (checkpoint_of(self._directory, step) for step in self.steps()[: -self._keep]):
+            if path not in kept:
+                try:
+                    removed = path.with_name(f"{_REMOVED}-{path.name}")
+                    path.rename(removed)  # at once: half of a checkpoint is not to be taken for one
+                    shutil.rmtree(removed)
+                except OSError as error:
+                    self._warn(f"{path.name} cannot be removed, which is tried again after the next save: {error}")
+
+    def _best_path(self) -> Path | None:
+        step = best_step(self._directory)
+        return None if step is None else checkpoint_of(self._directory, step)
+
+    def _warn(self, message: str) -> None:
+        self._events.write(Warned("checkpoint", message))
 
 
 @contextmanager
@@ -174,7 +205,7 @@ def _sha256(manifest: Mapping[str, Any]) -> str:
 def _read(directory: Path, step: int) -> Checkpoint:
     path = checkpoint_of(directory, step)
     try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = json.loads(files.read_text(path / MANIFEST))
         if manifest["format"] != _FORMAT or manifest["step"] != step:
             raise ValueError(f"it says format {manifest['format']}, step {manifest['step']}")
         if manifest.pop("sha256") != _sha256(manifest):
@@ -182,7 +213,7 @@ def _read(directory: Path, step: int) -> Checkpoint:
         for name, sha256 in manifest["roles"].items():
             if files.sha256(path / name / MANIFEST) != sha256:
                 raise ValueError(f"{name}/{MANIFEST} is not what was saved")
-        return Checkpoint(path, step, dict(manifest["state"]))
+        return Checkpoint(path, step, dict(manifest["state"]), bool(manifest["is_best"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         older = f"; the one before is step {steps_in(directory)[-2]}" if len(steps_in(directory)) > 1 else ""
         raise CheckpointError(

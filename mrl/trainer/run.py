@@ -11,7 +11,7 @@ import mrl
 from mrl.config.load import AnyTyped, Resolved
 from mrl.config.run_directory import CHECKPOINTS, open_run_directory
 from mrl.errors import CheckpointError, MrlError, WorkerRaised
-from mrl.events import EventLog, RunStarted, Warned
+from mrl.events import Event, EventLog, RunStarted, Warned
 from mrl.observe.console import Console
 from mrl.observe.metrics import MetricsFile
 from mrl.observe.step_timer import StepTimer
@@ -48,6 +48,7 @@ class Run(Generic[AnyTyped]):
         self.directory, self.console = directory, console
         self.config = resolved.config
         self.events = EventLog(directory / "events.jsonl")
+        self.events.listeners.append(self._show)
         self.clock = StepTimer(self.events, console.phase, console.progress)
         self.checkpoints = CheckpointManager(directory / CHECKPOINTS, self.config.training.keep, self.events)
         self._metrics: MetricsFile
@@ -64,9 +65,13 @@ class Run(Generic[AnyTyped]):
             self.warn("configuration", warning)
 
     def warn(self, about: str, message: str) -> None:
-        """Print it and write it down."""
+        """Write it down, which is printed as well."""
         self.events.write(Warned(about, message))
-        self.console.print(f"warning: {about}: {message}")
+
+    def _show(self, event: Event) -> None:
+        """Print what anybody warns of."""
+        if isinstance(event, Warned):
+            self.console.print(f"warning: {event.about}: {event.message}")
 
     def resume(self, trained: Resumable) -> int:
         """Load the newest checkpoint, where there is one; return how many steps are done."""
@@ -75,7 +80,7 @@ class Run(Generic[AnyTyped]):
         if found is None and metrics.exists():
             self.warn("resume", "this run began here before and left no checkpoint: it begins again")
         next_step = 1 if found is None else found.step + 1
-        self._metrics = MetricsFile(metrics, next_step)
+        self._metrics = MetricsFile(metrics, 0 if found is None else next_step)  # 0 is a validation before training
         which, name = self.config.training.trackers, self.config.run.name
         self.trackers = open_trackers(which, name, self.directory, resume_config(self.config), next_step)
         if found is None:

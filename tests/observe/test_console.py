@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 
 import pytest
 
@@ -25,6 +27,40 @@ def test_elsewhere_one_aligned_line_per_step() -> None:
     assert [line.split()[:2] for line in lines] == [["9/100", "0.250"], ["10/100", "0.250"]]
     assert len({len(line) for line in (heading, *lines)}) == 1
     assert "\x1b" not in stream.getvalue()
+
+
+class Disk(io.StringIO):
+    """Takes nothing while it is full."""
+
+    is_full = False
+
+    def write(self, text: str) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_lines_that_a_full_disk_does_not_take_are_counted() -> None:
+    disk = Disk()
+    console = Console(3, disk)
+    console.print("before")
+    disk.is_full = True
+    console.print("meanwhile")
+    console.step(1, {"critic/score/mean": 0.25})
+    disk.is_full = False
+    console.print("after")
+    assert disk.getvalue().splitlines() == ["before", "", "(3 lines could not be printed)", "after"]
+
+
+def test_a_reader_that_is_gone_ends_nothing() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", closefd=False) as stream:
+        console = Console(3, stream)
+        console.print("a line")
+        console.step(1, {"critic/score/mean": 0.25})
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, write)  # closing writes what is left
 
 
 def test_a_terminal_has_a_panel_beneath_the_lines() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,7 +185,7 @@ def test_a_damaged_checkpoint_is_not_found_by_any_name(tmp_path: Path, events: E
 def test_a_checkpoint_of_another_step_is_none_of_this_one(tmp_path: Path, events: EventLog) -> None:
     snapshots = CheckpointManager(tmp_path / "checkpoints", 3, events)
     save(snapshots, 1).rename(tmp_path / "checkpoints" / "step-000004")
-    with pytest.raises(CheckpointError, match="it says format mrl-run-2, step 1"):
+    with pytest.raises(CheckpointError, match="it says format mrl-run-3, step 1"):
         snapshots.newest()
 
 
@@ -224,6 +226,52 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, events: EventLo
         assert not snapshots.is_under_way
     save(snapshots, 2, is_best=True)
     assert (tmp_path / "checkpoints" / "best").read_text() == "step-000002"
+
+
+def test_the_best_of_a_process_that_died_before_it_said_so_is_named(
+    tmp_path: Path, events: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "checkpoints"
+    dying = CheckpointManager(directory, 1, events)
+    save(dying, 1, is_best=True)
+    monkeypatch.setattr(dying, "_point", lambda: exit("killed"))
+    with pytest.raises(SystemExit):
+        save(dying, 2, is_best=True)
+    assert find_checkpoint(directory, "best").name == "step-000001"
+    CheckpointManager(directory, 1, events).newest()
+    assert find_checkpoint(directory, "best").name == "step-000002"
+
+
+def test_a_best_that_cannot_be_named_yet_is_kept_and_named_later(tmp_path: Path, events: EventLog) -> None:
+    directory = tmp_path / "checkpoints"
+    snapshots = CheckpointManager(directory, 1, events)
+    (directory / ".best.tmp").mkdir()  # in the way of what is to become `best`
+    for step in (1, 2, 3):
+        save(snapshots, step, is_best=step == 1)
+    assert snapshots.steps() == [1, 3]
+    assert not (directory / "best").exists()
+    (directory / ".best.tmp").rmdir()
+    save(snapshots, 4)
+    assert find_checkpoint(directory, "best").name == "step-000001"
+    assert snapshots.steps() == [1, 4]
+
+
+def test_half_of_an_old_checkpoint_is_not_taken_for_one(
+    tmp_path: Path, events: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 1, events)
+    save(snapshots, 1)
+
+    def die_halfway(path: Path, **_: Any) -> None:
+        (path / "manifest.json").unlink()
+        raise OSError("the file system is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mrl.trainer.checkpoints.shutil.rmtree", die_halfway)
+        save(snapshots, 2)
+    assert snapshots.steps() == [2]
+    save(snapshots, 3)
+    assert [path.name for path in (tmp_path / "checkpoints").glob(".*")] == [], "it is removed with the next"
 
 
 def test_a_checkpoint_is_of_the_moment_in_which_it_was_begun(tmp_path: Path, events: EventLog) -> None:
@@ -309,3 +357,15 @@ def test_a_name_that_is_none_is_a_typed_error(which: str, tmp_path: Path, events
     save(snapshots, 8)
     with pytest.raises(CheckpointError, match="no checkpoint"):
         find_checkpoint(tmp_path / "checkpoints", which)
+
+
+@pytest.mark.parametrize("name", ["best", "step-000003/manifest.json", "step-000003/actor/manifest.json"])
+def test_a_fifo_among_checkpoints_is_named_and_not_waited_for(name: str, tmp_path: Path) -> None:
+    (tmp_path / "step-000003" / "actor").mkdir(parents=True)
+    manifest = {"format": "mrl-run-2", "step": 3, "roles": {"actor": ""}, "state": {}}
+    sha256 = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (tmp_path / "step-000003" / "manifest.json").write_text(json.dumps(manifest | {"sha256": sha256}))
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError):
+        find_checkpoint(tmp_path, "best" if name == "best" else "latest")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import signal
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 import pytest
@@ -18,10 +22,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mrl.cli.main import main
+from mrl.config.run_directory import steps_in
 from mrl.demo.model import make_model
-from mrl.events import RunRestarted, Saved, read_events
+from mrl.events import EventsLost, RunRestarted, Saved, read_events
 from mrl.observe.metrics import read_metrics
-from tests.apart import run_mrl
+from tests.apart import MAIN, ROOT, run_mrl, untimed
+from tests.system_calls import SystemCall, watched_command
 
 CONFIG = """\
 run: {{name: small, dir: {directory}}}
@@ -56,9 +62,7 @@ training: {{steps: 3, save_every: 1, keep: 3}}
 def train(config: Path, name: str, *overrides: str) -> tuple[list[dict[str, Any]], str]:
     """The metrics of a run without what only a clock decides, and what it printed."""
     printed = run_mrl("train", str(config), f"run.name={name}", *overrides)
-    lines = read_metrics(config.parent / "runs" / name / "metrics.jsonl")
-    timed = ("timing_s/", "perf/", "sync/seconds", "reward/seconds")
-    return [{key: line[key] for key in line if not key.startswith(timed)} for line in lines], printed
+    return untimed(config.parent / "runs" / name), printed
 
 
 def hashes(checkpoint: Path) -> dict[str, Any]:
@@ -158,6 +162,50 @@ def test_a_run_and_the_same_run_resumed(config: Path, whole: tuple[list[dict[str
     trained = AutoModelForCausalLM.from_pretrained(run / "actor").state_dict()
     moved = [name for name, tensor in trained.items() if not torch.equal(tensor, initial[name])]
     assert len(moved) == len(initial)
+
+
+class FullDisk:
+    """Takes nothing below a directory from the metrics of step 1 on, until those of step 2 are tried."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._num_metrics = 0
+        self.refused: Counter[str] = Counter()
+
+    def decide(self, call: SystemCall) -> int:
+        if self._directory not in call.path.parents:
+            return 0
+        if call.path.name == "metrics.jsonl" and call.name == "openat":
+            self._num_metrics += 1
+        is_full = call.name in ("write", "openat", "mkdir", "pwrite64") and 1 < self._num_metrics < 3
+        self.refused[call.path.relative_to(self._directory).parts[0]] += is_full
+        return errno.ENOSPC if is_full else 0
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_a_while_costs_no_figure(config: Path, whole: tuple[list[dict[str, Any]], str]) -> None:
+    """Every process of the run meets it, at whatever it writes: checkpoints, metrics, events, samples, logs."""
+    run = config.parent / "runs" / "full"
+    disk = FullDisk(run)
+    often = ("training.save_every=1", "training.samples_every=1", "run.name=full")
+    command = [sys.executable, "-c", MAIN, "train", str(config), *EVERYTHING, *often]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    options = {"env": environment | {"PYTHONPATH": str(ROOT)}, "stdout": PIPE, "stderr": STDOUT}
+    with watched_command(command, disk.decide, **options) as process:
+        printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, printed
+    assert untimed(run) == whole[0]
+    assert {"checkpoints", "metrics.jsonl", "events.jsonl", "samples", "logs"} <= (+disk.refused).keys(), disk.refused
+    for said in (
+        "checkpoint: not saved, which is tried again",
+        "metrics.jsonl cannot be written",
+        "samples: cannot be",
+    ):
+        assert said in printed
+    events = [record.event for record in read_events(run / "events.jsonl")]
+    assert sum(event.num for event in events if isinstance(event, EventsLost)) > 10
+    assert steps_in(run / "checkpoints")[-1] == 3
+    assert list((run / "checkpoints").glob(".*")) == []
 
 
 @pytest.mark.slow

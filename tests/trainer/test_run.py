@@ -180,7 +180,7 @@ def test_a_new_run_has_nothing_to_warn_of(begin: Begin, tracker: Tracker) -> Non
 def test_a_run_that_left_no_checkpoint_begins_again_and_says_so(begin: Begin) -> None:
     first = begin()
     first.resume(team_of())
-    first.record(1, {"figure": 1})
+    first.record(0, {"figure": 1})  # a validation before training
     again = begin()
     assert again.resume(team_of()) == 0
     (warning,) = [event for event in events_of(again) if isinstance(event, Warned)]
@@ -296,6 +296,20 @@ def test_the_last_checkpoint_of_a_run_must_succeed(begin: Begin) -> None:
     with pytest.raises(WorkerRaised, match="no space left"):
         run.save(team, 1)
     assert run.checkpoints.steps() == []
+
+
+def test_a_last_checkpoint_that_cannot_even_begin_is_an_error(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, team = begin(training={"max_failed_saves": 5}), team_of()
+    run.resume(team)
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/somewhere")
+
+    monkeypatch.setattr(run.checkpoints, "begin", full)
+    run.save(team, 1, wait=False)
+    assert len(checkpoint_warnings(run)) == 1
+    with pytest.raises(CheckpointError, match=r"/somewhere: a checkpoint cannot be written: .*No space left"):
+        run.save(team, 2)
 
 
 def test_a_run_wants_to_stop_when_its_time_is_up(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
