@@ -10,17 +10,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-import jinja2
-
+from mrl import files
 from mrl.config.schema import DataConfig
+from mrl.data.chat_template import ChatTemplate, TemplateFailure, chat_template
 from mrl.data.rows import PromptRow
-from mrl.errors import BadRow, DataError
+from mrl.errors import BadRow, DataError, ModelError
+from mrl.hub import check_files
 
+_MEND = "mend the template, or name another by data.template_file"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 
 
 class ChatTokenizer(Protocol):
@@ -29,6 +31,7 @@ class ChatTokenizer(Protocol):
     chat_template: Any
     eos_token_id: int | None
     added_tokens_decoder: Mapping[int, Any]
+    special_tokens_map: Mapping[str, Any]
 
     def __call__(
         self, text: list[str], *, add_special_tokens: bool, return_offsets_mapping: bool = False
@@ -38,9 +41,7 @@ class ChatTokenizer(Protocol):
 
     def get_vocab(self) -> Mapping[str, int]: ...
 
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool, **options: Any
-    ) -> str: ...
+    def get_chat_template(self, chat_template: None, tools: Any) -> str: ...
 
     def decode(self, token_ids: list[int]) -> str: ...
 
@@ -90,9 +91,7 @@ class PromptEncoder:
     ) -> None:
         self._tokenizer, self._raw_text = tokenizer, raw_text
         self._options = dict(template_options)
-        added = tokenizer.added_tokens_decoder.values()
-        control_tokens = sorted({token.content for token in added if token.special}, key=len, reverse=True)
-        self._control = re.compile("|".join(re.escape(token) for token in control_tokens) or r"(?!)")
+        self._control = control_tokens(tokenizer)
 
     def render(self, row: PromptRow) -> str:
         """Return the prompt as the model reads it, up to where its answer begins."""
@@ -107,12 +106,14 @@ class PromptEncoder:
             raise BadRow(what, where=row.where, fix="data.raw_text=false, or columns.prompt names a column of text")
         return self._applied(row.messages, row.where, calls_for_answer=True)
 
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return template_of(self._tokenizer, self._options)
+
     def _applied(self, messages: Sequence[dict[str, str]], where: str, *, calls_for_answer: bool) -> str:
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=calls_for_answer, **self._options
-            )
-        except TEMPLATE_ERRORS as error:
+            return self._template.render(messages, calls_for_answer=calls_for_answer)
+        except TemplateFailure as error:
             what = f"the chat template refuses this prompt: {error}"
             raise BadRow(what, where=where, fix="mend the row, or the template's options in data.template") from error
 
@@ -124,6 +125,13 @@ class PromptEncoder:
 def prompt_encoder(tokenizer: ChatTokenizer, data: DataConfig) -> PromptEncoder:
     """Return what renders and encodes prompts as the configuration says."""
     return PromptEncoder(tokenizer, template_options(data), raw_text=data.raw_text)
+
+
+def control_tokens(tokenizer: ChatTokenizer, *more: str) -> re.Pattern[str]:
+    """Return what finds the tokenizer's control tokens in a text, and more texts that must not stand in it."""
+    control = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    found = sorted(control.union(more), key=len, reverse=True)
+    return re.compile("|".join(re.escape(token) for token in found) or r"(?!)")
 
 
 def template_options(data: DataConfig) -> dict[str, Any]:
@@ -145,7 +153,7 @@ def _tools(data: DataConfig) -> dict[str, Any]:
 
 def _read(file: str, key: str) -> str:
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return files.read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read: {error}", where=key) from error
 
@@ -154,6 +162,10 @@ def _check_files(directory: Path) -> None:
     """Say what is wrong with a directory before the libraries do it in their words."""
     if not directory.is_dir():
         raise DataError("there is no such directory", where=str(directory), fix="name a Hugging Face model directory")
+    try:
+        check_files(directory)
+    except ModelError as error:
+        raise DataError(error.what, where=error.where, fix=error.fix) from error
     present = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
     if not present:
         raise DataError(
@@ -164,7 +176,7 @@ def _check_files(directory: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         file = directory / name
         try:
-            content = json.loads(file.read_bytes()) if file.is_file() else {}
+            content = json.loads(files.read_bytes(file)) if file.is_file() else {}
         except ValueError as error:
             raise DataError(f"not JSON: {error}", where=str(file), fix="copy the file again") from error
         if not isinstance(content, dict) or (name == "tokenizer.json" and file.is_file() and "model" not in content):
@@ -176,7 +188,7 @@ def _check_tokenizer(tokenizer: ChatTokenizer, path: str) -> None:
         raise DataError("the tokenizer has no end-of-sequence token", where=path, fix="set eos_token in its config")
     config = Path(path) / "config.json"
     if config.is_file():
-        size = json.loads(config.read_bytes()).get("vocab_size")
+        size = json.loads(files.read_bytes(config)).get("vocab_size")
         if isinstance(size, int) and len(tokenizer) > size:
             what = f"the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {size}"
             raise DataError(what, where=path, fix="use the model's own tokenizer, or enlarge its embeddings")
@@ -193,9 +205,14 @@ def _check_template(tokenizer: ChatTokenizer, path: str) -> None:
         fix = "data.template_file names one, data.raw_text=true needs none, or add a chat_template.jinja to its files"
         raise DataError("the tokenizer has no chat template", where=path, fix=fix)
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True)
-    except jinja2.TemplateSyntaxError as error:
-        what = f"line {error.lineno} of the chat template: {error.message}"
-        raise DataError(what, where=path, fix="mend the template") from error
-    except TEMPLATE_ERRORS:
-        pass  # it refuses this conversation; what it says of real prompts, their rows will tell
+        template_of(tokenizer, {}).render([{"role": "user", "content": "?"}], calls_for_answer=True)
+    except TemplateFailure as error:
+        if error.is_broken:  # else it refuses this conversation; what it says of real prompts, their rows will tell
+            raise DataError(f"the chat template cannot be rendered: {error}", where=path, fix=_MEND) from error
+
+
+def template_of(tokenizer: ChatTokenizer, options: Mapping[str, Any]) -> ChatTemplate:
+    """Return the template as transformers chooses it, with what it gives every template."""
+    template = tokenizer.get_chat_template(None, options.get("tools"))
+    variables = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **options}
+    return chat_template(template, json.dumps(variables, default=str))

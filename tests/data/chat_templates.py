@@ -1,4 +1,7 @@
-"""Published chat templates without their parts for tools and pictures; `generation` marks what the assistant says."""
+"""Published chat templates without their parts for tools and pictures; `generation` marks what the assistant says.
+
+test_published_templates.py holds them against what the published ones write.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ QWEN_3 = """\
 {%- set ns = namespace(last_query_index=messages|length - 1, multi_step_tool=true) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.multi_step_tool and message.role == "user" %}
+    {%- set text = message.content %}
+    {%- set is_result = text.startswith('<tool_response>') and text.endswith('</tool_response>') %}
+    {%- if ns.multi_step_tool and message.role == "user" and not is_result %}
         {%- set ns.multi_step_tool = false %}
         {%- set ns.last_query_index = index %}
     {%- endif %}
@@ -75,6 +80,9 @@ QWEN_3 = """\
 
 LLAMA_3_1 = """\
 {{- bos_token }}
+{%- if date_string is not defined %}
+    {%- set date_string = "26 Jul 2024" %}
+{%- endif %}
 {%- if messages[0]['role'] == 'system' %}
     {%- set system_message = messages[0]['content']|trim %}
     {%- set messages = messages[1:] %}
@@ -82,7 +90,7 @@ LLAMA_3_1 = """\
     {%- set system_message = "" %}
 {%- endif %}
 {{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
-{{- "Cutting Knowledge Date: December 2023\\nToday Date: 26 Jul 2024\\n\\n" + system_message + "<|eot_id|>" }}
+{{- "Cutting Knowledge Date: December 2023\\nToday Date: " + date_string + "\\n\\n" + system_message + "<|eot_id|>" }}
 {%- for message in messages %}
     {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
     {%- if message['role'] == 'assistant' %}
@@ -103,6 +111,12 @@ MISTRAL_0_3 = """\
 {%- else %}
     {%- set loop_messages = messages %}
 {%- endif %}
+{%- for message in loop_messages %}
+    {%- if (message["role"] == "user") != (loop.index0 % 2 == 0) %}
+        {{- raise_exception("After the optional system message, conversation roles must alternate "
+            ~ "user/assistant/user/assistant/...") }}
+    {%- endif %}
+{%- endfor %}
 {{- bos_token }}
 {%- for message in loop_messages %}
     {%- if message["role"] == "user" %}
@@ -113,6 +127,9 @@ MISTRAL_0_3 = """\
         {%- endif %}
     {%- elif message["role"] == "assistant" %}
         {%- generation %}{{- " " + message["content"]|trim + eos_token }}{%- endgeneration %}
+    {%- else %}
+        {{- raise_exception("Only user and assistant roles are supported, "
+            ~ "with the exception of an initial optional system message!") }}
     {%- endif %}
 {%- endfor %}
 """

@@ -1,0 +1,105 @@
+"""The process that renders a chat template: a program that came with a model, and may loop, recurse and allocate.
+
+A script of its own, which loads Jinja alone. The template sees what transformers gives it, in the same sandbox; a
+sandbox has no limits on time and memory, and this process has. Line by line it reads what to render from its standard
+input and writes what came of it; the first line holds template and variables.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+COMPUTES_S, MEMORY_BYTES, TEXT_CHARACTERS = 5.0, 1 << 30, 4 << 20
+"""What one prompt may take, of processors, of memory, and of room."""
+_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant says; here it is rendered as if it were not marked."""
+
+    tags = {"generation"}  # noqa: RUF012  # Jinja's own attribute
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+    def _said(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def main() -> None:
+    """Render until nothing more is asked."""
+    for limit, most in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
+        resource.setrlimit(limit, (most, most))
+    for answer in _answers():
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _answers() -> Iterator[dict[str, Any]]:
+    given = json.loads(sys.stdin.readline())
+    limit_s: float = given["computes_s"]
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    template, wrong = None, {}
+    try:
+        template = _limited(limit_s, lambda: environment.from_string(given["template"]))
+    except jinja2.TemplateSyntaxError as error:
+        wrong = {"line": error.lineno, "error": str(error.message)}
+    except (*_FAILURES, MemoryError, SyntaxError) as error:
+        wrong = {"error": str(error)}
+    for line in sys.stdin:
+        yield wrong or _rendered(template, given["variables"] | json.loads(line), limit_s)
+
+
+def _rendered(template: Any, variables: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    try:
+        text = _limited(limit_s, lambda: template.render(variables))
+    except _FAILURES as error:
+        return {"error": str(error)}
+    except MemoryError:
+        return {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB"}
+    if len(text) > TEXT_CHARACTERS:
+        return {"error": f"it writes {len(text)} characters; at most {TEXT_CHARACTERS}"}
+    return {"text": text}
+
+
+def _limited(limit_s: float, action: Callable[[], Any]) -> Any:
+    """Do something that the kernel ends, and this process with it, after so many seconds of computing."""
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
+    try:
+        return action()
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **more)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+if __name__ == "__main__":
+    main()
