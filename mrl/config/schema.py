@@ -274,7 +274,8 @@ class ColumnsConfig:
     ability: Text | None = "ability"
     """What the row exercises, for metrics; null where the source has no such column."""
     ground_truth: Text | None = "reward_model.ground_truth"
-    """The right answer, as text; null where rewards need none."""
+    """The right answer: text, a list of accepted texts, or `{"target": ...}` of either; null where rewards need
+    none."""
     extra_info: Text | None = "extra_info"
     """Anything else that rewards read; null where the source has no such column."""
     id: Text | None = None

@@ -121,7 +121,9 @@ def _parsed(parser: RowParser, raw: object, where: str) -> tuple[PromptRow, str,
     row = parser.parse(raw, where)
     if len(row.messages) != 1:
         raise BadRow("the prompt must be one message", where=where)
-    return row, row.messages[0]["content"], row.ground_truth or ""
+    if not isinstance(row.ground_truth, str):
+        raise BadRow("the answer must be one text", where=where)
+    return row, row.messages[0]["content"], row.ground_truth
 
 
 PUBLISHED: Mapping[str, Published] = {

@@ -17,6 +17,8 @@ from mrl.errors import BadRow, did_you_mean
 ROLES = ("system", "user", "assistant", "tool")
 ANSWERED_ROLES = ("user", "tool")
 MAX_CHARACTERS = 1 << 20
+GroundTruth = str | list[str] | dict[str, str | list[str]]
+"""A text, a list of accepted ones, or `{"target": ...}` of either, as data sets of questions have it."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class PromptRow:
     messages: tuple[dict[str, str], ...]
     data_source: str
     ability: str | None
-    ground_truth: str | None
+    ground_truth: GroundTruth | None
     extra_info: dict[str, Any]
     id: str | int | None
     where: str
@@ -50,7 +52,7 @@ class RowParser:
             messages=cells.messages(columns.prompt),
             data_source=self.data_source(raw, where),
             ability=cells.optional_text(columns.ability, "ability") if columns.ability else None,
-            ground_truth=cells.text(columns.ground_truth, "ground_truth") if columns.ground_truth else None,
+            ground_truth=cells.ground_truth(columns.ground_truth) if columns.ground_truth else None,
             extra_info=cells.extra_info(columns.extra_info) if columns.extra_info else {},
             id=cells.id(columns.id) if columns.id else None,
             where=where,
@@ -105,7 +107,22 @@ class _Cells:
         return BadRow(f"column `{column}` {what}", where=self.where, fix=fix)
 
     def text(self, column: str, key: str) -> str:
-        value = self._at(column, key)
+        return self._text(self._at(column, key), column, key)
+
+    def ground_truth(self, column: str) -> GroundTruth:
+        value = self._at(column, "ground_truth")
+        if isinstance(value, Mapping) and value.keys() == {"target"}:
+            return {"target": self._answers(value["target"], f"{column}.target")}
+        return self._answers(value, column)
+
+    def _answers(self, value: Any, column: str) -> str | list[str]:
+        if not isinstance(value, list):
+            return self._text(value, column, "ground_truth")
+        if not value:
+            raise self._bad(column, "is an empty list: no answer would be right")
+        return [self._text(each, f"{column}[{number}]", "prompt") for number, each in enumerate(value)]
+
+    def _text(self, value: Any, column: str, key: str) -> str:
         if not isinstance(value, str):
             fix = ""
             if isinstance(value, int | float) and not isinstance(value, bool):

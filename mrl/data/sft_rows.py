@@ -62,6 +62,9 @@ class SftDataset(RLHFDataset):
         row = super()._row(draw)
         if row.ground_truth is None:
             raise DataError("there is nothing to learn", where=row.where, fix="columns.ground_truth, or batch.messages")
+        if not isinstance(row.ground_truth, str):
+            what = "the ground truth is a list of accepted answers: which one is to be learned?"
+            raise BadRow(what, where=row.where, fix="name a column of text in columns.ground_truth")
         messages = (*row.messages, {"role": "assistant", "content": row.ground_truth})
         first = len(row.messages)
         if self._batch.loss_on == "all":

@@ -19,6 +19,7 @@ from mrl.config.sft import AnyConfig, SftConfig
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.end_tokens import end_tokens
 from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, open_dataset
+from mrl.data.rows import GroundTruth
 from mrl.data.sft_rows import open_sft_dataset
 from mrl.errors import BadRow, DataError, ModelError
 from mrl.events import EventLog
@@ -245,7 +246,7 @@ def _check_rewards(
 def _answered(prompt: Prompt, form: str, tokenizer: ChatTokenizer) -> Sample:
     """Return a sample whose response is the ground truth in some form, or nothing but the form where the source has
     none."""
-    row, response = prompt.row, form.format(prompt.row.ground_truth or "")
+    row, response = prompt.row, form.format(_first_answer(prompt.row.ground_truth))
     return Sample(
         prompt=prompt.text,
         response=response,
@@ -256,6 +257,16 @@ def _answered(prompt: Prompt, form: str, tokenizer: ChatTokenizer) -> Sample:
         uid=prompt.draw.uid,
         row_id=prompt.draw.number,
     )
+
+
+def _first_answer(truth: GroundTruth | None) -> str:
+    """Return one of the accepted answers."""
+    match truth:
+        case dict():
+            return _first_answer(truth["target"])
+        case list():
+            return truth[0]
+    return truth or ""
 
 
 def _scores(key: str, outcomes: Sequence[Outcome], samples: Sequence[Sample]) -> CheckResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 
 from mrl.errors import RewardError
@@ -9,7 +10,7 @@ from mrl.rewards.sample import Sample
 
 ANY_NUMBER = r"(?:(?<!\d)[-\u2212])?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?%?"
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ARTICLES = {"a", "an", "the"}
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def answer_in(response: str, tag: str | None) -> str:
@@ -22,8 +23,10 @@ def answer_in(response: str, tag: str | None) -> str:
 
 
 def accepted_answers(sample: Sample) -> list[str]:
-    """Return the ground truth as a list of texts."""
+    """Return the ground truth as a list of texts; Search-R1's data has it as `{"target": [...]}`."""
     truth = sample.ground_truth
+    if isinstance(truth, dict) and truth.keys() == {"target"}:
+        truth = truth["target"]
     accepted = truth if isinstance(truth, list) else [truth]
     if not accepted or any(not isinstance(answer, str | int | float) for answer in accepted):
         what = f"the ground truth {truth!r:.200} is neither a text nor a list of texts"
@@ -33,5 +36,4 @@ def accepted_answers(sample: Sample) -> list[str]:
 
 def plain_words(text: str) -> list[str]:
     """Return the words of a text without case, punctuation and articles."""
-    words = text.lower().translate(_WITHOUT_PUNCTUATION).split()
-    return [word for word in words if word not in _ARTICLES]
+    return _ARTICLES.sub(" ", text.lower().translate(_WITHOUT_PUNCTUATION)).split()

@@ -66,6 +66,14 @@ class Sample:
         return [cls(**sample) for sample in (json.loads(body) if is_group(body) else [json.loads(body)])]
 
     @property
+    def truth_text(self) -> str:
+        """The ground truth of a function that knows one right answer only."""
+        if isinstance(self.ground_truth, list | dict):
+            what = f"the ground truth is one text or number for this function, not {self.ground_truth!r:.100}"
+            raise RewardError(what, where=self.name, fix="exact_match, f1 and search_r1 take several answers")
+        return str(self.ground_truth)
+
+    @property
     def name(self) -> str:
         """The sample as messages name it."""
         return f"row {self.row_id} (uid {self.uid}, source {self.data_source})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ def tensor_columns(batch: DataProto) -> dict[str, Any]:
     return columns
 
 
+def _as_text(truth: Any) -> str | None:
+    """Return a ground truth as a column of one type holds it: what is no text, as JSON."""
+    return truth if truth is None or isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
+
+
 def sample_columns(batch: DataProto) -> dict[str, Any]:
     """Return what a file of samples says of each."""
     return {
@@ -35,7 +41,7 @@ def sample_columns(batch: DataProto) -> dict[str, Any]:
         "prompt": batch["prompt_text"],
         "response": batch["response_text"],
         "answer": batch["answer"],
-        "ground_truth": batch["ground_truth"],
+        "ground_truth": [_as_text(truth) for truth in batch["ground_truth"]],
         "score": batch["scores"].tolist(),
         "num_tokens": batch.lengths("responses").tolist(),
         "truncated": batch["truncated"].tolist(),

@@ -181,3 +181,12 @@ def test_template_options_reach_the_template(here: Path, tokenizer_directory: Pa
     rollout = RolloutConfig(max_prompt_tokens=64, max_response_tokens=8)
     batch = open_dataset(data.train, data, rollout, load_tokenizer("made")).batch([0])
     assert batch["prompt_text"].tolist() == ["why? thinking=False"]
+
+
+@pytest.mark.parametrize("truth", ["7", ["7", "seven"], {"target": ["7", "seven"]}, {"target": "7"}])
+def test_several_accepted_answers_stay_as_they_are(truth: Any, here: Path, dataset_of: OpenDataset) -> None:
+    rows = [good_row(reward_model={"style": "rule", "ground_truth": truth})]
+    Path("rows.jsonl").write_bytes(jsonl(*rows))
+    pq.write_table(pa.Table.from_pylist(rows), "rows.parquet")
+    for name in ("rows.jsonl", "rows.parquet"):
+        assert list(dataset_of(train=name).batch([0])["ground_truth"]) == [truth]

@@ -335,3 +335,10 @@ def test_a_worker_is_light() -> None:
         return time.perf_counter() - begin
 
     assert min(seconds() for _ in range(3)) < 0.3
+
+
+@pytest.mark.parametrize("function", [math, gsm8k, dapo, countdown, multiple_choice])
+def test_a_function_of_one_answer_refuses_several(function: Any) -> None:
+    several = sample("<answer>4</answer> #### 4, so (B)", ["4", "B"])
+    with pytest.raises(RewardError, match=r"one text or number for this function, not \['4', 'B'\]"):
+        function.score(dataclasses.replace(several, extra_info={"numbers": [4]}))

@@ -70,6 +70,20 @@ def test_every_sample_is_in_the_file(tmp_path: Path) -> None:
     ]
 
 
+def test_answers_of_every_form_are_in_one_column(tmp_path: Path) -> None:
+    batch = samples().with_column("ground_truth", ["5", {"target": ["7", "sept"]}])
+    rows = pq.read_table(write_samples(tmp_path, 2, sample_columns(batch))).to_pylist()
+    assert [row["ground_truth"] for row in rows] == ["5", '{"target": ["7", "sept"]}']
+
+
+def test_a_conversation_is_in_the_file_by_turns(tmp_path: Path) -> None:
+    batch = samples().with_column("turns", [["look", "it is 5", "five"], ["seven"]])
+    batch = batch.with_column("ended", ["done", "length"])
+    rows = pq.read_table(write_samples(tmp_path, 2, sample_columns(batch))).to_pylist()
+    assert [row["turns"] for row in rows] == [["look", "it is 5", "five"], ["seven"]]
+    assert [row["ended"] for row in rows] == ["done", "length"]
+
+
 @pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3]), (2, [2])])
 def test_files_are_written_every_so_many_steps(every: int, steps: list[int], tmp_path: Path) -> None:
     with scene(make_config(tmp_path, training={"samples_every": every}), tmp_path) as found:

@@ -37,7 +37,7 @@ def score(sample: Sample, partial: float = 0.1) -> dict[str, float | str]:
         return {"score": 0.0, "found": 0.0, "answer": ""}
     if sorted(used) != sorted(numbers):
         return {"score": 0.0, "found": 1.0, "answer": expression}
-    score = 1.0 if value == Fraction(str(sample.ground_truth)) else partial
+    score = 1.0 if value == Fraction(sample.truth_text) else partial
     return {"score": score, "found": 1.0, "answer": expression}
 
 

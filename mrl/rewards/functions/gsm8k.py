@@ -22,6 +22,6 @@ def score(sample: Sample, last_number: bool = False) -> dict[str, float | str]:
         answer = found[-1] if found else None
     if answer is None:
         return {"score": 0.0, "found": 0.0, "answer": ""}
-    truth = str(sample.ground_truth)
+    truth = sample.truth_text
     score = float(same_answer(answer, after_hashes(truth) or truth))
     return {"score": score, "found": 1.0, "answer": normal_form(answer).text}

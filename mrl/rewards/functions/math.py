@@ -16,6 +16,6 @@ def score(sample: Sample) -> dict[str, float | str]:
     answer = last_boxed(sample.response) or after_hashes(sample.response)
     if answer is None:
         return {"score": 0.0, "found": 0.0, "answer": ""}
-    truth = str(sample.ground_truth)
+    truth = sample.truth_text
     score = float(same_answer(answer, last_boxed(truth) or truth))
     return {"score": score, "found": 1.0, "answer": normal_form(answer).text}

@@ -14,7 +14,7 @@ def score(sample: Sample) -> dict[str, float | str]:
     Its own time limits are switched off: they rest on signals, and the worker's limit holds for everything.
     A ground truth that it cannot read is an error of the data, not a wrong answer.
     """
-    truth = str(sample.ground_truth)
+    truth = sample.truth_text
     gold = parse(truth if "\\boxed" in truth else f"\\boxed{{{truth}}}", parsing_timeout=None)
     if not gold:
         raise RewardError(f"math-verify cannot read the ground truth {truth!r:.200}", where=sample.name)

@@ -17,7 +17,7 @@ def score(sample: Sample, letters: str = "ABCDEFGHIJ") -> dict[str, float | str]
     `found` says whether there was a choice.
     """
     letter = f"[{re.escape(letters)}]"
-    truth = re.match(rf"\W*({letter})(?!\w)", str(sample.ground_truth))
+    truth = re.match(rf"\W*({letter})(?!\w)", sample.truth_text)
     if truth is None:
         what = f"the ground truth {sample.ground_truth!r:.200} begins with none of the letters {letters}"
         raise RewardError(what, where=sample.name)

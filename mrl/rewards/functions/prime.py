@@ -18,7 +18,7 @@ def score(sample: Sample) -> dict[str, float | str]:
     answer = last_boxed(sample.response)
     if answer is None:
         return {"score": 0.0, "found": 0.0, "answer": ""}
-    truth = last_boxed(str(sample.ground_truth)) or str(sample.ground_truth)
+    truth = last_boxed(sample.truth_text) or sample.truth_text
     is_right = same_answer(answer, truth)
     if not is_right:
         gold, given = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer))
