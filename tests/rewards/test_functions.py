@@ -268,7 +268,7 @@ def choice(sample: Sample) -> Any:
         (digits.score, "it is 137", ""),
         (exact_match.score, "The Eiffel Tower!", "eiffel tower"),
         (f1.score, "the", ""),
-        (dapo.score, "Answer: 0.50", "1/2"),
+        (dapo.score, "Answer: $0.50$", "0.50"),
         (dapo.score, "so 7", ""),
         (choice, "I choose (C).", "C"),
         (choice, "neither", ""),
