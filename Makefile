@@ -1,7 +1,7 @@
 # Everything a developer runs. A fresh clone needs Python 3.11 or 3.12 and nothing else: each target first makes
 # .venv (a few minutes, once). `make PYTHON=/path/to/python3.12 install` chooses another Python.
 .DEFAULT_GOAL := help
-.PHONY: help install install-cuda demo unit types test test-slow test-presets test-hosts test-extras test-py312 test-contracts lint bench docs clean
+.PHONY: help install install-cuda demo unit types test test-slow test-presets test-hosts sweep test-extras test-py312 test-contracts lint bench docs clean
 
 # An environment that stands keeps its Python; otherwise the first that really runs and can make environments.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
@@ -45,6 +45,10 @@ test-presets: install ## every preset's twin: the same switches on a small model
 
 test-hosts: install ## runs over hosts with addresses of their own, in network namespaces: needs root or user namespaces
 	$(BIN)/python -m pytest tests/hosts
+
+sweep: install ## a run ended in every way at every moment, a save at every write, a host lost; about three hours
+	$(BIN)/python -m pytest -m on_demand tests/trainer/test_writes.py tests/hosts
+	$(BIN)/python -m tests.endings.endings
 
 test-extras: install ## the tests of what is optional, with all of it installed into .venv-extras
 	@cmp -s requirements-extras.txt .venv-extras/complete || { rm -rf .venv-extras && $(BIN)/python -m pip install --quiet --no-deps \

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 LAYERS = (  # lowest first; what shares a line never imports each other
-    {"answers", "errors", "files", "dtypes", "rounding"},
+    {"answers", "children", "errors", "files", "dtypes", "rounding"},
     {"registry", "redaction", "hub", "libraries"},
     {"events"},
     {"config"},

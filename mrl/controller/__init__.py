@@ -14,6 +14,8 @@ if "ray" not in sys.modules:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # A process that asks for no accelerator keeps the devices that its environment shows (Ray's coming default).
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Nobody hears of a run but those it was told to speak to.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 if TYPE_CHECKING:
     from mrl.controller.cluster import ray_cluster

@@ -6,11 +6,13 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -18,9 +20,10 @@ import ray
 from ray.exceptions import RayError
 
 from mrl.config.schema import ClusterConfig
-from mrl.errors import PlacementError
+from mrl.errors import PlacementError, SetupError, WorkerDied
 
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
+_KEEPER_ENDS_S = 6.0
 
 
 @cache
@@ -111,20 +114,83 @@ def _started_here(config: ClusterConfig) -> Iterator[None]:
     token.write_text(_token())
     before = {name: os.environ.pop(name, None) for name in _TOKEN_VARIABLES}
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
-    # A CPU device is a slot, not a core: a laptop may run more ranks than it has cores.
-    slots = {"num_cpus": config.devices_per_node} if config.device == "cpu" else {}
     try:
-        ray.init(
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _temp_dir=str(directory / "ray"),
-            **slots,
-        )
-        yield
+        with _kept(config, directory) as address:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            yield
     finally:
-        ray.shutdown()
         for name in _TOKEN_VARIABLES:
             os.environ.pop(name, None)
         os.environ.update({name: value for name, value in before.items() if value is not None})
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _kept(config: ClusterConfig, directory: Path) -> Iterator[str]:
+    """Ray's processes, below one that ends them all when this one ends or leaves the block: the address of that Ray."""
+    # A CPU device is a slot, not a core: a laptop may run more ranks than it has cores.
+    slots = [str(config.devices_per_node)] if config.device == "cpu" else []
+    command = [sys.executable, "-m", "mrl.controller.keeper", str(directory), *slots]
+    pipe = subprocess.PIPE
+    with (
+        (directory / "keeper.log").open("w+") as log,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True) as keeper,
+    ):
+        assert keeper.stdout is not None, "it was asked for as a pipe"
+        ends = threading.Event()
+        try:
+            if address := keeper.stdout.readline().strip():
+                threading.Thread(target=_await_loss, args=(keeper, ends), name="ray-loss", daemon=True).start()
+                yield address
+        finally:
+            ray.shutdown()
+            ends.set()
+            _end(keeper)
+        if not address:
+            log.seek(0)
+            words = log.read().strip().splitlines()[-1:] or ["it said nothing"]
+            fix = f"a TMPDIR whose name is shorter: Ray's sockets lie in {directory}" if "AF_UNIX" in words[0] else ""
+            raise SetupError(f"Ray did not start on this machine: {words[0]}", fix=fix)
+
+
+def _end(keeper: subprocess.Popen[str]) -> None:
+    assert keeper.stdin is not None, "it was asked for as a pipe"
+    with suppress(BrokenPipeError):
+        keeper.stdin.write("\n")  # a word, because a process forked here may hold the pipe open
+        keeper.stdin.flush()
+    try:
+        keeper.wait(_KEEPER_ENDS_S)
+    except subprocess.TimeoutExpired:
+        keeper.kill()
+
+
+def _await_loss(keeper: subprocess.Popen[str], ends: threading.Event) -> None:
+    """End this process when its Ray is lost, with what there is to say: whatever waits for Ray waits for ever."""
+    assert keeper.stdout is not None, "it was asked for as a pipe"
+    keeper.stdout.readline()
+    why = keeper.stdout.readline().strip() or f"the process that keeps it (pid {keeper.pid}) has ended"
+    if not ends.is_set():
+        lose_ray(WorkerDied(f"the Ray that was started for this run is lost: {why}"))
+
+
+def lose_ray(error: WorkerDied) -> None:
+    """End this process for an error that its threads would not hear of: each of them may wait for Ray."""
+    os._exit(_when_lost[-1](error))
+
+
+def _say_so(error: WorkerDied) -> int:
+    sys.stderr.write(f"{error}\n")
+    return error.exit_code
+
+
+_when_lost: list[Callable[[WorkerDied], int]] = [_say_so]
+
+
+@contextmanager
+def when_ray_is_lost(tell: Callable[[WorkerDied], int]) -> Iterator[None]:
+    """Where the Ray of this process is lost, or a node of it, this ends with the exit code that `tell` returns."""
+    _when_lost.append(tell)
+    try:
+        yield
+    finally:
+        _when_lost.remove(tell)

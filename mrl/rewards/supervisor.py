@@ -32,7 +32,7 @@ from mrl.rewards.messages import (
     to_json,
 )
 from mrl.rewards.outcome import FailureKind, failure_reply
-from mrl.rewards.processes import adopt_orphans, children, describe_status, end_group, reap
+from mrl.children import adopt_orphans, children, describe_status, end_group, reap
 from mrl.rewards.worker import is_built_in, load_reward_function, run_worker
 
 _BEAT_S = 1.0

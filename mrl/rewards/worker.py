@@ -28,7 +28,7 @@ from mrl.errors import MrlError, NameUnknown, SetupError
 from mrl.registry import load_attribute
 from mrl.rewards.messages import MAX_REPLY_BYTES, MAX_SAMPLE_BYTES, FrameReader, control, frame, to_json
 from mrl.rewards.outcome import BadResult, FailureKind, answer_of, failure_reply, numbers_of
-from mrl.rewards.processes import adopt_orphans, children, die_with, end_group, has_children, reap
+from mrl.children import adopt_orphans, children, die_with, end_group, has_children, reap
 from mrl.rewards.sample import Sample, is_group
 
 _SAMPLES_PER_WORKER = 1000  # then a fresh process, so that a function that leaks fails nobody's sample

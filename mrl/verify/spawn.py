@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -18,13 +16,11 @@ from typing import Any, Literal
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from mrl.children import die_with
 from mrl.engine.parallel import take_device
 from mrl.errors import EngineError
 
 Device = Literal["cpu", "gpu"]
-
-_PR_SET_PDEATHSIG = 1
-"""Linux's request for a signal when the parent ends, however it ends."""
 
 
 def num_gpus() -> int:
@@ -119,7 +115,7 @@ def _rank_main(
     rank, num_ranks, port, listener = place
     os.environ.clear()  # it is that of the process from which this one was forked, of an earlier time
     os.environ.update(environment)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # or a rank that waits in gloo would wait for ever
+    die_with(os.getppid())  # or a rank that waits in gloo would wait for ever
     backend = take_device(rank)
     limit = timedelta(minutes=10)
     store = TCPStore(

@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from mrl.children import describe_status
 from mrl.config.reward import RewardFunctionConfig
 from mrl.rewards.messages import CONTROL, FrameError, FrameReader, control, frame, to_json
 from mrl.rewards.outcome import (
@@ -23,7 +24,6 @@ from mrl.rewards.outcome import (
     reward_metrics,
     sum_of,
 )
-from mrl.rewards.processes import describe_status
 from mrl.rewards.sample import Sample
 from mrl.rewards.worker import RewardFunction, is_built_in, score_sample
 from tests.rewards.conftest import make_sample

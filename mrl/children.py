@@ -1,7 +1,7 @@
 """The few things about processes that Linux offers and Python does not: whose child one is, and how to end a family.
 
-A worker and the supervisor adopt the orphans below them, so whatever a reward function starts stays below its worker
-until that is ended, and below the supervisor afterwards: a new session or a double fork changes nothing about it.
+Who adopts the orphans below it keeps below it whatever these start, until it ends: a new session or a double fork
+changes nothing about it. Reward workers and their supervisor do, and whoever keeps a run's Ray.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
+_TRACKER = b"multiprocessing.resource_tracker"
+_TRACKERS_S = 1.0
+_POLL_S = 0.02
 
 
 def adopt_orphans() -> None:
@@ -31,11 +35,39 @@ def die_with(parent: int) -> None:
 
 def children() -> set[int]:
     """Return the children of this process, those that have ended but were not waited for included."""
+    return children_of("self")
+
+
+def children_of(pid: int | str) -> set[int]:
+    """Return the children of a process; none where it is gone."""
     found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
-            found.update(map(int, (task / "children").read_text().split()))
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that has just ended
+                found.update(map(int, (task / "children").read_text().split()))
     return found
+
+
+def end_all_below(limit_s: float) -> bool:
+    """Kill every process below this one, which has adopted its orphans; return whether none is left.
+
+    Trackers of shared memory come last: they remove what the others leave, and end by themselves.
+    """
+    began = time.monotonic()
+    while has_children() and time.monotonic() - began < limit_s:
+        spares = time.monotonic() - began < _TRACKERS_S
+        level = children()
+        while level:
+            deeper = {child for pid in level for child in children_of(pid)}
+            for pid in level:
+                if not (spares and _is_tracker(pid)):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            level = deeper
+        for pid in children():
+            reap(pid)
+        time.sleep(_POLL_S)
+    return not has_children()
 
 
 def has_children() -> bool:
@@ -63,6 +95,12 @@ def reap(pid: int) -> bool:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:
         return True
+
+
+def _is_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def describe_status(status: int) -> str:

@@ -1,0 +1,163 @@
+"""However the process that started a Ray ends: of that Ray, and of what ran in it, nothing is left soon after."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from mrl.controller import cluster, keeper
+from mrl.controller.node_agent import read_process
+from tests.apart import run_python
+from tests.endings.endings import Process, below, is_there, leftovers
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import os, subprocess, sys, time
+from mrl.config.schema import ClusterConfig
+from mrl.controller.cluster import ray_cluster, when_ray_is_lost
+import ray
+
+def tell(error):
+    time.sleep(1.5)  # Ray itself would end this process meanwhile, with another status
+    print(error, file=sys.stderr, flush=True)
+    return 76
+
+class Worker:
+    def leave(self):  # what double forks and makes a session of its own belongs to nobody here
+        left = "import os, time; os.fork() and os._exit(0); os.setsid(); print(os.getpid(), flush=True); time.sleep(99)"
+        return int(subprocess.Popen([sys.executable, "-c", left], stdout=subprocess.PIPE).stdout.readline())
+    def wait(self):
+        time.sleep(600)
+
+with when_ray_is_lost(tell), ray_cluster(ClusterConfig(devices_per_node=1, device="cpu")):
+    worker = ray.remote(Worker).remote()
+    print("ready", ray.get(worker.leave.remote()), flush=True)
+    ray.get(worker.wait.remote()) if sys.argv[1] == "hang" else time.sleep(0)
+"""
+
+
+def named(processes: set[Process], name: str) -> int:
+    (found,) = (pid for pid, _ in processes if Path(f"/proc/{pid}/comm").read_text().strip() == name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("target", "number", "said"),
+    [
+        pytest.param("none", 0, "", marks=pytest.mark.slow),
+        ("driver", signal.SIGKILL, ""),
+        ("group", signal.SIGHUP, ""),
+        pytest.param("raylet", signal.SIGKILL, "its raylet (pid {pid}) has died", marks=pytest.mark.slow),
+        pytest.param(
+            *("raylet", signal.SIGSTOP, "its raylet (pid {pid}) is stopped: a signal or a debugger holds it"),
+            marks=pytest.mark.slow,
+        ),
+        ("gcs_server", signal.SIGKILL, "its gcs_server (pid {pid}) has died"),
+    ],
+)
+def test_nothing_outlives_a_run(target: str, number: int, said: str) -> None:
+    directory = Path(tempfile.mkdtemp(prefix="k"))  # not pytest's: Ray's sockets need a short one
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    shared = set(os.listdir("/dev/shm"))
+    run = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "hang" if target != "none" else "end"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # who runs the tests may ignore it
+        env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(directory)},
+    )
+    processes = below(run.pid)
+    try:
+        assert run.stdout is not None
+        word, orphan = run.stdout.readline().split()
+        assert word == "ready"
+        processes |= below(run.pid) | below(int(orphan))  # which may be below nothing of this run
+        killed = {"driver": run.pid, "group": -run.pid}.get(target) or (named(processes, target) if number else 0)
+        if number:
+            os.kill(killed, number)
+        errors = run.communicate(timeout=15)[1]
+        assert run.returncode == {"none": 0, "driver": -number, "group": -number}.get(target, 76), errors
+        assert said.format(pid=killed) in errors
+        assert leftovers(processes, directory, shared) == []
+    finally:
+        for process in filter(is_there, processes):
+            os.kill(process[0], signal.SIGKILL)
+        run.wait()
+        shutil.rmtree(directory)
+
+
+def test_a_ray_that_cannot_start_says_why(tmp_path: Path) -> None:
+    directory = tmp_path / ("long" * 30)
+    directory.mkdir()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "end"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(directory)},
+    )
+    last, fix = ran.stderr.strip().splitlines()[-2:]
+    assert last.startswith("mrl.errors.SetupError: Ray did not start on this machine: OSError: ")
+    assert fix.startswith("  fix: a TMPDIR whose name is shorter")
+    assert not list(directory.iterdir())
+
+
+def test_a_word_ends_what_keeps_ray_also_where_another_holds_its_pipe() -> None:
+    kept = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.readline()"], stdin=subprocess.PIPE, text=True
+    )
+    assert kept.stdin is not None
+    holder = subprocess.Popen(["sleep", "60"], pass_fds=[kept.stdin.fileno()])  # as a process forked here does
+    try:
+        cluster._end(kept)
+        assert kept.returncode == 0, "it ended by itself"
+    finally:
+        holder.kill()
+        holder.wait()
+        kept.kill()
+        kept.wait()
+
+
+def test_a_moments_stop_of_what_ray_needs_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "_NEEDED", ("sleep",))
+    monkeypatch.setattr(keeper, "_STOPPED_S", 0.4)
+    monkeypatch.setattr(keeper, "_needed", {})
+    needed = subprocess.Popen(["sleep", "60"])
+
+    def send(number: int) -> None:
+        needed.send_signal(number)
+        while ((read_process(needed.pid) or "?")[0] == "T") != (number == signal.SIGSTOP):
+            time.sleep(0.01)
+
+    try:
+        while needed.pid not in keeper._needed:  # it may have been forked and not become itself yet
+            assert keeper._what_is_lost() == ""
+        time.sleep(0.5)
+        assert keeper._what_is_lost() == ""
+        send(signal.SIGSTOP)
+        assert keeper._what_is_lost() == "", "it ran until just now"
+        send(signal.SIGCONT)
+        assert keeper._what_is_lost() == ""
+        send(signal.SIGSTOP)
+        time.sleep(0.5)
+        assert keeper._what_is_lost() == f"its sleep (pid {needed.pid}) is stopped: a signal or a debugger holds it"
+    finally:
+        needed.kill()
+        needed.wait()
+    assert keeper._what_is_lost() == f"its sleep (pid {needed.pid}) has died"
+
+
+def test_ray_reports_to_nobody() -> None:
+    asks = "import mrl.controller; from ray._common.usage import usage_lib; print(usage_lib.usage_stats_enabled())"
+    assert run_python("-c", asks) == "False\n"

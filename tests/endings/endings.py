@@ -1,0 +1,299 @@
+"""Runs that are ended somehow at some moment, and a witness of what they leave: `python -m tests.endings.endings`.
+
+The witness looks at the process table, /dev/shm, the directory for temporary files, and the run's own directory; then
+the same command goes on, and has to come to the figures of a run that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from mrl.children import children_of
+from mrl.config.run_directory import CHECKPOINTS, steps_in
+from mrl.controller.node_agent import read_process
+from mrl.demo.model import make_model
+from mrl.errors import EXIT_STOPPED, MrlError
+from mrl.events import PhaseBegin, read_events
+from tests.apart import MAIN, ROOT, untimed
+
+GONE_S = 5.0
+LIMIT_S = 240.0
+NUM_STEPS = 8
+MOMENTS = {
+    "start": ("start", 0),
+    "sync": ("rollout", 2),
+    "rollout": ("rollout", 2),
+    "update": ("update_actor", 2),
+    "validation": ("validation", 2),
+    "save": ("save", 2),
+    "end": ("save", NUM_STEPS),
+}
+"""Which phase of which step has begun; a rollout begins with the weights on their way to the engines."""
+STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+TARGETS = {
+    "driver": (*STOPS, signal.SIGKILL),
+    "group": STOPS,
+    "supervisor": (*STOPS, signal.SIGKILL),
+    "raylet": (signal.SIGKILL, signal.SIGSTOP),
+    "gcs_server": (signal.SIGKILL, signal.SIGSTOP),
+}
+WATCHED = ("supervisor", "raylet", "gcs_server")
+"""These runs may restart."""
+Process = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Which signal goes where, and when."""
+
+    number: signal.Signals
+    target: str
+    moment: str
+
+    def __str__(self) -> str:
+        return f"{self.number.name} {self.target} {self.moment}"
+
+    def delay_s(self) -> float:
+        """How long after the phase has begun: none for what is over at once."""
+        return random.Random(str(self)).random() * {"sync": 0.0, "rollout": 0.3, "start": 4.0}.get(self.moment, 0.1)
+
+    def codes(self) -> set[int]:
+        """What the command may leave with."""
+        if self.target in ("raylet", "gcs_server"):
+            return {0}
+        code = {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}.get(self.number, EXIT_STOPPED)
+        # Before there is anything to save a signal ends a run as it ends others, and after the last save it is late.
+        early = {-self.number, 128 + self.number} if self.moment == "start" else set()
+        return {code, *early, *({0} if self.moment == "end" else ())}
+
+
+ENDINGS = [
+    Ending(number, target, moment)
+    for (target, numbers), moment in product(TARGETS.items(), MOMENTS)
+    for number in numbers
+]
+
+
+class Workplace:
+    """A model, a configuration, and the figures of a run that nobody disturbs."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.config = directory / "run.yaml"
+        run = {
+            "run": {"name": "whole", "dir": str(directory)},
+            "cluster": {"devices_per_node": 1, "device": "cpu"},
+            "placement": {"pools": {"all": 1}, "roles": {"actor": "all"}},
+            "model": {"path": str(make_model(directory / "model", seed=1))},
+            "algorithm": {"advantage": "grpo"},
+            "batch": {"prompts_per_step": 4, "samples_per_prompt": 4, "samples_per_update": 8},
+            "actor": {"dtype": "float32", "max_tokens_per_device": 128, "optimizer": {"lr": 1e-3}},
+            "rollout": {"engine": "transformers", "max_prompt_tokens": 16, "max_response_tokens": 8},
+            "data": {
+                "train": {"sums": {"dataset": "toy:addition", "options": {"part": "train"}}},
+                "validation": {"sums": {"dataset": "toy:addition", "options": {"part": "validation", "largest": 19}}},
+            },
+            "reward": {"functions": {"length": {"name": "tests.trainer.rewards:shortness"}}, "num_workers": 1},
+            "validation": {"every": 1},
+            "training": {"steps": NUM_STEPS, "save_every": 1, "keep": NUM_STEPS},
+        }
+        self.config.write_text(json.dumps(run))
+
+    def command(self, name: str, *overrides: str) -> list[str]:
+        return [sys.executable, "-c", MAIN, "train", str(self.config), f"run.name={name}", *overrides]
+
+    def environment(self, temporary: Path) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        return kept | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+
+    def finish(self, name: str, temporary: Path) -> list[dict[str, Any]]:
+        """Run to the end; the figures of all steps."""
+        ran = subprocess.run(
+            self.command(name), env=self.environment(temporary), capture_output=True, text=True, timeout=LIMIT_S
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return untimed(self.directory / name)
+
+    def whole(self) -> list[dict[str, Any]]:
+        """The figures of the run that nobody disturbs, which is done once."""
+        if not (self.directory / "whole").exists():
+            with _temporary() as temporary:
+                self.finish("whole", temporary)
+        return untimed(self.directory / "whole")
+
+
+def complaints(place: Workplace, ending: Ending) -> list[str]:
+    """What is not as it should be after a run that ended so."""
+    name, found, shared = str(ending).replace(" ", "-"), [], set(os.listdir("/dev/shm"))
+    restarts = ["training.max_restarts=2"] if ending.target in WATCHED else []
+    seen: set[Process] = set()
+    with _temporary() as temporary, (place.directory / f"{name}.log").open("w+") as log:
+        environment = place.environment(temporary)
+        command = place.command(name, *restarts)
+        run = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=_default_signals
+        )
+        try:
+            _await_moment(run, place.directory / name, ending, seen)
+            began = time.monotonic()
+            os.kill(_target(run, ending.target), ending.number)
+            while run.poll() is None and time.monotonic() - began < LIMIT_S:
+                seen |= below(run.pid)
+                time.sleep(0.1)
+            took_s = time.monotonic() - began
+            if run.returncode not in ending.codes():
+                found.append(f"left with {run.returncode} after {took_s:.1f} s, and not with one of {ending.codes()}")
+            if ending.number == signal.SIGINT and took_s > GONE_S:
+                found.append(f"took {took_s:.1f} s to end")
+            found += leftovers(seen, temporary, shared)
+        finally:
+            for process in [*seen, *identities({run.pid})]:
+                if is_there(process):
+                    os.kill(process[0], signal.SIGKILL)
+            run.wait()
+        log.seek(0)
+        if "Traceback" in (said := log.read()):
+            found.append(f"ended in a traceback:\n{said[-2000:]}")
+    steps = steps_in(place.directory / name / CHECKPOINTS)
+    if run.returncode == EXIT_STOPPED and not steps:
+        found.append("asked to stop, and saved nothing")
+    with _temporary() as temporary:
+        finished, whole = place.finish(name, temporary), place.whole()
+        keys = {key for one, other in zip(finished, whole, strict=False) for key in one if one[key] != other.get(key)}
+        if finished != whole:
+            found.append(f"came to other figures after {len(finished)} of {len(whole)} lines: {sorted(keys)}")
+    return found
+
+
+def _default_signals() -> None:
+    """What this process ignores, as in the background of a script, a run would rightly ignore as well."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _await_moment(run: subprocess.Popen[bytes], directory: Path, ending: Ending, seen: set[Process]) -> None:
+    phase, step = MOMENTS[ending.moment]
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        assert run.poll() is None, f"it left with {run.returncode} before it came to {ending}"
+        assert time.monotonic() < deadline, f"it did not come to {ending}"
+        seen |= below(run.pid)
+        with suppress(OSError, MrlError):
+            events = [each.event for each in read_events(directory / "events.jsonl")]
+            if any(isinstance(each, PhaseBegin) and (each.phase, each.step) == (phase, step) for each in events):
+                break
+        time.sleep(0.03)
+    time.sleep(ending.delay_s())
+
+
+def _target(run: subprocess.Popen[bytes], target: str) -> int:
+    """Whom to send the signal; a whole group is a negative number."""
+    if target == "group":
+        return -run.pid
+    if target not in ("raylet", "gcs_server"):
+        return run.pid
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        for pid, _ in below(run.pid):
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == target:
+                    return pid
+        time.sleep(0.1)
+    raise AssertionError(f"there is no {target}")
+
+
+def leftovers(seen: set[Process], temporary: Path, shared: set[str]) -> list[str]:
+    deadline = time.monotonic() + GONE_S
+    while True:
+        left = [f"process {each[0]} stays: {_command(each[0])}" for each in seen if is_there(each)]
+        left += [f"{path} stays" for path in temporary.iterdir()]
+        left += [f"/dev/shm/{name} stays" for name in set(os.listdir("/dev/shm")) - shared if not _is_mapped(name)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def _is_mapped(name: str) -> bool:
+    """Return whether somebody uses shared memory: all of the run have ended, so it is another program's."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if f"/dev/shm/{name}" in maps.read_text():
+                return True
+    return False
+
+
+def below(pid: int) -> set[Process]:
+    """A process and all below it, each with when it began."""
+    found, level = {pid}, {pid}
+    while level:
+        level = set().union(*map(children_of, level)) - found
+        found |= level
+    return set(identities(found))
+
+
+def identities(pids: set[int]) -> Iterator[Process]:
+    for pid in pids:
+        if (read := read_process(pid)) is not None:
+            yield pid, read[1]
+
+
+def is_there(process: Process) -> bool:
+    read = read_process(process[0])
+    return read is not None and read[1] == process[1] and read[0] not in "ZX"
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:160]
+    return "gone meanwhile"
+
+
+@contextmanager
+def _temporary() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="e"))  # not pytest's: Ray's sockets need a short one
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Go through endings, and say of each what is not as it should be."""
+    parser = argparse.ArgumentParser(description="End runs in every way at every moment, and look at what they leave.")
+    parser.add_argument("--only", default="", help="those whose name has this, as in `SIGKILL driver save`")
+    parser.add_argument("--share", type=int, default=1, help="every so manieth of them, drawn by a seed")
+    options = parser.parse_args(arguments)
+    chosen = [each for each in ENDINGS if options.only in str(each)]
+    chosen = random.Random(1).sample(chosen, -(-len(chosen) // options.share))
+    num_bad = 0
+    with tempfile.TemporaryDirectory(prefix="mrl-endings-") as directory:
+        place = Workplace(Path(directory))
+        for ending in chosen:
+            began = time.monotonic()
+            try:
+                found = complaints(place, ending)
+            except AssertionError as error:
+                found = [str(error)]
+            num_bad += bool(found)
+            print(f"{ending!s:32} {time.monotonic() - began:5.0f} s  {'; '.join(found) or 'held'}", flush=True)
+    print(f"{len(chosen) - num_bad} of {len(chosen)} held")
+    return min(num_bad, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""One ending of each kind, drawn by a seed; `make sweep` goes through all of them."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.endings.endings import ENDINGS, Ending, Workplace, complaints, identities, leftovers
+
+SEED = int(os.environ.get("MRL_ENDINGS_SEED", "1"))
+TARGETS = ("group", "supervisor", "raylet", "gcs_server")  # a driver that is killed is tests/controller's
+DRAWN = [random.Random(SEED).choice([each for each in ENDINGS if each.target == target]) for target in TARGETS]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    return Workplace(tmp_path_factory.mktemp("endings"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", DRAWN, ids=str)
+def test_a_run_that_is_ended_leaves_nothing_and_goes_on(place: Workplace, ending: Ending) -> None:
+    assert complaints(place, ending) == []
+
+
+def test_every_process_is_ended_in_every_phase() -> None:
+    assert len(ENDINGS) == len(set(map(str, ENDINGS))) == 105
+
+
+def test_the_witness_sees_what_stays(tmp_path: Path) -> None:
+    (tmp_path / "token").touch()
+    left = leftovers(set(identities({os.getpid()})), tmp_path, set(os.listdir("/dev/shm")))
+    assert [line.split()[0] for line in left[:2]] == ["process", f"{tmp_path}/token"]
