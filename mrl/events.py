@@ -60,6 +60,22 @@ class RunRestarted(Event, kind="run_restarted"):
 
 
 @dataclass(frozen=True)
+class RayLost(Event, kind="ray_lost"):
+    """The Ray of the run was lost, or a node of it, and the run with it."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class NodeSilent(Event, kind="node_silent"):
+    """A node did not answer for most of a heartbeat; it counts as lost when it has not for ten seconds more."""
+
+    node: str
+    address: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class PhaseBegin(Event, kind="phase_begin"):
     phase: str
     step: int

@@ -117,7 +117,7 @@ class DeadlinesConfig:
     call_s: Seconds = 1800.0
     """For the answer to one call of a worker."""
     heartbeat_s: Seconds = 5.0
-    """Between two looks at the processes of a long call."""
+    """Between two looks at the processes of a long call; another node is lost after six of them without an answer."""
     release_s: Seconds = 2.0
     """For the other ranks to finish by themselves after one has failed."""
 

@@ -20,10 +20,13 @@ import ray
 from ray.exceptions import RayError
 
 from mrl.config.schema import ClusterConfig
+from mrl.controller.network import Endpoint, failures
+from mrl.controller.node_watch import watched_head
 from mrl.errors import PlacementError, SetupError, WorkerDied
 
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
 _KEEPER_ENDS_S = 6.0
+_CONNECT_S = 5.0
 
 
 @cache
@@ -78,7 +81,11 @@ def _joined(address: str, allow_insecure: bool) -> Iterator[None]:
             "whoever reaches its ports can run code on it",
             fix="start it with RAY_AUTH_MODE=token and set the same here, or set cluster.allow_insecure_ray=true",
         )
+    host, _, port = address.rpartition(":")  # or "auto"
     try:
+        # Ray itself tries for minutes, and ends the process then.
+        if port.isdecimal() and (why := failures([Endpoint(host.strip("[]"), int(port), "")], _CONNECT_S)[0]):
+            raise ConnectionError(why)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         raise PlacementError(
@@ -86,10 +93,11 @@ def _joined(address: str, allow_insecure: bool) -> Iterator[None]:
             fix="is it running, does the address hold, and is RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) the token "
             "that it was started with? Without tokens: RAY_AUTH_MODE=disabled and cluster.allow_insecure_ray=true",
         ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with watched_head(lose_ray):
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 @contextmanager

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mrl.children import children_of
 from mrl.controller.death import NodeMemory
 from mrl.controller.network import Endpoint, Network, failures, listen_everywhere, network
 from mrl.controller.threads import kernel_view, native_frames
@@ -67,6 +70,15 @@ def own_process() -> ProcessId:
     return ProcessId(os.getpid(), seen[1])
 
 
+def _job_of(pid: int | str) -> bytes:
+    """Return the job that Ray started a worker for; empty where it was none, or has ended."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return b""
+    return next((variable for variable in variables if variable.startswith(b"RAY_JOB_ID=")), b"")
+
+
 class NodeLost(Exception):
     """The agent still runs, and its node is no longer part of the cluster."""
 
@@ -77,6 +89,24 @@ class NodeAgent:
     def __init__(self) -> None:
         self._raylet = os.getppid()
         self._listeners: list[socket.socket] = []
+        self._heard = 0.0
+
+    def hear(self, limit_s: float) -> None:
+        """Note that the run's driver lives. Once it says nothing for this long, its processes on this node end."""
+        if not self._heard:
+            threading.Thread(target=self._end_unheard, args=(limit_s,), name="fence", daemon=True).start()
+        self._heard = time.monotonic()
+
+    def _end_unheard(self, limit_s: float) -> None:
+        time.sleep(limit_s)
+        while (left_s := self._heard + limit_s - time.monotonic()) > 0:
+            time.sleep(left_s)
+        job = _job_of("self")
+        for pid in children_of(self._raylet) - {os.getpid()}:
+            if _job_of(pid) == job:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)  # out of reach it would go on writing into the run's directory
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def describe(self) -> tuple[str, str]:
         """Return the node's name, and how its Ray authenticates its callers."""

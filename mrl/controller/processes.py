@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ class NodeView:
     memory: NodeMemory
     """As it was when the run began."""
     network: Network
+    is_silent: threading.Event = field(default_factory=threading.Event)
+    """Set while it does not answer: nobody else need wait for it."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,9 @@ class RankProcesses:
 
 
 def ask(node: NodeView, question: Callable[[Any], Any], limit_s: float = _AGENT_S) -> Any:
-    """Ask the agent of a node; None where it does not answer in time."""
+    """Ask the agent of a node; None where it does not answer in time, or has not answered whoever asked before."""
+    if node.is_silent.is_set():
+        return None
     try:
         return ray.get(question(node.agent), timeout=limit_s)
     except RayError:

@@ -14,8 +14,10 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.placement_group import PlacementGroup
 
 from mrl.config.schema import ClusterConfig, DeadlinesConfig, PlacementConfig
+from mrl.controller.cluster import lose_ray
 from mrl.controller.links import LINK_FIX, LinkedNode, broken_links, start_agent
 from mrl.controller.network import LOOPBACK
+from mrl.controller.node_watch import NodeWatch
 from mrl.controller.processes import NodeView
 from mrl.errors import PlacementError, TooFewDevices, did_you_mean
 from mrl.events import EventLog, NetworkChosen, PoolReady, Warned
@@ -101,6 +103,7 @@ class ResourcePoolManager:
         self._cluster = cluster
         self._deadlines = deadlines
         self._nodes: dict[str, NodeView] = {}
+        self._watch: NodeWatch | None = None
         self.pools = {
             name: RayResourcePool(name, num_devices, cluster.devices_per_node, cluster.device)
             for name, num_devices in placement.pools.items()
@@ -123,6 +126,7 @@ class ResourcePoolManager:
         for pool in self.pools.values():
             pool.order()
         self._start_agents(run_directory, events)
+        self._watch = NodeWatch(self.nodes, self._deadlines.heartbeat_s, events, lose_ray)
         for pool in self.pools.values():
             nodes = list(dict.fromkeys(self._nodes[device.node_id].name for device in pool.devices))
             events.write(PoolReady(pool.name, pool.num_devices, nodes, time.monotonic() - began))
@@ -161,6 +165,8 @@ class ResourcePoolManager:
 
     def release(self) -> None:
         """Give all devices back."""
+        if self._watch is not None:
+            self._watch.stop()
         for node in self._nodes.values():
             ray.kill(node.agent)
         self._nodes = {}

@@ -20,6 +20,8 @@ from mrl.controller.node_agent import NodeAgent, NodeLost, ProcessId, ProcessVie
 from mrl.controller.resource_pool import RayResourcePool
 from mrl.controller.worker_log import harmless_path, log_path, make_log_directory, stack_path, tail
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
@@ -247,3 +249,31 @@ def test_only_methods_that_take_batches_declare_columns() -> None:
                 ValueError, match=f"only DATA_PARALLEL methods read and write columns, not {dispatch.name}"
             ):
                 register(dispatch, **columns)
+
+
+RAYLET = """
+import os, subprocess, sys, time
+sleepers = [subprocess.Popen(["sleep", "60"], env={**os.environ, "RAY_JOB_ID": job}) for job in ("01", "02")]
+agent = '''
+import time
+from mrl.controller.node_agent import NodeAgent
+agent = NodeAgent()
+for _ in range(4):
+    agent.hear(1.0)
+    print(time.monotonic(), flush=True)
+    time.sleep(0.4)
+time.sleep(60)
+'''
+heard = subprocess.Popen([sys.executable, "-c", agent], env={**os.environ, "RAY_JOB_ID": "01"}, stdout=subprocess.PIPE)
+last = [float(line) for line in heard.stdout][-1]
+print(time.monotonic() - last, heard.wait(), sleepers[0].wait(5), sleepers[1].poll())
+sleepers[1].kill()
+"""
+
+
+def test_a_node_that_hears_nothing_of_its_run_ends_what_it_has_of_it() -> None:
+    """The driver has given the node up by then, and the run has begun again elsewhere."""
+    ran = subprocess.run([sys.executable, "-c", RAYLET], cwd=ROOT, capture_output=True, text=True, timeout=40)
+    after_s, *ends = ran.stdout.split()
+    assert ends == ["-9", "-9", "None"], ran.stderr
+    assert 0.9 < float(after_s) < 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +38,53 @@ class Question:
         return [ProcessView(None if process.pid == 11 else "S") for process in of]
 
 
-def test_the_agents_see_that_every_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[Any] = []
-    monkeypatch.setattr(processes.ray, "kill", lambda actor, *, no_restart: ended.append((actor, no_restart)))
-    monkeypatch.setattr(processes.ray, "get", lambda answer, timeout: answer)
-    agents = [Agent(), Agent()]
+@pytest.fixture
+def agents() -> list[Agent]:
+    """Those of two nodes."""
+    return [Agent(), Agent()]
+
+
+@pytest.fixture
+def group(agents: list[Agent], tmp_path: Path) -> Iterator[RankProcesses]:
+    """Two ranks on the one node, a third on the other."""
     unknown: Any = None
     nodes = [NodeView(f"id{n}", f"node{n}", agent, unknown, unknown) for n, agent in enumerate(agents)]
     events = EventLog(tmp_path / "events.jsonl")
     group = RankProcesses("actor", Mesh(3), tmp_path, events, DeadlinesConfig())
     group.add([RankProcess(f"actor{n}", ProcessId(10 + n, 1), nodes[n // 2]) for n in range(3)])
+    yield group
+    events.close()
+
+
+def test_the_agents_see_that_every_process_ends(
+    agents: list[Agent], group: RankProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[Any] = []
+    monkeypatch.setattr(processes.ray, "kill", lambda actor, *, no_restart: ended.append((actor, no_restart)))
+    monkeypatch.setattr(processes.ray, "get", lambda answer, timeout: answer)
     assert group.kill_all("a rank died") == [0, 2], "those that still ran"
     assert ended == [(f"actor{number}", True) for number in range(3)]
     assert [agent.asked["kill_all"] for agent in agents] == [[10, 11], [12]]
     assert group.kill_all("again") == [], "once is enough"
     assert len(ended) == 3
-    events.close()
+
+
+def test_where_a_node_does_not_answer_its_processes_are_gone(
+    group: RankProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(answer: list[ProcessView], timeout: float) -> list[ProcessView]:
+        if len(answer) == 1:  # the other node's
+            raise processes.RayError
+        return answer
+
+    monkeypatch.setattr(processes.ray, "get", get)
+    assert group.poll_states([0, 1, 2]) == {0: ProcessView("S"), 1: ProcessView(None), 2: ProcessView(None)}
+
+
+def test_a_node_that_does_not_answer_is_waited_for_by_nobody_else() -> None:
+    unknown: Any = None
+    agent = Agent()
+    node = NodeView("id", "node", agent, unknown, unknown)
+    node.is_silent.set()
+    assert processes.ask(node, lambda agent: agent.kill_all.remote([ProcessId(1, 1)])) is None
+    assert not agent.asked

@@ -56,6 +56,7 @@ def main(directory: Path) -> None:
             report |= {"error": type(error).__name__, "lost_ranks": error.ranks, "expected": expected}
             report |= {"message": str(error)}
         report["seconds"] = time.monotonic() - began
+        resources.release()
     print(json.dumps(report))
     nodes.shutdown()
 

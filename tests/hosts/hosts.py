@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -94,6 +95,22 @@ class Host:
             ran = self.run(*enter, "tc", "qdisc", "replace", "dev", end, *shape)
             assert ran.returncode == 0, ran.stderr
 
+    def processes(self, title: str = "") -> list[int]:
+        """Those that run there, or that call themselves so."""
+        space, found = os.readlink(f"/proc/{self.pid}/ns/net"), []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if os.readlink(process / "ns" / "net") == space and int(process.name) != self.pid:
+                    found += [int(process.name)] * (title in (process / "cmdline").read_text())
+        return found
+
+    def kill_all(self) -> None:
+        """Kill whatever runs there, as when it loses its power."""
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        (self.files / "ray_current_cluster").unlink(missing_ok=True)
+
     def mrl(self, *arguments: str, cwd: Path, code: int = 0) -> str:
         """What `mrl` prints there."""
         ran = self.run(sys.executable, "-c", MAIN, *arguments, cwd=cwd)
@@ -146,22 +163,29 @@ def ray_on(some: Sequence[Host], directory: Path, *options: str, dashboard: bool
         started = []
         for host in some:
             host.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-            command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-            command += [f"--node-ip-address={host.address}", f"--node-name={host.name}", f"--temp-dir={host.files}"]
-            command += ["--object-store-memory=200000000", *joins[host.name], *options]
-            process = subprocess.Popen(
-                [*host.prefix(), *command],
-                env=host.all_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-            stack.callback(_end, process)
-            started.append(RayNode(process, host.files))
+            started.append(stack.enter_context(ray_of(host, *joins[host.name], *options)))
             if host is head:
                 started[0].await_start(_START_S)
         for node in started:
             node.await_start(_START_S)
         yield address
+
+
+@contextmanager
+def ray_of(host: Host, *options: str) -> Iterator[RayNode]:
+    """A host's part of a Ray, which it may still be starting."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    command += [f"--node-ip-address={host.address}", f"--node-name={host.name}", f"--temp-dir={host.files}"]
+    process = subprocess.Popen(
+        [*host.prefix(), *command, "--object-store-memory=200000000", *options],
+        env=host.all_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        yield RayNode(process, host.files)
+    finally:
+        _end(process)
 
 
 def _hold(stack: ExitStack, enter: Sequence[str], program: str) -> int:

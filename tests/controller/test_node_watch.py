@@ -1,0 +1,83 @@
+"""A run whose cluster loses its head, or its part on the run's own node, ends soon with a reason."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mrl.children import children_of
+from mrl.config.schema import ClusterConfig
+from mrl.controller.cluster import ray_cluster
+from mrl.errors import PlacementError
+from mrl.launch.ray_node import RayNode, free_port, head_options, ray_node
+from tests.apart import ROOT
+
+
+@contextmanager
+def cluster(tmp_path: Path) -> Iterator[tuple[RayNode, int]]:
+    token = tmp_path / "token"
+    token.write_text(secrets.token_hex(32))
+    before = dict(os.environ)
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+    port = free_port()
+    options = [*head_options(port), "--include-dashboard=False", "--num-cpus=1", "--object-store-memory=100000000"]
+    try:
+        with ray_node("127.0.0.1", "alone", options) as node:
+            node.await_start(120)
+            yield node, port
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
+def process_of(node: RayNode, name: str) -> int:
+    names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in children_of(node.process.pid)}
+    (pid,) = [pid for pid, its in names.items() if its == name]
+    return pid
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "said", "limit_s"),
+    [
+        ("gcs_server", signal.SIGSTOP, r"the head of the Ray cluster at {} is lost: no answer for \d s", 15),
+        ("raylet", signal.SIGKILL, "the Ray of the cluster at {} has ended on this node", 5),
+    ],
+)
+def test_the_end_of_a_joined_cluster_is_the_end_of_a_run(
+    name: str, number: signal.Signals, said: str, limit_s: float, tmp_path: Path
+) -> None:
+    with cluster(tmp_path) as (node, port):
+        program = [sys.executable, "-m", "tests.controller.joined", f"127.0.0.1:{port}"]
+        with subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout is not None
+            assert run.stdout.readline() == "joined\n"
+            pid = process_of(node, name)
+            os.kill(pid, number)
+            began = time.monotonic()
+            try:
+                heard, code = run.stdout.readline(), run.wait(60)
+            finally:
+                run.kill()
+                os.kill(pid, signal.SIGKILL)
+            assert re.fullmatch(said.format(rf"\S+:{port}"), heard.strip())
+            assert code == 76
+            assert time.monotonic() - began < limit_s
+
+
+def test_a_head_that_is_not_there_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would try for minutes: a restart could not wait for it with a deadline of its own."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    config = ClusterConfig(nodes=1, devices_per_node=1, device="cpu", ray_address=f"127.0.0.1:{free_port()}")
+    with pytest.raises(PlacementError, match=r"no Ray cluster answers at .*Connection refused"), ray_cluster(config):
+        pass
