@@ -65,6 +65,14 @@ def load_any_config(path: str, overrides: Iterable[str] = ()) -> Resolved[Any]:
     return load_sft_config(path, given) if _root_of(values) is SftConfig else load_config(path, given)
 
 
+def config_kind(path: str) -> type[Config] | type[SftConfig] | None:
+    """Return which kind of configuration a file is, whether it is right or not; None where that cannot be said."""
+    try:
+        return _root_of(read_chain(path).values)
+    except SourceError:
+        return None
+
+
 def _root_of(values: Mapping[str, Any]) -> type[Config] | type[SftConfig] | None:
     """Return which kind of configuration has these keys; None where they do not tell."""
     if values.keys() >= {"algorithm", "rollout"}:

@@ -7,20 +7,21 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from mrl import files
-from mrl.config.load import Resolved
+from mrl.config.lease import lease
+from mrl.config.load import Resolved, config_kind
 from mrl.config.render import render
-from mrl.config.schema import RunConfig
+from mrl.config.schema import Config, RunConfig
 from mrl.errors import ConfigError, Problem
 
 CHECKPOINTS, MODELS_FILE = "checkpoints", "models.json"
 _STEP = "step-"
 _DIGITS = re.compile(f"^{_STEP}([0-9]{{6,18}})$")
-_ASIDE = "attempt-"
+_ASIDE, _LEASE = "attempt-", ".lease"
 
 
 def checkpoint_of(checkpoints: Path, step: int) -> Path:
@@ -51,8 +52,15 @@ def open_run_directory(
         raise _cannot_be_made(directory, error) from error
     try:
         _hold(lock, directory)
-        _prepare(resolved, directory, may_go_on, warn)
-        yield directory
+        with ExitStack() as stack:
+            try:
+                holder = stack.enter_context(lease(directory / _LEASE))
+            except OSError as error:
+                raise _cannot_be_made(directory, error) from error
+            if holder:
+                raise _is_held(directory, holder)
+            _prepare(resolved, directory, may_go_on, warn)
+            yield directory
     finally:
         os.close(lock)
 
@@ -61,21 +69,27 @@ def _hold(lock: int, directory: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        what, fix = "another process is running this run", "wait for it, or choose another run.name or run.dir"
-        raise ConfigError([Problem(str(directory), "run.name", what, fix)]) from error
+        raise _is_held(directory, "another process") from error
     except OSError as error:
         what, fix = f"it cannot be locked: {error.strerror}", "a run.dir on a file system that knows flock"
         raise ConfigError([Problem(str(directory), "run.dir", what, fix)]) from error
 
 
+def _is_held(directory: Path, holder: str) -> ConfigError:
+    what, fix = f"{holder} is running this run", "wait for it, or choose another run.name or run.dir"
+    return ConfigError([Problem(str(directory), "run.name", what, fix)])
+
+
 def _prepare(resolved: Resolved[Any], directory: Path, may_go_on: bool, warn: Callable[[str], None]) -> None:
     goes_on = may_go_on and (bool(steps_in(directory / CHECKPOINTS)) or _began_here(resolved, directory))
-    others = [path for path in directory.iterdir() if path.name != ".lock" and not path.name.startswith(_ASIDE)]
+    others = [path for path in directory.iterdir() if not path.name.startswith((".lock", _LEASE, _ASIDE))]
     may_begin = may_go_on and (directory / "config.yaml").is_file()
     if others and not goes_on and not may_begin:
         fix = "choose another run.name or run.dir, or move that directory away"
         what = "this directory holds something already, and no checkpoint to go on from"
         raise ConfigError([Problem(str(directory), "run.name", what, fix)])
+    if goes_on:
+        _check_kind(resolved, directory)
     try:
         if others and not goes_on:
             warn(f"an attempt with another configuration left no checkpoint; it is kept in {_set_aside(others)}")
@@ -87,6 +101,15 @@ def _prepare(resolved: Resolved[Any], directory: Path, may_go_on: bool, warn: Ca
             files.write_text(directory / MODELS_FILE, f"{json.dumps(dict(resolved.models), indent=2)}\n", mode=0o600)
     except OSError as error:
         raise _cannot_be_made(directory, error) from error
+
+
+def _check_kind(resolved: Resolved[Any], directory: Path) -> None:
+    """Refuse to go on by `mrl sft` from what `mrl train` saved, and the other way round."""
+    began = config_kind(str(directory / "config.yaml"))
+    if began not in (None, type(resolved.config)):
+        was, now = ("mrl train", "mrl sft") if began is Config else ("mrl sft", "mrl train")
+        what = f"a run of `{was}` has checkpoints here, and `{now}` cannot go on from them"
+        raise ConfigError([Problem(str(directory), "run.name", what, "choose another run.name or run.dir")])
 
 
 def _set_aside(paths: Sequence[Path]) -> Path:

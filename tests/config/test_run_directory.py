@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from mrl.config.load import Resolved, load_config
+from mrl.config.load import Resolved, load_config, load_sft_config
 from mrl.config.render import render
 from mrl.config.run_directory import open_run_directory, steps_in
 from mrl.config.schema import Config
 from mrl.errors import ConfigError
 
+LAPTOP_SFT = str(Path(__file__).parents[2] / "configs" / "laptop-sft.yaml")
 Write = Callable[..., str]
 
 
@@ -120,6 +122,24 @@ def test_two_runs_at_once(valid: str, write: Write) -> None:
         )
 
 
+def test_a_run_that_another_host_runs(valid: str, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def held(path: Path) -> Iterator[str]:
+        assert path == Path("runs/demo/.lease")
+        yield "pid 7 on node3"
+
+    monkeypatch.setattr("mrl.config.run_directory.lease", held)
+    said = refusal(load_config(write(valid)))
+    assert said.startswith("runs/demo: run.name: pid 7 on node3 is running this run (wait for it")
+    assert not Path("runs/demo/config.yaml").exists()
+
+
+def test_a_lease_that_cannot_be_written_is_a_message(valid: str, write: Write) -> None:
+    resolved = load_config(write(valid))
+    Path("runs/demo/.lease.new").mkdir(parents=True)
+    assert "runs/demo/.lease.new: run.dir: the run directory cannot be made: Is a directory" in refusal(resolved)
+
+
 def test_steps_are_those_whose_names_are_whole(tmp_path: Path) -> None:
     odd = (
         "step-000004.tmp",
@@ -132,3 +152,22 @@ def test_steps_are_those_whose_names_are_whole(tmp_path: Path) -> None:
     for name in ("step-000004", "step-000012", "step-1234567", *odd):
         (tmp_path / name).mkdir()
     assert steps_in(tmp_path) == [4, 12, 1234567]
+
+
+def test_what_mrl_train_saved_is_not_gone_on_with_by_mrl_sft(valid: str, write: Write) -> None:
+    resolved = load_config(write(valid))
+    with open_run_directory(resolved, may_go_on=True) as directory:
+        (directory / "checkpoints" / "step-000004").mkdir(parents=True)
+    began = (directory / "config.yaml").read_text()
+    run = resolved.config.run
+    other = load_sft_config(LAPTOP_SFT, [f"run.name={run.name}", f"run.dir={run.dir}"])
+    with pytest.raises(ConfigError) as caught, open_run_directory(other, may_go_on=True):
+        pass
+    assert "a run of `mrl train` has checkpoints here, and `mrl sft` cannot go on from them" in str(caught.value)
+    assert (directory / "config.yaml").read_text() == began
+    (directory / "config.yaml").write_text(render(other))
+    with (
+        pytest.raises(ConfigError, match="a run of `mrl sft` has checkpoints here"),
+        open_run_directory(resolved, may_go_on=True),
+    ):
+        pass
