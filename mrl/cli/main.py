@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import mrl
+from mrl.cli.interrupt import EXIT_INTERRUPTED, on_interrupt
 from mrl.errors import MrlError, did_you_mean
 from mrl.redaction import redact_text
 
@@ -40,7 +41,7 @@ mrl trains large language models with reinforcement learning. Begin with:
   mrl show --schema        every key of a configuration, and what it means
   mrl --help               all verbs; mrl VERB --help for one of them
 """
-EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 2, 130, 141  # the last two as a shell reports SIGINT and SIGPIPE
+EXIT_USAGE, EXIT_PIPE_CLOSED = 2, 141  # the last as a shell reports SIGPIPE
 
 
 class Verb(Protocol):
@@ -57,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
+        with on_interrupt(lambda: "interrupted"):
+            code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()  # here, so that a reader who went away is noticed here too
         return code
     except MrlError as error:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 
 from mrl.cli.arguments import add_config_first
-from mrl.config.load import load_sft_config
+from mrl.cli.supervise import Lost, add_attempt, finished, watched
+from mrl.config.load import Resolved, load_sft_config
 from mrl.config.model_names import settle_models
+from mrl.config.sft import SftConfig
 from mrl.errors import EXIT_STOPPED
 
 EXAMPLE = "mrl sft configs/laptop-sft.yaml model.path=my-model"
@@ -14,12 +16,25 @@ EXAMPLE = "mrl sft configs/laptop-sft.yaml model.path=my-model"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_first(parser)
+    add_attempt(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print where the model is; return EXIT_STOPPED when the run was asked to stop before and has saved."""
     resolved = load_sft_config(arguments.config, arguments.overrides)
+    if (newest := finished(resolved, resolved.config.training.steps)) is not None:
+        from mrl.trainer.sft import MODEL  # which loads torch
+
+        model = newest.parents[1] / MODEL
+        if model.is_dir() and model.stat().st_mtime > newest.stat().st_mtime:  # else it is of a shorter run
+            print(f"all {resolved.config.training.steps} steps are done; the model is in {model}")
+            return 0
+    return watched("sft", arguments, resolved, lambda lost: _train(resolved, lost))
+
+
+def _train(resolved: Resolved[SftConfig], lost: Lost) -> int:
     # These load torch and Ray, which a wrong configuration need not wait for.
+    from mrl.controller.cluster import when_ray_is_lost
     from mrl.observe.console import Console
     from mrl.preflight.findings import refuse
     from mrl.preflight.machine import check_start
@@ -36,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in names)
         console.print(f"{step}/{num_steps}  {shown}" if num_steps else f"{step}  epoch {metrics['epoch']:.2f}  {shown}")
 
-    with open_run(resolved, console) as opened:
+    with when_ray_is_lost(lost), open_run(resolved, console) as opened:
         for warning in warnings:
             opened.warn(warning.about, f"{warning.what} ({warning.fix})")
         model = train_sft(opened, on_update)

@@ -26,7 +26,7 @@ class TrainingConfig:
     critic_warmup_steps: NotNegative = 0
     """Steps in which only the critic learns."""
     save_every: NotNegative = 0
-    """Steps between checkpoints; 0 saves at the end alone. SIGTERM, SIGUSR1 and the time limit save as well."""
+    """Steps between checkpoints; 0 saves at the end alone. SIGTERM, SIGHUP, SIGUSR1 and the time limit save too."""
     background_save: bool = True
     """Whether training goes on while a checkpoint is written, from a copy of optimizer and weights on the host."""
     max_failed_saves: NotNegative = 3

@@ -49,7 +49,7 @@ class SftTrainingConfig:
     seed: NotNegative = 0
     """Of Megatron's random states; the order of rows has data.seed."""
     save_every: NotNegative = 0
-    """Updates between checkpoints; 0 saves at the end alone. SIGTERM, SIGUSR1 and the time limit save as well."""
+    """Updates between checkpoints; 0 saves at the end alone. SIGTERM, SIGHUP, SIGUSR1 and the time limit save too."""
     background_save: bool = True
     """Whether training goes on while a checkpoint is written, from a copy of optimizer and weights on the host."""
     max_failed_saves: NotNegative = 3
@@ -59,6 +59,9 @@ class SftTrainingConfig:
     """The newest checkpoints that are kept."""
     resume: Literal["auto", "never"] = "auto"
     """Whether a run directory that holds a verified checkpoint goes on from it."""
+    max_restarts: NotNegative = 0
+    """How often the run starts itself again after it lost a worker or a node, from its newest checkpoint; a new
+    checkpoint begins the count anew. 0 stops at once."""
     time_limit_s: Seconds | None = None
     """Wall-clock time after which the run saves and ends; null has none."""
     trackers: list[Text] = field(default_factory=list)

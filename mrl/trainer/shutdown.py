@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_AGAIN_S = 2.0
+"""One SIGTERM may come several times: to the process, to its group, and from each parent that forwards it."""
 
 
 class ShutdownSignal:
@@ -18,6 +21,7 @@ class ShutdownSignal:
         self._time_limit_s = time_limit_s
         self._began = time.monotonic()
         self._signal = ""
+        self._terminated: float | None = None
 
     def reason(self) -> str:
         """Return why the run is to stop; empty while it is to go on."""
@@ -28,14 +32,30 @@ class ShutdownSignal:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGUSR1 end the run after the present step."""
+        """SIGTERM, SIGUSR1 and SIGHUP end the run after the present step; a second SIGTERM ends it at once."""
+        terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
         def note(number: int, frame: FrameType | None) -> None:
             self._signal = signal.Signals(number).name
+            if number == signal.SIGTERM:
+                self._terminated = self._terminated or time.monotonic()
+                if time.monotonic() - self._terminated > _AGAIN_S:
+                    os.write(2, b"SIGTERM again: ended without saving\n")
+                    os._exit(128 + number)  # what keeps Ray and the reward workers ends them now
+            if number == signal.SIGHUP:  # a terminal that is gone fails every print
+                for stream in terminals:
+                    _close(stream)
 
-        before = {number: signal.signal(number, note) for number in _SIGNALS}
+        listened = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # `nohup` ignores one
+        before = {number: signal.signal(number, note) for number in listened}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _close(stream: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream)
+    os.close(nowhere)

@@ -165,7 +165,7 @@ def test_it_answers_at_once_and_without_anything_heavy(arguments: tuple[str, ...
 def test_a_run_with_too_few_nodes_says_what_fits_on_those_that_are_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def start(resolved: object, *, quiet: bool) -> int:
+    def start(resolved: object, lost: object, quiet: bool) -> int:
         raise TooFewDevices("6 of 8 nodes have joined", 6, fix="add the others")
 
     monkeypatch.chdir(ROOT)

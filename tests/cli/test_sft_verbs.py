@@ -37,6 +37,11 @@ def test_the_keys_tell_which_kind_a_configuration_is() -> None:
         assert (problem.fix, "is a configuration of" in problem.what) == (f"mrl {verb} {path}", True)
 
 
+def test_a_run_that_never_resumes_is_not_restarted() -> None:
+    with pytest.raises(ConfigError, match="a run that never resumes cannot be restarted"):
+        load_sft_config(SFT, ["training.max_restarts=1", "training.resume=never"])
+
+
 def test_show_writes_what_loads_as_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", SFT, "training.steps=7"]) == 0
     (tmp_path / "shown.yaml").write_text(capsys.readouterr().out)

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +25,15 @@ class Watch:
         monkeypatch.setattr("mrl.trainer.shutdown.time", SimpleNamespace(monotonic=lambda: self.now))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_either_signal_is_a_reason_by_its_name(number: signal.Signals) -> None:
+@pytest.fixture(autouse=True)
+def _without_nohup() -> Iterator[None]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_each_signal_is_a_reason_by_its_name(number: signal.Signals) -> None:
     stopping, before = ShutdownSignal(None), signal.getsignal(number)
     with stopping.on_signals():
         assert stopping.reason() == ""
@@ -38,7 +51,7 @@ def test_handlers_come_back_after_an_error() -> None:
 
 
 def test_other_signals_are_left_alone() -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR2)}
     with ShutdownSignal(None).on_signals():
         assert {number: signal.getsignal(number) for number in before} == before
 
@@ -59,3 +72,57 @@ def test_a_signal_is_the_reason_even_where_the_time_is_up(monkeypatch: pytest.Mo
         os.kill(os.getpid(), signal.SIGUSR1)
         watch.now = 5000.0
         assert stopping.reason() == "SIGUSR1"
+
+
+def test_nohup_stays_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ShutdownSignal(None).on_signals():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import time
+from mrl.trainer.shutdown import ShutdownSignal
+stopping = ShutdownSignal(None)
+with stopping.on_signals():
+    print("ready", flush=True)
+    for _ in range(200):
+        time.sleep(0.05)
+        if stopping.reason() == "SIGHUP":
+            print("saving and stopping", flush=True)
+            raise SystemExit(75)
+"""
+
+
+def started(output: int) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=output, stdout=output, stderr=output, env=environment
+    )
+
+
+def test_one_sigterm_may_come_twice_and_a_second_ends_at_once() -> None:
+    terminal, theirs = pty.openpty()
+    with started(theirs) as run:
+        assert b"ready" in os.read(terminal, 100)
+        for _ in range(3):  # as from `timeout`, which sends it to the process and to the group
+            run.terminate()
+        time.sleep(2.5)
+        assert run.poll() is None
+        run.terminate()
+        assert run.wait(2) == 128 + signal.SIGTERM
+    assert b"SIGTERM again: ended without saving" in os.read(terminal, 100)
+
+
+def test_a_terminal_that_is_gone_fails_no_print() -> None:
+    terminal, theirs = pty.openpty()
+    with started(theirs) as run:
+        assert b"ready" in os.read(terminal, 100)
+        os.close(theirs)
+        os.close(terminal)  # every write to it is an error from here on
+        run.send_signal(signal.SIGHUP)
+        assert run.wait(10) == 75

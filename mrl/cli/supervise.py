@@ -1,0 +1,143 @@
+"""A process that watches a run, and starts it again after it lost a worker or a node; it loads nothing heavy.
+
+A loop inside the run would not do: when a cluster's head dies, Ray ends every process that has joined it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from mrl.children import die_with
+from mrl.cli.interrupt import on_interrupt, what_is_kept
+from mrl.config.load import AnyTyped, Resolved, config_kind
+from mrl.config.run_directory import CHECKPOINTS, steps_in
+from mrl.errors import PlacementError, WorkerDied, WorkerSilent
+from mrl.events import Event, EventLog, RayLost, RunRestarted
+
+EXIT_LOST, EXIT_NO_PLACE = 76, 77
+"""What a watched run leaves with when it lost a worker or a node, and when there were too few devices to start."""
+ATTEMPT = "--attempt"
+_LOOKS_AGAIN_S = 2.0
+_FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+
+
+def add_attempt(parser: argparse.ArgumentParser) -> None:
+    """Add what tells a run that it is watched."""
+    parser.add_argument(ATTEMPT, action="store_true", help=argparse.SUPPRESS)
+
+
+def finished(resolved: Resolved[AnyTyped], num_steps: int | None) -> Path | None:
+    """Return the newest checkpoint of a run that has done this many steps and would go on; None where it has not."""
+    directory = Path(resolved.config.run.dir, resolved.config.run.name)
+    is_done = num_steps is not None and _newest(directory) >= num_steps and resolved.config.training.resume == "auto"
+    if not is_done or config_kind(str(directory / "config.yaml")) is not type(resolved.config):
+        return None
+    from mrl.trainer.checkpoints import find_checkpoint  # which loads torch
+
+    return find_checkpoint(directory / CHECKPOINTS, "latest")
+
+
+Lost = Callable[[WorkerDied], int]
+"""Says that the run's Ray is lost; returns the exit code."""
+
+
+def watched(verb: str, arguments: argparse.Namespace, resolved: Resolved[AnyTyped], go: Callable[[Lost], int]) -> int:
+    """Do it, or have it done in processes that are watched where training.max_restarts wants that; the exit code."""
+    config = resolved.config
+    directory = Path(config.run.dir, config.run.name)
+    quiet: bool = getattr(arguments, "quiet", False)  # sft has no such flag
+    if not arguments.attempt and config.training.max_restarts:
+        again = [verb, arguments.config, *arguments.overrides, *(["--quiet"] if quiet else [])]
+        return supervise(again, directory, config.training.max_restarts, config.deadlines.resources_s)
+
+    def lost(error: WorkerDied) -> int:
+        """Say and write down what ends this run, whose threads all wait for Ray."""
+        error.fix = what_is_kept(directory)
+        print(resolved.secrets.hide(str(error)), file=sys.stderr, flush=True)
+        _write(directory, RayLost(error.what))
+        return EXIT_LOST if arguments.attempt else error.exit_code
+
+    try:
+        with on_interrupt(lambda: f"interrupted: {what_is_kept(directory)}"):
+            return go(lost)
+    except (WorkerDied, WorkerSilent, PlacementError) as error:
+        if not arguments.attempt:
+            raise
+        print(resolved.secrets.hide(str(error)), file=sys.stderr)
+        return EXIT_NO_PLACE if isinstance(error, PlacementError) else EXIT_LOST
+
+
+def supervise(command: Sequence[str], directory: Path, max_restarts: int, resources_s: float) -> int:
+    """Run `mrl` with this verb and its arguments, again after each loss; the exit code of the last attempt.
+
+    Restarts count from the newest checkpoint on: a run that gets further may be restarted as often again. One that
+    finds no cluster is made again until `resources_s` after the loss.
+    """
+    num_restarts, newest, has_begun, lost_at = 0, _newest(directory), False, 0.0
+    while True:
+        code = _attempt([sys.executable, "-m", "mrl.cli.main", *command, ATTEMPT])
+        # Too few devices are a mistake at first; later, a node is missing that may come back.
+        if code >= 0 and code != EXIT_LOST and not (has_begun and code == EXIT_NO_PLACE):
+            return 1 if code == EXIT_NO_PLACE else code
+        if code == EXIT_NO_PLACE and time.monotonic() - lost_at < resources_s:
+            time.sleep(_LOOKS_AGAIN_S)
+            continue
+        has_begun, lost_at, reached = True, time.monotonic(), _newest(directory)
+        num_restarts = num_restarts + 1 if reached == newest else 1
+        newest = reached
+        lost = "found no place" if code == EXIT_NO_PLACE else "lost a worker or a node"
+        why = f"was ended by {signal.Signals(-code).name}" if code < 0 else lost
+        if num_restarts > max_restarts:
+            print(f"the run {why}, and training.max_restarts={max_restarts} is used up", file=sys.stderr)
+            return 128 - code if code < 0 else 1
+        print(
+            f"the run {why}: restart {num_restarts} of {max_restarts}, from step {newest}", file=sys.stderr, flush=True
+        )
+        _write(directory, RunRestarted(why, num_restarts, newest))
+
+
+def _write(directory: Path, event: Event) -> None:
+    """Write an event of a run, where it came to having a directory."""
+    if directory.is_dir():
+        events = EventLog(directory / "events.jsonl")
+        events.write(event)
+        events.close()
+
+
+def _newest(directory: Path) -> int:
+    """Return the step of the newest checkpoint; 0 where there is none."""
+    return max(steps_in(directory / CHECKPOINTS), default=0)
+
+
+def _attempt(command: Sequence[str]) -> int:
+    # What is sent to the group reaches the run once, from here. Whoever kills this process wants the run to end, and
+    # one that saved first would hold its directory against the next.
+    die = functools.partial(die_with, os.getpid())
+    with subprocess.Popen(command, start_new_session=True, preexec_fn=die) as run, _forwarding_to(run):
+        return run.wait()
+
+
+@contextmanager
+def _forwarding_to(run: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Send on what asks the watcher to stop: it is meant for the run, which has a session of its own."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        run.send_signal(number)
+
+    listened = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]  # `nohup` ignores one
+    before = {number: signal.signal(number, forward) for number in listened}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

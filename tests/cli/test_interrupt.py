@@ -1,0 +1,66 @@
+"""Ctrl-C ends a command within seconds, also one that would rather not, and says what is kept."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mrl.cli.interrupt import EXIT_INTERRUPTED, what_is_kept
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also in the background of a script
+from mrl.cli.interrupt import on_interrupt
+try:
+    with on_interrupt(lambda: "step 7 is kept"):
+        print("ready", flush=True)
+        time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(60 if sys.argv[1] == "stubborn" else 0)
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize(
+    ("unwinds", "again_s", "least_s", "most_s"),
+    [("at once", None, 0.0, 1.5), ("stubborn", None, 2.5, 4.5), ("stubborn", 0.8, 0.7, 2.4)],
+    ids=["unwound", "stuck", "twice"],
+)
+def test_an_interrupted_command_ends_soon(unwinds: str, again_s: float | None, least_s: float, most_s: float) -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, unwinds], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    began = time.monotonic()
+    run.send_signal(signal.SIGINT)
+    run.send_signal(signal.SIGINT)  # one that comes twice, from the terminal and from a parent
+    if again_s is not None:
+        time.sleep(again_s)
+        run.send_signal(signal.SIGINT)
+    assert run.communicate()[1] == "\nstep 7 is kept\n"
+    assert run.returncode == EXIT_INTERRUPTED
+    assert least_s <= time.monotonic() - began < most_s
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    """As in the background of a script."""
+    program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    program += "from mrl.cli.interrupt import on_interrupt\nwith on_interrupt(str):\n"
+    program += "    print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout == "True\n"
+
+
+def test_what_is_kept_is_the_newest_checkpoint(tmp_path: Path) -> None:
+    assert what_is_kept(tmp_path) == f"{tmp_path} has no checkpoint: the same command begins again"
+    for step in (2, 10):
+        (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    expected = "the newest checkpoint is that of step 10: the same command goes on from step 11"
+    assert what_is_kept(tmp_path) == expected

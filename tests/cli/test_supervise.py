@@ -1,0 +1,82 @@
+"""What a watcher makes of how a run ended. The runs are processes, of a few lines instead of a training each."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mrl.cli import supervise as module
+from mrl.cli.supervise import EXIT_LOST, EXIT_NO_PLACE, supervise
+from mrl.events import RunRestarted, read_events
+
+RUN = """#!/bin/sh
+next=$(ls {directory}/to-come | head -n 1)
+mv {directory}/to-come/$next {directory}/done-$next
+. {directory}/done-$next
+"""
+SAVES, LOSES, NO_PLACE = "mkdir -p {directory}/checkpoints/step-{step:06d}", "exit 76", "exit 77"
+
+
+@pytest.mark.parametrize(
+    ("attempts", "code", "restarts"),
+    [
+        (["exit 0"], 0, []),
+        (["exit 3"], 3, []),
+        ([LOSES, "exit 0"], 0, [(1, 0)]),
+        ([LOSES, LOSES, LOSES], 1, [(1, 0), (2, 0)]),
+        ([f"{SAVES}; {LOSES}"] * 4 + ["exit 0"], 0, [(1, 1), (1, 2), (1, 3), (1, 4)]),
+        ([f"{SAVES}; {LOSES}", LOSES, LOSES], 1, [(1, 1), (2, 1)]),
+        (["kill -9 $$", "exit 0"], 0, [(1, 0)]),
+        (["kill -9 $$"] * 3, 128 + signal.SIGKILL, [(1, 0), (2, 0)]),
+        ([NO_PLACE], 1, []),
+        ([LOSES, NO_PLACE, "exit 0"], 0, [(1, 0), (2, 0)]),
+    ],
+)
+def test_restarts_are_for_what_was_lost_and_counted_from_the_newest_checkpoint(
+    attempts: list[str], code: int, restarts: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_come = tmp_path / "to-come"
+    to_come.mkdir()
+    for number, attempt in enumerate(attempts, start=1):
+        (to_come / str(number)).write_text(attempt.format(directory=tmp_path, step=number))
+    run = tmp_path / "run"
+    run.write_text(RUN.format(directory=tmp_path))
+    run.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(run))
+    assert supervise(["train"], tmp_path, 2, 0.0) == code
+    assert not list(to_come.iterdir()), "each attempt was made"
+    events = tmp_path / "events.jsonl"
+    told = [recorded.event for recorded in read_events(events)] if events.exists() else []
+    assert [(each.number, each.step) for each in told if isinstance(each, RunRestarted)] == restarts
+
+
+@pytest.mark.parametrize(
+    ("codes", "resources_s", "left_with", "num_restarts"),
+    [
+        ([EXIT_NO_PLACE], 9.0, 1, 0),
+        ([EXIT_LOST, EXIT_NO_PLACE, EXIT_NO_PLACE, EXIT_NO_PLACE, 0], 9.0, 0, 1),
+        ([EXIT_LOST, EXIT_NO_PLACE, EXIT_NO_PLACE], 0.0, 1, 2),
+    ],
+    ids=["a mistake", "it comes back", "it does not"],
+)
+def test_a_cluster_that_is_lost_is_waited_for(
+    codes: list[int],
+    resources_s: float,
+    left_with: int,
+    num_restarts: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    left = iter(codes)
+    monkeypatch.setattr(module, "_attempt", lambda command: next(left))
+    monkeypatch.setattr(module, "_LOOKS_AGAIN_S", 0.01)
+    began = time.monotonic()
+    assert supervise(["train"], tmp_path / "run", 2, resources_s) == left_with
+    assert time.monotonic() - began < 1
+    assert list(left) == []
+    assert capsys.readouterr().err.count(": restart ") == num_restarts
