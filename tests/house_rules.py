@@ -86,7 +86,7 @@ BROAD_EXCEPT_ALLOWED = {
     ("mrl/observe/trackers.py", "TrackerThread._closed"),
     ("mrl/rewards/contained.py", "_run_tests"),
     ("mrl/rewards/worker.py", "_load"),
-    ("mrl/rewards/worker.py", "score_sample"),
+    ("mrl/rewards/worker.py", "score_job"),
 }
 
 PICKLE_KIN = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}

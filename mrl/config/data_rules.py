@@ -21,6 +21,7 @@ from mrl.config.values import Secrets
 from mrl.errors import Problem, did_you_mean
 
 FILE_KINDS = (".jsonl", ".parquet")
+_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS = Path(__file__).parents[1] / "rewards" / "functions"
 
 
@@ -90,7 +91,7 @@ def gives_answers(name: str) -> bool:
 
 def _signature(file: Path) -> dict[str, bool]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    (score,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "score")
+    (score,) = (node for node in tree.body if isinstance(node, _FUNCTION) and node.name == "score")
     _, *options = score.args.args  # the first is the sample
     num_required = len(options) - len(score.args.defaults)
     return {option.arg: number < num_required for number, option in enumerate(options)}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
-from mrl.config.bounds import Count, NotNegative, PlainName, Proportion, Seconds, Text, at_least
+from mrl.config.bounds import Amount, Count, NotNegative, PlainName, Proportion, Seconds, Text, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,10 @@ class RewardConfig:
     manager: Text | None = None
     """Your own class in the place of mrl's RewardManager as `package.module:class`, made like it; null takes mrl's."""
     num_workers: Count = 4
-    """Processes that score at the same time, one sample each."""
+    """Processes that score at the same time."""
+    concurrency: Count = 1
+    """Samples that each of them has in hand: more than one is for functions that are `async def` and wait, as `judge`
+    and `http` do. Their limits then count every second, and who computes holds up the others of its process."""
     limit_s: Seconds = 10.0
     """For all functions on one sample together, from when a worker begins with it, and likewise for those with
     `group` on one prompt's samples. Neither the queue counts nor the seconds in which the worker is ready to run and
@@ -51,6 +54,11 @@ class RewardConfig:
     """Address space of a worker."""
     max_samples_per_s: Seconds | None = None
     """Samples begun per second by all workers together, for a service that allows no more; null is no bound."""
+    samples_per_worker: Count = 1000
+    """Then a fresh process takes its place, so that a function that leaks fails nobody's sample; 1 lets none see
+    what another has left there."""
+    max_abs_score: Amount | None = None
+    """A weighted sum farther from 0 is a failure: what scores a model's text may be tricked by it. Null is no bound."""
     retries: NotNegative = 1
     """How often a sample that failed is tried again."""
     on_failure: Literal["drop", "stop"] = "drop"

@@ -29,6 +29,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 _OPENER = urllib.request.build_opener(_NoRedirects)
+_DIRECT_OPENER = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Service:
     backoff_s: float
     key_variable: str | None
     max_bytes: int = 64 << 10
+    uses_proxies: bool = True
+    """Whether it goes through the proxies that the environment names."""
 
     def post(self, question: Any) -> Any:
         """Return the answer; one that does not come, or not as JSON, is an error that holds no key."""
@@ -63,17 +66,18 @@ class Service:
     def _ask(self, request: urllib.request.Request) -> Any:
         for attempt in range(self.attempts):
             try:
-                return _answer(request, self.timeout_s, self.max_bytes)
+                return _answer(request, self)
             except _NoAnswer as error:
                 reason = error
             if attempt + 1 < self.attempts:
                 time.sleep(self.backoff_s * 2**attempt)
-        raise RewardError(f"gave no score in {self.attempts} attempts; the last: {reason}")
+        raise RewardError(f"gave no answer in {self.attempts} attempts; the last: {reason}")
 
 
-def _answer(request: urllib.request.Request, timeout_s: float, max_bytes: int) -> Any:
+def _answer(request: urllib.request.Request, service: Service) -> Any:
+    opener, max_bytes = _OPENER if service.uses_proxies else _DIRECT_OPENER, service.max_bytes
     try:
-        with _OPENER.open(request, timeout=timeout_s) as answer:
+        with opener.open(request, timeout=service.timeout_s) as answer:
             body = answer.read(max_bytes + 1)
             # `read` with a size takes the end of the stream for the end of the body.
             if answer.length and len(body) <= max_bytes:

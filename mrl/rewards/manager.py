@@ -11,7 +11,7 @@ from mrl.config.reward import RewardConfig
 from mrl.errors import RewardError
 from mrl.events import EventLog, Retried, SampleSkipped
 from mrl.redaction import redact_text
-from mrl.rewards.outcome import FAILURE_KINDS, Failure, Outcome, read_reply, sum_of
+from mrl.rewards.outcome import FAILURE_KINDS, Failure, Outcome, read_again, read_reply, sum_of
 from mrl.rewards.pool import RewardPool
 from mrl.rewards.sample import Sample
 
@@ -122,6 +122,10 @@ class RewardManager:
         done: dict[int, Outcome] = {}
         for number, body in self._pool.receive():
             job = self._jobs[number]
+            if why := read_again(body):  # another sample of its worker failed
+                self._events.write(Retried(f"reward of {job.name}", job.attempts, f"side by side with another: {why}"))
+                self._pool.submit(number, job.body)
+                continue
             outcomes = read_reply(body, job.attempts, len(job.tickets))
             if isinstance(outcomes[0], Failure) and job.attempts <= self._config.retries:
                 self._retry(number, outcomes[0])
@@ -136,7 +140,7 @@ class RewardManager:
 
     def _finish(self, ticket: int) -> Outcome:
         awaited = self._awaited.pop(ticket)
-        outcome = sum_of(awaited.outcomes)
+        outcome = sum_of(awaited.outcomes, self._config.max_abs_score)
         if isinstance(outcome, Failure):
             self._fail(awaited.sample, outcome)
         return outcome

@@ -15,6 +15,7 @@ from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.errors import RewardError
 
 CONTROL = 0  # the ticket of what belongs to no sample
+GOES_ON = b'{"step":'  # how a body begins whose ticket stays with its worker
 MAX_SAMPLE_BYTES = 64 << 20
 MAX_REPLY_BYTES = 64 << 10
 _HEADER = struct.Struct(">QI")

@@ -109,6 +109,11 @@ def failure_reply(kind: FailureKind, detail: str, seconds: float) -> dict[str, A
     return {"failure": kind, "detail": clipped, "seconds": seconds}
 
 
+def read_again(body: bytes) -> str:
+    """Return why a sample that has not failed itself is to be tried again; empty where it has an outcome."""
+    return str(json.loads(body)["again"]) if body.startswith(b'{"again":') else ""
+
+
 def read_reply(body: bytes, attempts: int, num_samples: int = 1) -> list[Outcome]:
     """Return the outcome of each sample; a reward function may have written the reply, so it is checked like a result.
 
@@ -117,10 +122,7 @@ def read_reply(body: bytes, attempts: int, num_samples: int = 1) -> list[Outcome
     try:
         reply = json.loads(body)
         if "failure" in reply:
-            if reply["failure"] not in FAILURE_KINDS:
-                raise ValueError(f"unknown failure {reply['failure']!r:.100}")
-            failure = Failure(reply["failure"], str(reply["detail"]), float(reply["seconds"]), attempts)
-            return [failure] * num_samples
+            return [read_failure(reply, attempts)] * num_samples
         if len(reply["scores"]) != num_samples:
             raise ValueError(f"{len(reply['scores'])} scores of {num_samples} samples")
         return [_read_score(score, float(reply["seconds"])) for score in reply["scores"]]
@@ -128,13 +130,20 @@ def read_reply(body: bytes, attempts: int, num_samples: int = 1) -> list[Outcome
         return [Failure("crashed", f"its answer cannot be read: {error!r:.200}", 0.0, attempts)] * num_samples
 
 
+def read_failure(reply: Mapping[str, Any], attempts: int) -> Failure:
+    """Return what `failure_reply` wrote, or raise `ValueError` or the like where something else did."""
+    if reply["failure"] not in FAILURE_KINDS:
+        raise ValueError(f"unknown failure {reply['failure']!r:.100}")
+    return Failure(reply["failure"], str(reply["detail"]), float(reply["seconds"]), attempts)
+
+
 def _read_score(score: Any, seconds: float) -> Score:
     parts = {str(name): _finite(number, "a part is ") for name, number in score["parts"].items()}
     return Score(_finite(score["value"], "the score is "), parts, seconds, answer_of(score))
 
 
-def sum_of(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return what the outcomes of a sample come to: the first failure, or the sum of the scores."""
+def sum_of(outcomes: Sequence[Outcome], max_abs_score: float | None = None) -> Outcome:
+    """Return what the outcomes of a sample come to: the first failure, or the sum of the scores, if it may be that."""
     for outcome in outcomes:
         if isinstance(outcome, Failure):
             return outcome
@@ -143,6 +152,9 @@ def sum_of(outcomes: Sequence[Outcome]) -> Outcome:
     value = sum(score.value for score in scores)
     if not math.isfinite(value):
         return Failure("bad_result", "the weighted sum is not a finite number", seconds)
+    if max_abs_score is not None and abs(value) > max_abs_score:
+        what = f"the score {value:g} is farther from 0 than reward.max_abs_score={max_abs_score:g}"
+        return Failure("bad_result", what, seconds)
     answers = [score.answer for score in scores if score.answer is not None]
     answer = next(filter(None, answers), answers[0] if answers else None)
     return Score(value, {name: part for score in scores for name, part in score.parts.items()}, seconds, answer)

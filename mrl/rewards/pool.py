@@ -21,20 +21,29 @@ _SILENCE_S = 30.0  # the supervisor says something every second
 _END_S = 10.0
 
 
-class RewardPool:
-    """A supervisor and its workers. One thread at a time uses it, whichever that is."""
+class WorkerPool:
+    """A supervisor and its workers. One thread at a time sends, and one receives."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(
+        self,
+        section: str,
+        supervisor: str,
+        told: bytes,
+        environment: Mapping[str, str],
+        max_reply_bytes: int = MAX_REPLY_BYTES,
+    ) -> None:
+        """Start the module `supervisor`, and tell it the section of the configuration that the workers are for."""
         if sys.platform != "linux":
-            raise SetupError("reward workers need Linux: elsewhere nothing ends what a reward function leaves behind")
-        self._reader = FrameReader(MAX_REPLY_BYTES)
+            raise SetupError(f"{section} workers need Linux: elsewhere nothing ends what a function leaves behind")
+        self._section = section
+        self._reader = FrameReader(max_reply_bytes)
         self._is_ready = False
         self._is_closed = False
         self._supervisor = subprocess.Popen(
-            [sys.executable, "-P", "-m", "mrl.rewards.supervisor"],
+            [sys.executable, "-P", "-m", supervisor],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=worker_environment(config.environment),
+            env=worker_environment(environment),
             start_new_session=True,  # Ctrl-C is the run's to handle
         )
         assert self._supervisor.stdin is not None, "it was asked for as a pipe"
@@ -44,7 +53,7 @@ class RewardPool:
         os.set_blocking(self._from_supervisor, False)
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
-            self._write(frame(CONTROL, config_to_json(config)))
+            self._write(frame(CONTROL, told))
             while not self._is_ready:  # the supervisor knows the limits, and says where no worker can be had
                 self._wait(self._from_supervisor, select.POLLIN)
                 for answer in self._reader.feed(self._read()):
@@ -74,15 +83,16 @@ class RewardPool:
         self._is_closed = True
         with contextlib.suppress(RewardError):  # it is gone already
             self._write(control(close=True))
-        for pipe in (self._supervisor.stdin, self._supervisor.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        assert self._supervisor.stdin is not None, "it was asked for as a pipe"
+        assert self._supervisor.stdout is not None, "it was asked for as a pipe"
+        with contextlib.suppress(BrokenPipeError):
+            self._supervisor.stdin.close()
         try:
             self._supervisor.wait(_END_S)
         except subprocess.TimeoutExpired:
             os.kill(self._supervisor.pid, signal.SIGKILL)  # the workers are told by the kernel
             self._supervisor.wait()
+        self._supervisor.stdout.close()  # only now: a thread that still receives has seen its end
 
     def _is_control(self, ticket: int, body: bytes) -> bool:
         """Handle a frame that belongs to no sample, and return whether it was one."""
@@ -118,20 +128,34 @@ class RewardPool:
         poll = select.poll()
         poll.register(pipe, event)
         if not poll.poll(_SILENCE_S * 1000):
-            what = f"the supervisor of the reward workers (pid {self._supervisor.pid}) is silent for {_SILENCE_S:g} s"
-            raise RewardError(what, where="reward", fix="was it stopped, or is the machine out of memory?")
+            raise RewardError(
+                f"{self._name} is silent for {_SILENCE_S:g} s",
+                where=self._section,
+                fix="was it stopped, or is the machine out of memory?",
+            )
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise RewardError("the reward workers were ended already", where="reward")
+            raise RewardError(f"the {self._section} workers were ended already", where=self._section)
 
     def _supervisor_gone(self) -> RewardError:
         try:
             status = f"left with status {self._supervisor.wait(1)}"
         except subprocess.TimeoutExpired:
             status = "has closed its end"
-        what = f"the supervisor of the reward workers (pid {self._supervisor.pid}) {status}"
-        return RewardError(what, where="reward", fix="its last words are on the run's standard error")
+        fix = "its last words are on the run's standard error"
+        return RewardError(f"{self._name} {status}", where=self._section, fix=fix)
+
+    @property
+    def _name(self) -> str:
+        return f"the supervisor of the {self._section} workers (pid {self._supervisor.pid})"
+
+
+class RewardPool(WorkerPool):
+    """The processes of reward functions."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        super().__init__("reward", "mrl.rewards.supervisor", config_to_json(config), config.environment)
 
 
 def worker_environment(extra: Mapping[str, str]) -> dict[str, str]:
@@ -139,5 +163,5 @@ def worker_environment(extra: Mapping[str, str]) -> dict[str, str]:
     inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     installed = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))  # found without being told
     modules = os.pathsep.join(os.path.abspath(path) for path in sys.path if not path.startswith(installed))
-    # Many workers share a machine: each library that likes to use all of its cores gets one.
-    return inherited | {"PYTHONPATH": modules, "OMP_NUM_THREADS": "1"} | dict(extra)
+    # Many workers share a machine: each library that likes to use all of its cores gets one, and threads share arenas.
+    return inherited | {"PYTHONPATH": modules, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"} | dict(extra)

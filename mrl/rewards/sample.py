@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mrl.errors import RewardError
@@ -32,6 +32,9 @@ class Sample:
     uid: str
     """Of the prompt: the samples of a group share it."""
     row_id: int
+    turns: list[str] = field(default_factory=list)
+    """In a conversation with an environment: what the model wrote and what it was answered, by turns, as it read it;
+    `response` has what it wrote alone. Empty where there is no environment."""
 
     def to_json(self) -> bytes:
         """Return the sample as it travels to a worker; what is not plain data is an error that names it."""

@@ -1,6 +1,6 @@
 """The supervisor: a process of its own between a run and its reward workers. `python -m mrl.rewards.supervisor`.
 
-It hands one sample to each worker that is ready, starts that sample's clock, kills the worker where the time is up,
+It hands a sample to a worker that is ready for one, starts that sample's clock, kills the worker where the time is up,
 starts another in its place, and answers for every sample that it was given. It runs no code but mrl's, and it ends,
 with everything below it, when the run that started it does.
 """
@@ -16,12 +16,16 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
+from mrl.children import adopt_orphans, children, describe_status, end_group, reap
+from mrl.config.agent import AgentConfig
 from mrl.config.reward import RewardConfig
 from mrl.errors import MrlError
 from mrl.rewards.clock import WorkerClock
 from mrl.rewards.messages import (
     CONTROL,
+    GOES_ON,
     MAX_REPLY_BYTES,
     MAX_SAMPLE_BYTES,
     FrameError,
@@ -32,7 +36,7 @@ from mrl.rewards.messages import (
     to_json,
 )
 from mrl.rewards.outcome import FailureKind, failure_reply
-from mrl.children import adopt_orphans, children, describe_status, end_group, reap
+from mrl.rewards.side_by_side import Running, too_late
 from mrl.rewards.worker import is_built_in, load_reward_function, run_worker
 
 _BEAT_S = 1.0
@@ -42,28 +46,36 @@ _TURN_S = 1.0  # for a worker to be ready again after a sample
 _MAX_FAILED_STARTS = 3  # in a row: the next would fail as well
 _STDIN, _STDOUT = 0, 1
 
+RunWorker = Callable[[socket.socket, int, Running], NoReturn]
+"""What a worker does with its channel, the process that it dies with, and where it says whose code runs."""
+
 
 class WorkerHandle:
     """A worker that was started; it is thrown away with its process."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, limits: RewardConfig | AgentConfig, run_worker: RunWorker, max_reply_bytes: int) -> None:
         self.channel, theirs = socket.socketpair()
         self.descriptor = self.channel.fileno()
         supervisor = os.getpid()
+        self._running = Running()
         self.pid = os.fork()
         if self.pid == 0:
-            run_worker(theirs, config, supervisor)
+            run_worker(theirs, supervisor, self._running)
         theirs.close()
         self.channel.setblocking(False)
-        self._config = config
+        self._limits = limits
         self.started = False
         """Whether it ever was ready."""
-        self.ticket: int | None = None
+        self.clocks: dict[int, WorkerClock] = {}
+        """Of each sample that it has in hand, since it got it."""
+        self.open: set[int] = set()
+        """Tickets that go on here, whose next frame the run has to send."""
+        self.num_wanted = 0
+        """Samples that it is ready for."""
         self.clock = WorkerClock(self.pid)
-        """Runs since it got its sample, or, without one, since it was last waited for."""
-        self.is_ready = False
-        self._reader = FrameReader(MAX_REPLY_BYTES)
-        self._outgoing = memoryview(b"")
+        """Runs since it was last waited for, while it has none."""
+        self._reader = FrameReader(max_reply_bytes)
+        self._outgoing = bytearray()
 
     @property
     def is_writing(self) -> bool:
@@ -72,24 +84,48 @@ class WorkerHandle:
 
     @property
     def limit_s(self) -> float:
-        """How much time it may take."""
-        if self.ticket is not None:
-            return self._config.limit_s
-        if self.is_ready:
+        """How much time it may take: for each sample, or to be ready for one."""
+        if self.clocks:  # of several, each ends at its limit by itself, but where another does not let it
+            return self._limits.limit_s + (_TURN_S if self._limits.concurrency > 1 else 0.0)
+        if self.num_wanted or self.open:
             return float("inf")
-        return _TURN_S if self.started else self._config.start_limit_s
+        return _TURN_S if self.started else self._limits.start_limit_s
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it may say that it wants one more."""
+        return self.num_wanted + len(self.clocks) + len(self.open) < self._limits.concurrency
+
+    @property
+    def look_in_s(self) -> float:
+        return min(clock.look_in_s(self.limit_s) for clock in self.clocks.values() or [self.clock])
+
+    @property
+    def is_late(self) -> bool:
+        return any(clock.is_late(self.limit_s) for clock in list(self.clocks.values()) or [self.clock])
+
+    @property
+    def culprits(self) -> list[int]:
+        """The sample whose code runs; where none is known to, those that are late, or else all."""
+        if self._running.ticket in self.clocks:
+            return [self._running.ticket]
+        late = [ticket for ticket, clock in self.clocks.items() if clock.seconds >= self.limit_s]
+        return late or list(self.clocks)
 
     def assign(self, ticket: int, body: bytes) -> None:
-        """Give it a sample, and start the clock."""
-        self.ticket, self.is_ready = ticket, False
-        self.clock.restart()
-        self._outgoing = memoryview(frame(ticket, body))
+        """Give it a sample, or the next frame of one that goes on here, and start the clock."""
+        if ticket in self.open:
+            self.open.remove(ticket)
+        else:
+            self.num_wanted -= 1
+        self.clocks[ticket] = WorkerClock(self.pid)
+        self._outgoing += frame(ticket, body)
         self.write()
 
     def write(self) -> None:
         """Send as much as the channel takes."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # reading tells of the end
-            self._outgoing = self._outgoing[self.channel.send(self._outgoing) :]
+            del self._outgoing[: self.channel.send(self._outgoing)]
 
     def read(self) -> Iterator[tuple[int, bytes]] | None:
         """Return the frames that have come; None where the worker has closed its end."""
@@ -110,8 +146,18 @@ class WorkerHandle:
 class Supervisor:
     """One loop over the run's pipes and the workers' channels."""
 
-    def __init__(self, config: RewardConfig, reader: FrameReader) -> None:
-        self._config = config
+    def __init__(
+        self,
+        limits: RewardConfig | AgentConfig,
+        run_worker: RunWorker,
+        reader: FrameReader,
+        *,
+        may_go_on: bool = False,
+        max_reply_bytes: int = MAX_REPLY_BYTES,
+    ) -> None:
+        self._limits = limits
+        self._run_worker = run_worker
+        self._may_go_on, self._max_reply_bytes = may_go_on, max_reply_bytes
         self._reader = reader
         self._parent = os.getppid()
         self._queue: deque[tuple[int, bytes]] = deque()
@@ -130,8 +176,8 @@ class Supervisor:
         """Work until the run closes its end, or is gone."""
         adopt_orphans()
         while not self._is_closing and os.getppid() == self._parent:
-            while len(self._workers) < self._config.num_workers and self._failed_starts < _MAX_FAILED_STARTS:
-                self._workers.add(WorkerHandle(self._config))
+            while len(self._workers) < self._limits.num_workers and self._failed_starts < _MAX_FAILED_STARTS:
+                self._workers.add(WorkerHandle(self._limits, self._run_worker, self._max_reply_bytes))
             self._dispatch()
             self._set_watches()
             for key, _ in self._selector.select(self._wait_s()):
@@ -170,7 +216,11 @@ class Supervisor:
         samples = list(self._reader.feed(data))
         # The run says when it closes: a process that it has forked may hold the pipe open.
         self._is_closing = not data or any(ticket == CONTROL for ticket, _ in samples)
-        self._queue.extend(samples)
+        for ticket, body in samples:
+            if not body.startswith(GOES_ON):
+                self._queue.append((ticket, body))
+            elif holder := next((worker for worker in self._workers if ticket in worker.open), None):
+                holder.assign(ticket, body)  # where nobody has it any more, the run was told so
 
     def _write_run(self) -> None:
         try:
@@ -187,15 +237,15 @@ class Supervisor:
     # --- the workers --------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Assign a sample to each worker that is ready, as far as the rate allows."""
-        for worker in self._workers:
+        """Assign samples to the workers that are ready, as far as the rate allows."""
+        ready = [worker for worker in self._workers for _ in range(worker.num_wanted)]
+        for worker in sorted(ready, key=lambda each: len(each.clocks)):
             if not self._queue or time.monotonic() < self._next_hand_out:
                 return
-            if worker.is_ready:
-                worker.assign(*self._queue.popleft())
-                if self._config.max_samples_per_s is not None:
-                    begin = max(self._next_hand_out, time.monotonic())
-                    self._next_hand_out = begin + 1 / self._config.max_samples_per_s
+            worker.assign(*self._queue.popleft())
+            if self._limits.max_samples_per_s is not None:
+                begin = max(self._next_hand_out, time.monotonic())
+                self._next_hand_out = begin + 1 / self._limits.max_samples_per_s
 
     def _read_worker(self, worker: WorkerHandle) -> None:
         if worker.is_writing:
@@ -213,12 +263,14 @@ class Supervisor:
 
     def _take(self, worker: WorkerHandle, ticket: int, body: bytes) -> None:
         if ticket != CONTROL:
-            if ticket != worker.ticket:
+            if ticket not in worker.clocks:
                 raise FrameError("an answer that nobody asked for")
             self._outgoing += frame(ticket, body)
-            worker.ticket = None
+            del worker.clocks[ticket]
             worker.clock.restart()
-        elif worker.ticket is None and not worker.is_ready:
+            if self._may_go_on and body.startswith(GOES_ON):
+                worker.open.add(ticket)
+        elif worker.has_room:
             said = json.loads(body)
             if "problems" in said:
                 self._abort(body)
@@ -226,7 +278,8 @@ class Supervisor:
             if not worker.started:
                 self._failed_starts = 0
                 self._outgoing += control(ready=True)
-            worker.started = worker.is_ready = True
+            worker.started = True
+            worker.num_wanted += 1
 
     def _abort(self, problems: bytes) -> None:
         """Tell the run why no worker can be had, and start no other."""
@@ -235,16 +288,23 @@ class Supervisor:
 
     def _check_clocks(self) -> None:
         for worker in list(self._workers):
-            if worker.clock.is_late(worker.limit_s):
-                what = "it was not ready" if worker.ticket is None else "no answer"
-                self._fail_sample(worker, "timeout", f"{what} within {worker.limit_s:g} s")
+            if worker.is_late:
+                late = f"it was not ready within {worker.limit_s:g} s"
+                self._fail_sample(worker, "timeout", too_late(self._limits.limit_s) if worker.clocks else late)
 
     def _fail_sample(self, worker: WorkerHandle, kind: FailureKind, detail: str) -> None:
-        """End a worker; whatever it had in hand failed. Between two samples it costs nobody anything."""
+        """End a worker; what it ended for has failed, and what else it had in hand is tried again.
+
+        Between two samples it costs nobody anything.
+        """
+        culprits = worker.culprits
         self._stop_worker(worker)
-        if worker.ticket is not None:
-            self._outgoing += frame(worker.ticket, to_json(failure_reply(kind, detail, worker.clock.seconds)))
-        elif not worker.started and self._failed_starts < _MAX_FAILED_STARTS:
+        for ticket, clock in worker.clocks.items():
+            failed = failure_reply(kind, detail, clock.seconds)
+            self._outgoing += frame(ticket, to_json(failed if ticket in culprits else {"again": detail}))
+        for ticket in worker.open:
+            self._outgoing += frame(ticket, to_json({"again": detail}))
+        if not worker.clocks and not worker.started and self._failed_starts < _MAX_FAILED_STARTS:
             self._failed_starts += 1
             if self._failed_starts == _MAX_FAILED_STARTS:
                 what = f"no reward worker can be started, {_MAX_FAILED_STARTS} in a row failed: {detail}"
@@ -266,7 +326,7 @@ class Supervisor:
 
     def _wait_s(self) -> float:
         """Return the seconds until something has to be done although nothing is received."""
-        waits = [_BEAT_S, *(worker.clock.look_in_s(worker.limit_s) for worker in self._workers)]
+        waits = [_BEAT_S, *(worker.look_in_s for worker in self._workers)]
         if self._has_orphans:
             waits.append(_SWEEP_S)
         if self._queue:
@@ -275,8 +335,13 @@ class Supervisor:
         return max(0.0, min(waits))
 
 
-def main() -> None:
-    """Read the configuration, load what is mrl's own so that workers need not, and keep workers."""
+def supervise(
+    workers: Callable[[bytes], tuple[RewardConfig | AgentConfig, RunWorker]],
+    *,
+    may_go_on: bool = False,
+    max_reply_bytes: int = MAX_REPLY_BYTES,
+) -> None:
+    """Read what the run tells first, and keep the workers that it means until the run closes its end."""
     reader = FrameReader(MAX_SAMPLE_BYTES)
     frames: list[tuple[int, bytes]] = []
     while not frames:
@@ -284,13 +349,23 @@ def main() -> None:
         if not data:
             return
         frames += reader.feed(data)
-    config = config_from_json(frames[0][1])
+    limits, run_worker = workers(frames[0][1])
+    Supervisor(limits, run_worker, reader, may_go_on=may_go_on, max_reply_bytes=max_reply_bytes).run()
+
+
+def reward_workers(told: bytes) -> tuple[RewardConfig | AgentConfig, RunWorker]:
+    """Return the workers of the section `reward`; load what is mrl's own so that they need not."""
+    config = config_from_json(told)
     for label, function in config.functions.items():
         if is_built_in(function.name):
             with contextlib.suppress(MrlError, ImportError):  # the first worker meets the same error, and says so
                 load_reward_function(label, function)
-    Supervisor(config, reader).run()
+
+    def run(channel: socket.socket, supervisor: int, running: Running) -> NoReturn:
+        run_worker(channel, config, supervisor, running)
+
+    return config, run
 
 
 if __name__ == "__main__":
-    main()
+    supervise(reward_workers)

@@ -13,26 +13,30 @@ import inspect
 import math
 import os
 import resource
-import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mrl.children import adopt_orphans, die_with
 from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.errors import MrlError, NameUnknown, SetupError
 from mrl.registry import load_attribute
 from mrl.rewards.messages import MAX_REPLY_BYTES, MAX_SAMPLE_BYTES, FrameReader, control, frame, to_json
 from mrl.rewards.outcome import BadResult, FailureKind, answer_of, failure_reply, numbers_of
-from mrl.children import adopt_orphans, children, die_with, end_group, has_children, reap
 from mrl.rewards.sample import Sample, is_group
+from mrl.rewards.side_by_side import Running, clean_up, serve_side_by_side
 
-_SAMPLES_PER_WORKER = 1000  # then a fresh process, so that a function that leaks fails nobody's sample
 _MAX_FILE_BYTES = 256 << 20
+
+
+WaitFor = Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
+"""How the result of an `async def` function is had."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,11 @@ class RewardFunction:
     config: RewardFunctionConfig
     function: Callable[..., Any]
 
-    def __call__(self, samples: list[Sample]) -> list[tuple[dict[str, float], str | None]]:
+    async def scores(self, samples: list[Sample], wait_for: WaitFor) -> list[tuple[dict[str, float], str | None]]:
         """Return the numbers and the answer of each sample: of a group, or of the one that there is."""
         result = self.function(samples if self.config.group else samples[0], **self.config.options)
         if inspect.iscoroutine(result):
-            result = asyncio.run(result)
+            result = await wait_for(result)
         results = result if self.config.group else [result]
         if not isinstance(results, list | tuple) or len(results) != len(samples):
             size = f" of length {len(results)}" if isinstance(results, list | tuple) else ""
@@ -83,14 +87,17 @@ def load_reward_function(label: str, config: RewardFunctionConfig) -> RewardFunc
     return RewardFunction(label, config, function)
 
 
-def run_worker(channel: socket.socket, config: RewardConfig, supervisor: int) -> NoReturn:
+def run_worker(channel: socket.socket, config: RewardConfig, supervisor: int, running: Running) -> NoReturn:
     """Score what comes through the channel until it closes; never returns into the supervisor's code."""
     status = 1
     try:
         functions = _start(channel, config, supervisor)
         if functions:
-            channel.sendall(control(ready=True))
-            _serve(channel, functions, config.memory_bytes)
+            if config.concurrency == 1:
+                channel.sendall(control(ready=True))
+                _serve(channel, functions, config)
+            else:
+                serve_side_by_side(channel, config, running, partial(_score_beside, functions, config.memory_bytes))
             status = 0
     finally:
         os._exit(status)
@@ -99,7 +106,7 @@ def run_worker(channel: socket.socket, config: RewardConfig, supervisor: int) ->
 def _start(channel: socket.socket, config: RewardConfig, supervisor: int) -> list[RewardFunction]:
     """Return the functions, loaded within the limits; where that cannot be, none, after every reason was told."""
     try:
-        _sandbox_process(channel, config, supervisor)
+        contain_process(channel, config.memory_bytes, supervisor)
     except OSError as error:
         channel.sendall(control(problems=[f"a reward worker cannot take on its limits: {error}"]))
         return []
@@ -111,7 +118,7 @@ def _start(channel: socket.socket, config: RewardConfig, supervisor: int) -> lis
     return [function for function in loaded if isinstance(function, RewardFunction)]
 
 
-def _sandbox_process(channel: socket.socket, config: RewardConfig, supervisor: int) -> None:
+def contain_process(channel: socket.socket, memory_bytes: int, supervisor: int) -> None:
     """Leave nothing of the supervisor but the channel, and take on the limits."""
     die_with(supervisor)
     os.setsid()
@@ -127,7 +134,7 @@ def _sandbox_process(channel: socket.socket, config: RewardConfig, supervisor: i
     os.register_at_fork(after_in_child=channel.close)
     with contextlib.suppress(OSError):  # /proc may be read-only
         Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the run itself goes last
-    _lower(resource.RLIMIT_AS, config.memory_bytes)
+    _lower(resource.RLIMIT_AS, memory_bytes)
     _lower(resource.RLIMIT_FSIZE, _MAX_FILE_BYTES)
     _lower(resource.RLIMIT_CORE, 0)
 
@@ -147,36 +154,51 @@ def _load(label: str, config: RewardFunctionConfig) -> RewardFunction | str:
             warm_up()
         return function
     except BaseException as error:  # importing a user's module may raise anything, SystemExit included
-        return f"reward.functions.{label}: {config.name} cannot be loaded: {_describe(error)}"
+        return f"reward.functions.{label}: {config.name} cannot be loaded: {describe(error)}"
 
 
-def _serve(channel: socket.socket, functions: list[RewardFunction], memory_bytes: int) -> None:
+def _serve(channel: socket.socket, functions: list[RewardFunction], config: RewardConfig) -> None:
     """Answer each frame with one, and say that the next may come."""
     reader, scored, home, own = FrameReader(MAX_SAMPLE_BYTES), 0, os.getcwd(), os.getpid()
     while data := channel.recv(1 << 20):
         for ticket, body in reader.feed(data):
-            reply = score_sample(functions, body, memory_bytes)
+            reply = score_sample(functions, body, config.memory_bytes)
             if os.getpid() != own:
                 return  # a fork of the reward function that came back out of it
-            _clean_up(home)
+            clean_up(home)
             scored += 1
-            stays = scored < _SAMPLES_PER_WORKER and reply.get("failure") != "memory"
+            stays = scored < config.samples_per_worker and reply.get("failure") != "memory"
             channel.sendall(frame(ticket, to_json(reply)) + (control(ready=True) if stays else b""))
             if not stays:
                 return
 
 
-def _clean_up(home: str) -> None:
-    """End what a reward function left running, and undo what would reach the next sample."""
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    os.chdir(home)
-    while has_children():
-        for child in children():
-            end_group(child)
-            reap(child)
-
-
 def score_sample(functions: list[RewardFunction], body: bytes, memory_bytes: int) -> dict[str, Any]:
+    """Return what is said of a sample or a group that is alone in this process; a coroutine gets a loop of its own."""
+
+    async def alone(result: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run(result)
+
+    try:
+        score_job(functions, memory_bytes, body, alone).send(None)
+    except StopIteration as done:
+        reply: dict[str, Any] = done.value
+        return reply
+    raise AssertionError("nothing else in it waits")
+
+
+async def _score_beside(functions: list[RewardFunction], memory_bytes: int, ticket: int, body: bytes) -> dict[str, Any]:
+    """Return what `score_job` does beside others, where a coroutine is waited for as it is."""
+
+    async def wait_for(result: Coroutine[Any, Any, Any]) -> Any:
+        return await result
+
+    return await score_job(functions, memory_bytes, body, wait_for)
+
+
+async def score_job(
+    functions: list[RewardFunction], memory_bytes: int, body: bytes, wait_for: WaitFor
+) -> dict[str, Any]:
     """Return what the functions say about a sample, or about each of a group, or how they failed, ready to be sent."""
     begin, label = time.monotonic(), ""
     kind: FailureKind
@@ -188,7 +210,8 @@ def score_sample(functions: list[RewardFunction], body: bytes, memory_bytes: int
                 continue
             label = function.label
             # Each gets its own copies: what one does to its samples the next one does not see.
-            for score, (numbers, answer) in zip(scores, function(Sample.all_from_json(body)), strict=True):
+            found = await function.scores(Sample.all_from_json(body), wait_for)
+            for score, (numbers, answer) in zip(scores, found, strict=True):
                 score["value"] += function.config.weight * numbers["score"]
                 if answer is not None and not score.get("answer"):
                     score["answer"] = answer
@@ -206,11 +229,11 @@ def score_sample(functions: list[RewardFunction], body: bytes, memory_bytes: int
     except MemoryError:
         kind, detail = "memory", f"more than {memory_bytes / (1 << 20):g} MiB"
     except BaseException as error:  # whatever it is, SystemExit included, it is this sample's failure
-        kind, detail = "raised", _describe(error)
+        kind, detail = "raised", describe(error)
     return failure_reply(kind, f"{label}: {detail}", time.monotonic() - begin)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Return an exception in words, with the line that raised it; also one whose own text cannot be made."""
     if isinstance(error, MrlError):
         return str(error)

@@ -107,10 +107,13 @@ reward:
       options: {}                                # default
   manager: null                                  # default
   num_workers: 4                                 # default
+  concurrency: 1                                 # default
   limit_s: 10.0                                  # default
   start_limit_s: 60.0                            # default
   memory_bytes: 2147483648                       # default
   max_samples_per_s: null                        # default
+  samples_per_worker: 1000                       # default
+  max_abs_score: null                            # default
   retries: 1                                     # default
   on_failure: drop                               # default
   max_failed_share: 0.05                         # default

@@ -50,11 +50,19 @@ class Known:
             case ast.Name(id=name) if self.type_variables.get(name, name) in self.attributes:
                 return Type(self.type_variables.get(name, name))
             case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-                return self.type_of(left) or self.type_of(right)
+                one, other = self.type_of(left), self.type_of(right)
+                return self._either(one, other) if one and other else one or other
             case ast.Subscript(value=ast.Name(id="dict" | "Mapping"), slice=ast.Tuple(elts=[_, value])):
                 inner = self.type_of(value)
                 return Type(inner.name, of_dict=True) if inner else None
         return None
+
+    def _either(self, one: Type, other: Type) -> Type:
+        """A class in the place of a union: what is read of it is read of both."""
+        name = f"{one.name} | {other.name}"
+        self.attributes.setdefault(name, {})
+        self.bases[name] = [one.name, other.name]
+        return Type(name)
 
 
 @dataclass

@@ -17,6 +17,7 @@ import time
 from fractions import Fraction
 from typing import Any
 
+from mrl.rewards.messages import frame, to_json
 from mrl.rewards.sample import Sample
 
 
@@ -141,13 +142,18 @@ def meddle(sample: Sample) -> float:
     return 1.0
 
 
-def write_to_every_descriptor(sample: Sample) -> float:
+def write_to_every_descriptor(sample: Sample, data: bytes = b"\xff" * 100) -> float:
     for name in os.listdir("/proc/self/fd"):
         try:
-            os.write(int(name), b"\xff" * 100)
+            os.write(int(name), data)
         except OSError:
             continue
     return 1.0
+
+
+def answer_for_another(sample: Sample) -> float:
+    score = {"scores": [{"value": 9.0, "parts": {}}], "seconds": 0.0}
+    return write_to_every_descriptor(sample, frame(1_000_000, to_json(score)))
 
 
 def close_everything(sample: Sample) -> float:
@@ -250,6 +256,7 @@ ACTIONS: dict[str, Any] = {
     "memory": fill_memory,
     "meddle": meddle,
     "write to every descriptor": write_to_every_descriptor,
+    "answer for another": answer_for_another,
     "close everything": close_everything,
     "replace builtins": lambda sample: vars(builtins).clear(),
 }

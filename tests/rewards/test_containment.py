@@ -47,6 +47,10 @@ FAILURES = {
         "crashed",
         "its process sent something else than an answer: a frame of 4294967295 bytes; at most 65536",
     ),
+    "answer for another": (
+        "crashed",
+        "its process sent something else than an answer: an answer that nobody asked for",
+    ),
     "memory": ("memory", "f0: more than 256 MiB"),
     "None": ("bad_result", "f0: the result is None; is a `return` missing?"),
     "str": ("bad_result", "f0: the result is of type str of length 3, not a number"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import json
@@ -132,15 +133,15 @@ def test_what_may_pass_is_tried_again(bench: Bench, service: ThreadingHTTPServer
 @pytest.mark.parametrize(
     ("do", "attempts", "said"),
     [
-        ("slow", 2, "gave no score in 2 attempts; the last: TimeoutError: timed out"),
-        ("error", 2, "gave no score in 2 attempts; the last: status 500"),
-        ("busy", 2, "gave no score in 2 attempts; the last: status 429"),
-        ("garbage", 2, "gave no score in 2 attempts; the last: not JSON: b'<html>oh</html>'"),
-        ("truncated", 2, "gave no score in 2 attempts; the last: the body ended 489 bytes too early"),
+        ("slow", 2, "gave no answer in 2 attempts; the last: TimeoutError: timed out"),
+        ("error", 2, "gave no answer in 2 attempts; the last: status 500"),
+        ("busy", 2, "gave no answer in 2 attempts; the last: status 429"),
+        ("garbage", 2, "gave no answer in 2 attempts; the last: not JSON: b'<html>oh</html>'"),
+        ("truncated", 2, "gave no answer in 2 attempts; the last: the body ended 489 bytes too early"),
         (
             "hang_up",
             2,
-            "gave no score in 2 attempts; the last: RemoteDisconnected: Remote end closed connection without response",
+            "gave no answer in 2 attempts; the last: RemoteDisconnected: Remote end closed connection without response",
         ),
         ("refuse", 1, "answered with status 401 Unauthorized"),
         ("huge", 1, "answered with more than 65536 bytes"),
@@ -180,7 +181,7 @@ def test_nobody_there(bench: Bench, service: ThreadingHTTPServer) -> None:
     (outcome,) = bench.manager(functions=functions).score([make_sample()])
     assert isinstance(outcome, Failure)
     assert outcome.detail == (
-        "judge: http://127.0.0.1:9/ gave no score in 1 attempts; the last: "
+        "judge: http://127.0.0.1:9/ gave no answer in 1 attempts; the last: "
         "URLError: <urlopen error [Errno 111] Connection refused>"
     )
 
@@ -198,21 +199,21 @@ def test_the_key_comes_from_the_environment(bench: Bench, service: ThreadingHTTP
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504])
 def test_a_status_that_may_pass_is_waited_out(service: ThreadingHTTPServer, status: int) -> None:
-    with pytest.raises(RewardError, match=f"gave no score in 3 attempts; the last: status {status}"):
-        http.score(make_sample("status", status=status), address(service), backoff_s=0.0)
+    with pytest.raises(RewardError, match=f"gave no answer in 3 attempts; the last: status {status}"):
+        asyncio.run(http.score(make_sample("status", status=status), address(service), backoff_s=0.0))
     assert len(service.seen) == 3  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 410, 422, 501])
 def test_a_status_that_will_not_pass_is_an_error_at_once(service: ThreadingHTTPServer, status: int) -> None:
     with pytest.raises(RewardError, match=f"answered with status {status}"):
-        http.score(make_sample("status", status=status), address(service), backoff_s=0.0)
+        asyncio.run(http.score(make_sample("status", status=status), address(service), backoff_s=0.0))
     assert len(service.seen) == 1  # type: ignore[attr-defined]
 
 
 def test_the_service_gets_the_whole_sample_as_json(service: ThreadingHTTPServer) -> None:
     sample = make_sample("good", 7, deep=[1, {"a": None}])
-    assert http.score(sample, address(service)) == {"score": 7, "length": 9}
+    assert asyncio.run(http.score(sample, address(service))) == {"score": 7, "length": 9}
     ((headers, body, _),) = service.whole  # type: ignore[attr-defined]
     assert body == dataclasses.asdict(sample)
     assert headers["Content-Type"] == headers["Accept"] == "application/json"
@@ -221,8 +222,8 @@ def test_the_service_gets_the_whole_sample_as_json(service: ThreadingHTTPServer)
 
 def test_each_pause_is_twice_the_one_before(service: ThreadingHTTPServer) -> None:
     begin = time.monotonic()
-    with pytest.raises(RewardError, match="gave no score in 4 attempts"):
-        http.score(make_sample("error"), address(service), attempts=4, backoff_s=0.1)
+    with pytest.raises(RewardError, match="gave no answer in 4 attempts"):
+        asyncio.run(http.score(make_sample("error"), address(service), attempts=4, backoff_s=0.1))
     end = time.monotonic()
     times = [at for _, _, at in service.whole]  # type: ignore[attr-defined]
     pauses = [after - before for before, after in itertools.pairwise(times)]

@@ -79,11 +79,11 @@ def test_the_share_is_that_of_each_batch(bench: Bench) -> None:
 
 
 def test_a_batch_that_cannot_be_saved_stops_early(bench: Bench) -> None:
-    manager = bench.manager(num_workers=2, limit_s=0.3, max_failed_share=0.1)
+    manager = bench.manager(num_workers=2, limit_s=1.0, max_failed_share=0.1)
     begin = time.monotonic()
     with pytest.raises(RewardError, match=r"^reward: 5 of 40 samples have no reward \(5 timeout\)|^reward: 6 of 40"):
         manager.score([make_sample("endless", row) for row in range(40)])
-    assert time.monotonic() - begin < 3, "not the six seconds that all of them would take"
+    assert time.monotonic() - begin < 15, "not the twenty seconds that all of them would take"
 
 
 def test_samples_may_come_one_by_one(bench: Bench) -> None:

@@ -77,6 +77,21 @@ def test_three_examples_are_shown_with_the_beginning_of_their_responses(bench: B
         last.score([exact])
 
 
+def test_a_score_beyond_the_bound_is_a_failure_of_its_sample(bench: Bench) -> None:
+    outcomes = bench.manager(max_abs_score=2.0).score([make_sample("ok", row) for row in range(4)])
+    assert [getattr(outcome, "value", None) for outcome in outcomes] == [0.0, 1.0, 2.0, None]
+    assert isinstance(outcomes[3], Failure)
+    assert (outcomes[3].kind, outcomes[3].detail.startswith("the score 3 is farther")) == ("bad_result", True)
+    assert [event.row_id for event in bench.events() if isinstance(event, SampleSkipped)] == [3]
+
+
+def test_a_process_for_each_sample_where_that_is_wanted(bench: Bench) -> None:
+    for concurrency in (1, 2):
+        manager = bench.manager(num_workers=1, samples_per_worker=1, concurrency=concurrency, limit_s=5)
+        outcomes = manager.score([make_sample("where", row) for row in range(3)])
+        assert len({outcome.parts["f0/pid"] for outcome in outcomes if isinstance(outcome, Score)}) == 3
+
+
 def test_secrets_stay_out_of_examples(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MRL_TEST_TOKEN", "canary-5up3r-hidden")
     sample = Sample(**{**vars(make_sample("nan")), "response": "it is canary-5up3r-hidden"})

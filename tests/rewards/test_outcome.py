@@ -121,6 +121,9 @@ def test_outcomes_add_up_unless_one_is_a_failure() -> None:
     assert sum_of([one, other]) == Score(-2.0, {"a": 1.0, "b": 3.0}, 0.5)
     assert sum_of([one, late]) == late
     huge = Score(1e308, {}, 0.5)
+    assert sum_of([one, other], 2.0) == sum_of([one, other]), "at the bound"
+    what = "the score -2 is farther from 0 than reward.max_abs_score=1.9"
+    assert sum_of([one, other], 1.9) == Failure("bad_result", what, 0.5)
     assert sum_of([huge, huge]) == Failure("bad_result", "the weighted sum is not a finite number", 0.5)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,8 @@ def test_the_environment_is_a_short_list_and_what_is_given(monkeypatch: pytest.M
     modules = found.pop("PYTHONPATH").split(os.pathsep)
     assert str(Path(__file__).parents[2]) in modules
     assert all(os.path.isabs(path) for path in modules)
-    assert found == {name: f"the {name}" for name in inherited} | {"GIVEN": "yes", "OMP_NUM_THREADS": "3", "TZ": "UTC"}
+    given = {"GIVEN": "yes", "OMP_NUM_THREADS": "3", "TZ": "UTC", "MALLOC_ARENA_MAX": "2"}
+    assert found == {name: f"the {name}" for name in inherited} | given
     monkeypatch.delenv("TMPDIR")
     assert "TMPDIR" not in worker_environment({})
     assert worker_environment({})["OMP_NUM_THREADS"] == "1"
@@ -208,8 +210,11 @@ def test_a_supervisor_that_is_stopped_is_not_waited_for(bench: Bench, monkeypatc
     monkeypatch.setattr(pool, "_SILENCE_S", 0.4)
     monkeypatch.setattr(pool, "_END_S", 0.4)
     os.kill(supervisor, signal.SIGSTOP)
+    woken = threading.Timer(15, os.kill, [supervisor, signal.SIGCONT])  # whoever still waits then fails here
+    woken.start()
     with pytest.raises(RewardError) as caught:
         manager.score([make_sample()])
+    woken.cancel()
     assert str(caught.value) == (
         f"reward: the supervisor of the reward workers (pid {supervisor}) is silent for 0.4 s\n"
         "  fix: was it stopped, or is the machine out of memory?"

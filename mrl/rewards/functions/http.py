@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any
 
@@ -9,7 +10,7 @@ from mrl.rewards.http_post import Service
 from mrl.rewards.sample import Sample
 
 
-def score(
+async def score(
     sample: Sample,
     url: str,
     timeout_s: float = 5.0,
@@ -25,4 +26,5 @@ def score(
     included, is an error at once. `key_variable` names the variable of reward.environment that holds the bearer key.
     The limit of the sample holds for all attempts together; reward.max_samples_per_s bounds the rate.
     """
-    return Service(url, timeout_s, attempts, backoff_s, key_variable).post(dataclasses.asdict(sample))
+    service = Service(url, timeout_s, attempts, backoff_s, key_variable)
+    return await asyncio.to_thread(service.post, dataclasses.asdict(sample))
