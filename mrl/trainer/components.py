@@ -16,7 +16,7 @@ from mrl.config.arithmetic import role_mesh
 from mrl.config.model_names import in_directories
 from mrl.config.reward import RewardConfig
 from mrl.config.schema import Config
-from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
+from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext
 from mrl.data.chat import load_tokenizer
 from mrl.data.prompt_loader import PromptLoader
 from mrl.data.rlhf_dataset import open_dataset
@@ -30,8 +30,7 @@ from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator
 from mrl.trainer.model_scores import check_reward_model
-from mrl.trainer.node_libraries import check_libraries
-from mrl.trainer.node_models import fetch_models
+from mrl.trainer.nodes import placed_run
 from mrl.trainer.reward_sources import check_reward_sources
 from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, RoleClient
 from mrl.trainer.validation import Validator, check_best
@@ -100,13 +99,7 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
         if config.validation.reward_functions:
             others = stack.enter_context(manager(config.validation_reward(), events))
         with clock("start"):
-            stack.enter_context(ray_cluster(config.cluster))
-            resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
-            resources.create(directory, events)
-            stack.callback(resources.release)
-            check_libraries(config, resources)
-            fetch_models(config, resources, events)
-            context = RunContext(directory, events, config.deadlines, resources)
+            context = stack.enter_context(placed_run(config, directory, events))
             groups = stack.enter_context(_started(config, context))
             hybrid = HybridEngine(config, groups, context)  # the engines sleep before the models load
             stack.callback(hybrid.close)

@@ -10,15 +10,13 @@ from pathlib import Path
 from mrl.config.model_names import in_directories
 from mrl.config.schema import Config
 from mrl.config.validation import ValidationConfig
-from mrl.controller import ResourcePoolManager, RunContext, ray_cluster
 from mrl.data.chat import load_tokenizer
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.events import EventLog
 from mrl.rollout.file_engine import FileEngine, engines_alone
 from mrl.trainer.components import check_model, manager_class, model_setup
 from mrl.trainer.generation import Generator
-from mrl.trainer.node_libraries import check_libraries
-from mrl.trainer.node_models import fetch_models
+from mrl.trainer.nodes import placed_run
 from mrl.trainer.validation import Validator
 
 
@@ -32,13 +30,8 @@ def evaluate(
     dataset = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
     with ExitStack() as stack:
         rewards = stack.enter_context(manager_class(config.reward)(config.validation_reward(), events))
-        stack.enter_context(ray_cluster(config.cluster))
-        resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
-        resources.create(directory, events)
-        stack.callback(resources.release)
-        check_libraries(config, resources)
-        fetch_models(config, resources, events)
-        engines = FileEngine(config, RunContext(directory, events, config.deadlines, resources))
+        context = stack.enter_context(placed_run(config, directory, events))
+        engines = FileEngine(config, context)
         stack.callback(engines.close)
         found = []
         with engines.rollout_mode():

@@ -16,7 +16,7 @@ from mrl.config.model_names import in_directories
 from mrl.config.run_directory import CHECKPOINTS, checkpoint_of
 from mrl.config.schema import BatchConfig
 from mrl.config.sft import SftConfig
-from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
+from mrl.controller import RayClassWithInitArgs, RayWorkerGroup
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.prompt_loader import PromptLoader, SkipLog, one_pass
 from mrl.data.sft_rows import open_sft_dataset
@@ -24,8 +24,7 @@ from mrl.dtypes import torch_dtype
 from mrl.errors import DataError
 from mrl.events import EventLog
 from mrl.protocol import DataProto
-from mrl.trainer.node_libraries import check_libraries
-from mrl.trainer.node_models import fetch_models
+from mrl.trainer.nodes import placed_run
 from mrl.trainer.role_client import Metrics, RoleClient, SftClient
 from mrl.trainer.run import Run
 from mrl.workers.messages import ModelSetup
@@ -165,14 +164,8 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
     prompts = PromptLoader(open_sft_dataset(config.data.train, config, tokenizer), config.data, batch, run.events)
     validation = _validation_rows(config, tokenizer, run.events) if config.validation.every else []
     with ExitStack() as stack:
-        stack.enter_context(ray_cluster(config.cluster))
-        resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
-        resources.create(run.directory, run.events)
-        stack.callback(resources.release)
-        check_libraries(config, resources)
-        fetch_models(config, resources, run.events)
+        context = stack.enter_context(placed_run(config, run.directory, run.events))
         worker = RayClassWithInitArgs(config.actor.worker or "mrl.workers.sft:SftWorker", sft_setup(config))
-        context = RunContext(run.directory, run.events, config.deadlines, resources)
         group = RayWorkerGroup(ROLE, worker, role_mesh(config, ROLE), context)
         stack.callback(group.shutdown)
         yield _SftComponents(config, prompts, validation, SftClient(group, config.actor))

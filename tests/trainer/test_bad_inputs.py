@@ -21,7 +21,7 @@ from mrl.cli.main import main
 from mrl.controller import cluster
 from mrl.demo.model import make_model
 from mrl.errors import PlacementError
-from mrl.trainer import components
+from mrl.trainer import nodes
 
 CONFIG = """\
 run: {name: small, dir: runs}
@@ -54,7 +54,7 @@ def run_that_would_work(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def nobody_gets_here(*_: object) -> None:
         raise PlacementError(REACHED)
 
-    monkeypatch.setattr(components, "ray_cluster", nobody_gets_here)
+    monkeypatch.setattr(nodes, "ray_cluster", nobody_gets_here)
     monkeypatch.setattr(cluster, "ray_cluster_soon", lambda _: nullcontext())
 
 

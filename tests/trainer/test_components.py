@@ -23,6 +23,7 @@ from mrl.errors import MrlError
 from mrl.events import EventLog, ModelLoaded, Warned, read_events
 from mrl.observe.step_timer import StepTimer
 from mrl.trainer import components as made
+from mrl.trainer import nodes
 from mrl.trainer.components import Components, _kl_controller, _with_models, build_components, model_setup
 from mrl.workers.messages import ModelSetup
 from tests.trainer.fakes import CRITIC, SCORER, Prompts, Tokenizer, make_config
@@ -129,10 +130,6 @@ class Stage:
             "open_dataset": self._open_dataset,
             "PromptLoader": self._recorder("prompts"),
             "RewardManager": self._manager,
-            "ray_cluster": self._block("ray"),
-            "ResourcePoolManager": self._resources,
-            "check_libraries": lambda config, resources: self.journal.append("libraries"),
-            "RunContext": self._recorder("context"),
             "RayWorkerGroup": self._group,
             "HybridEngine": self._hybrid,
             "_CLIENTS": dict.fromkeys(("actor", "critic", "reward_model"), self._role),
@@ -142,6 +139,14 @@ class Stage:
         }
         for name, stand_in in stands_in.items():
             patch.setattr(made, name, stand_in)
+        of_nodes = {
+            "ray_cluster": self._block("ray"),
+            "ResourcePoolManager": self._resources,
+            "check_libraries": lambda config, resources: self.journal.append("libraries"),
+            "RunContext": self._recorder("context"),
+        }
+        for name, stand_in in of_nodes.items():
+            patch.setattr(nodes, name, stand_in)
 
     def _load_tokenizer(self, path: str, data: Any) -> Tokenizer:
         self.journal.append(("tokenizer", path))

@@ -118,8 +118,8 @@ class Lab:
         self.reason = ""
         self.stop_after = 99
         resources = SimpleNamespace(create=lambda *where: None, release=lambda: None)
-        patch.setattr("mrl.trainer.sft.ray_cluster", lambda cluster: nullcontext())
-        patch.setattr("mrl.trainer.sft.ResourcePoolManager", lambda *arguments: resources)
+        patch.setattr("mrl.trainer.nodes.ray_cluster", lambda cluster: nullcontext())
+        patch.setattr("mrl.trainer.nodes.ResourcePoolManager", lambda *arguments: resources)
         patch.setattr("mrl.trainer.sft.RayWorkerGroup", self._group)
         patch.setattr("mrl.engine.checkpoint_export.export_checkpoint", self._export)
 

@@ -1,4 +1,4 @@
-"""Run by test_node_models.py in a process of its own: two raylets, each with a cache of the hub of its own."""
+"""Run by test_nodes.py in a process of its own: two raylets, each with a cache of the hub of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mrl.controller import ResourcePoolManager, ray_cluster
 from mrl.controller.nodes import run_on_nodes
 from mrl.errors import ModelError
 from mrl.events import EventLog
-from mrl.trainer.node_models import fetch_models
+from mrl.trainer.nodes import fetch_models
 from tests.trainer.fakes import make_config
 
 

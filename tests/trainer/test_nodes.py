@@ -1,4 +1,4 @@
-"""Models on the nodes of a cluster: each node has them, or fetches them itself, or is named."""
+"""The nodes of a run: each has libraries that load, and the models or fetches them itself, or is named."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from mrl.config.schema import ClusterConfig
-from mrl.errors import ModelError
+from mrl.errors import ModelError, SetupError
 from mrl.events import EventLog, Warned, read_events
-from mrl.trainer import node_models
-from mrl.trainer.node_models import fetch_models
+from mrl.trainer import nodes as trainer_nodes
+from mrl.trainer.nodes import check_libraries, fetch_models
 from tests.apart import run_python
 from tests.hub import hub_service, make_hub_cache
 from tests.trainer.fakes import make_config
@@ -36,7 +36,7 @@ class Nodes:
 
 
 def bring(directory: Path, monkeypatch: pytest.MonkeyPatch, nodes: Nodes, **sections: Any) -> list[Any]:
-    monkeypatch.setattr(node_models, "run_on_nodes", nodes.ask)
+    monkeypatch.setattr(trainer_nodes, "run_on_nodes", nodes.ask)
     events = EventLog(directory / "events.jsonl")
     try:
         fetch_models(make_config(directory, **{"cluster": JOINED} | sections), RESOURCES, events)
@@ -87,3 +87,39 @@ def test_two_nodes_with_caches_of_their_own(tmp_path: Path) -> None:
     assert len(downloads) == 2, downloads
     assert (own / "model.safetensors").read_bytes() == bytes(1000)
     assert re.match(r"node \S+: maker/tiny@0+: it has no revision", report["error"])
+
+
+ONE: Any = SimpleNamespace(nodes=RESOURCES.nodes[:1])
+
+
+def cluster(device: Any, address: str | None) -> ClusterConfig:
+    return ClusterConfig(nodes=2, devices_per_node=2, device=device, ray_address=address)
+
+
+def test_nodes_of_a_cluster_are_asked_and_the_broken_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def ask(node_ids: list[str], probe: str, arguments: list[Any], deadline_s: float) -> list[str]:
+        asked.append((node_ids, probe, arguments))
+        return ["", "no such symbol"]
+
+    monkeypatch.setattr(trainer_nodes, "run_on_nodes", ask)
+    with pytest.raises(SetupError, match=r"^node n2: no such symbol\n") as caught:
+        check_libraries(make_config(tmp_path, cluster=cluster("gpu", "auto")), RESOURCES)
+    assert "make install-cuda" in caught.value.fix
+    assert asked == [(["id1", "id2"], "mrl.libraries:transformer_engine_fault", [])]
+
+
+@pytest.mark.parametrize(("device", "fails"), [("gpu", True), ("cpu", False)])
+def test_one_machine_looks_for_itself_where_gpus_would_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, fails: bool
+) -> None:
+    monkeypatch.setattr(trainer_nodes, "transformer_engine_fault", lambda: "no such symbol")
+    config = make_config(tmp_path, cluster=cluster(device, None))
+    if fails:
+        with pytest.raises(SetupError, match="node n1: no such symbol"):
+            check_libraries(config, ONE)
+    else:
+        check_libraries(config, ONE)
