@@ -27,7 +27,7 @@ from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.rollout.device_memory import device_full
 from mrl.rollout.engine import EngineSettings, Part
-from mrl.rollout.fleet import RolloutFleet
+from mrl.rollout.fleet import FollowUps, RolloutFleet
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.weight_sync.ipc import socket_path
 from mrl.weight_sync.planner import RolloutLayout
@@ -48,8 +48,17 @@ class HybridEngine:
     _actor: RayWorkerGroup
     _guests: list[RayWorkerGroup]
 
-    def __init__(self, config: Config, groups: Mapping[str, Future[RayWorkerGroup]], context: RunContext) -> None:
+    def __init__(
+        self,
+        config: Config,
+        groups: Mapping[str, Future[RayWorkerGroup]],
+        context: RunContext,
+        *,
+        reads_text: bool = False,
+    ) -> None:
+        """Start the engines; with the tokenizer where requests may have texts that end them."""
         self._config, self._context, self._groups = config, context, groups
+        self._reads_text = reads_text or bool(config.rollout.stop)
         self._receivers: RayWorkerGroup | None = None
         if has_own_rollout_pool(config):
             self._receivers = start_weight_receivers(config, context)
@@ -141,11 +150,13 @@ class HybridEngine:
             self._parameters_are_away = False
         self._is_generating = False
 
-    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generated]:
-        """Samples of the present policy, each as it is finished."""
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, follow_ups: FollowUps | None = None
+    ) -> Iterator[Generated]:
+        """Samples of the present policy, each as it is finished; of `follow_ups` too, which arise meanwhile."""
         if not self._is_generating:
             raise RolloutError("the trainer has the devices: generate within rollout_mode")
-        return self._fleet.stream(requests, sampling, self._version)
+        return self._fleet.stream(requests, sampling, self._version, follow_ups)
 
     def probe(self, request: GenerationRequest, sampling: Sampling, *, everyone: bool) -> dict[int, Generated]:
         """One request, answered by all engines, or by those alone that have not been asked since they started."""
@@ -200,7 +211,7 @@ class HybridEngine:
             sockets=self._sockets,
             replica=REPLICA.format(index),
             tp=rollout.tp,
-            reads_text=bool(rollout.stop),
+            reads_text=self._reads_text,
             vllm={name: value for name, value in rollout.vllm.items() if name != "dtype"},
         )
 

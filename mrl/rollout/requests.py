@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,7 @@ from mrl.errors import RolloutError
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM samples at this temperature whenever it is asked for a lower one."""
+_ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Sampling:
     """Exactly these; an engine adds none from the model's files. The token that stops belongs to the response."""
     stop: tuple[str, ...] = ()
     """Texts that end a response as well; the tokens that complete one belong to it."""
+    alone: bool = False
+    """Compute each sample by itself and whole, so that its log-probs do not depend to the bit on its company."""
 
     def __post_init__(self) -> None:
         if self.temperature < LOWEST_TEMPERATURE:
@@ -49,6 +53,10 @@ class GenerationRequest:
     prompt_ids: npt.NDArray[np.int32]
     seed: int
     max_tokens: int
+    home: int | None = None
+    """The replica that had the turn before, whose cache holds most of the prompt."""
+    stop: tuple[str, ...] = ()
+    """Texts that end this sample beside those of `Sampling`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +69,34 @@ class Generated:
     """Of each token, in the distribution that it was really drawn from."""
     finish: Literal["stop", "length"]
     weight_version: int
+    replica: int | None = None
+    """Which one generated it, as the fleet knows."""
+
+
+def wrong_answer(samples: Sequence[Generated], asked: Mapping[str, GenerationRequest], version: int, vocab: int) -> str:
+    """Return why these cannot be answers to what was asked; nothing where they may be. All are looked at at once."""
+    keys = [sample.key for sample in samples]
+    if len(set(keys)) < len(keys) or not set(keys) <= asked.keys():
+        return f"it answered {sorted(set(keys) - asked.keys())[:3] or 'one request twice'}, which it was not asked"
+    lengths = [len(sample.token_ids) for sample in samples]
+    for sample, length in zip(samples, lengths, strict=True):
+        limit = asked[sample.key].max_tokens
+        if not 0 < length <= limit or len(sample.log_probs) != length:
+            return f"{length} tokens and {len(sample.log_probs)} log-probs for {sample.key}, of 1 to {limit} tokens"
+        if sample.weight_version != version or sample.finish not in ("stop", "length"):
+            return (
+                f"{sample.key} is of weights {sample.weight_version}, not {version}, or ended by {sample.finish!r:.40}"
+            )
+    if not samples:
+        return ""
+    tokens = np.concatenate([sample.token_ids for sample in samples])
+    log_probs = np.concatenate([sample.log_probs for sample in samples])
+    is_token, is_log_prob = (tokens >= 0) & (tokens < vocab), (log_probs <= _ROUNDING) & (log_probs > -np.inf)
+    if is_token.all() and is_log_prob.all():
+        return ""
+    at = int(np.argmin(is_token & is_log_prob))
+    key = keys[int(np.searchsorted(np.cumsum(lengths), at, side="right"))]
+    return f"token {tokens[at]} with log-prob {log_probs[at]} in {key}: tokens are in [0, {vocab}), log-probs up to 0"
 
 
 def request_seed(run_seed: int, step: int, prompt: str, sample: int) -> int:

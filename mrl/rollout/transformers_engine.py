@@ -68,10 +68,11 @@ class TransformersEngine(RolloutEngine):
         return finished
 
     def _has_stop(self, row: RowState) -> bool:
-        if not row.sampling.stop:
+        stops = (*row.sampling.stop, *row.request.stop)
+        if not stops:
             return False
         text = self._tokenizer.decode(row.token_ids)
-        return any(stop in text for stop in row.sampling.stop)
+        return any(stop in text for stop in stops)
 
     def _extend(self, row: RowState) -> None:
         new = row.token_ids[-1:] or row.request.prompt_ids.tolist()

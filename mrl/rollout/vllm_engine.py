@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -43,7 +45,8 @@ class VllmEngine(RolloutEngine):
             )
         if settings.device == "cpu" and settings.vllm.get("enforce_eager"):
             _compile_nothing()
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(settings)))
+        with _store_without_a_file() if settings.tp == 1 else nullcontext():
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(settings)))
         where = {"sockets": str(settings.sockets), "replica": settings.replica}
         self._on_workers("init_weight_transfer_engine", init_info=where)
         self.full_tensor_reason = next(filter(None, self._on_workers("full_tensor_reason")), "")
@@ -118,6 +121,18 @@ class VllmEngine(RolloutEngine):
         return answers
 
 
+@contextmanager
+def _store_without_a_file() -> Iterator[None]:
+    """Remove the file in which an engine of one process meets itself: nobody else would, once it has been killed."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="mrl-") as directory:
+        tempfile.tempdir = directory
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+
+
 def _compile_nothing() -> None:
     """Hold vLLM to `enforce_eager` in what it compiles all the same: one line that counts the ranks of log-probs.
 
@@ -155,6 +170,7 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _sampling_params(request: GenerationRequest, sampling: Sampling) -> SamplingParams:
+    stop = [*sampling.stop, *request.stop]
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -165,8 +181,9 @@ def _sampling_params(request: GenerationRequest, sampling: Sampling) -> Sampling
         ignore_eos=True,  # the stop tokens are those of `sampling`, and no others
         logprobs=0,  # of the sampled token alone
         flat_logprobs=True,
-        stop=list(sampling.stop),
-        detokenize=bool(sampling.stop),
+        stop=stop,
+        detokenize=bool(stop),
+        skip_reading_prefix_cache=sampling.alone,
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

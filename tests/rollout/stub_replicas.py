@@ -46,6 +46,8 @@ class World:
     may_start: dict[int, threading.Event] = field(default_factory=dict)
     num_started: list[int] = field(default_factory=list)
     send_error: Exception | None = None
+    spoil: Callable[[int, list[Generated]], list[Generated]] = lambda _, made: made
+    """Makes of what a replica would answer what it answers."""
 
     def __post_init__(self) -> None:
         self.log = EventLog(self.directory / "events.jsonl")
@@ -127,4 +129,5 @@ class Replica:
         if self.held != version:
             return RolloutError(f"replica {self.index} is stale: it holds weights {self.held}, not version {version}")
         self.waiting += requests
-        return [sample(self.waiting.pop().key, version)] if self.waiting else []
+        made = [sample(self.waiting.pop().key, version)] if self.waiting else []
+        return self.world.spoil(self.index, made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from mrl.errors import RolloutError, WorkerDied, WorkerRaised, WorkerSilent
 from mrl.events import ReplicaLost, ReplicaServes
 from mrl.rollout.fleet import WAIT_S
-from mrl.rollout.requests import GenerationRequest, Sampling
+from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from tests.rollout.stub_replicas import LIMITS, World, generate, request
 
 PLAIN = Sampling()
@@ -304,3 +305,53 @@ def test_a_rule_that_a_probe_breaks_is_said(make: Callable[..., World]) -> None:
     replica.held = None  # type: ignore[attr-defined]
     with pytest.raises(RolloutError, match="replica 0 is stale"):
         probe(world)
+
+
+def test_an_engine_that_answers_nonsense_is_replaced_and_its_work_goes_to_others(make: Callable[..., World]) -> None:
+    world = make()
+    nonsense = [True]
+
+    def spoil(index: int, made: list[Generated]) -> list[Generated]:
+        if index == 1 and made and nonsense:
+            nonsense.pop()
+            return [replace(made[0], log_probs=np.full(1, np.nan, np.float32))]
+        return made
+
+    world.spoil = spoil
+    samples = generate(world.fleet, WANTED, PLAIN, 1)
+    assert [each.key for each in samples] == KEYS
+    assert all(np.isfinite(each.log_probs).all() for each in samples)
+    (lost,) = world.events(ReplicaLost)
+    assert lost.reason.startswith("its answer cannot be right: token 1 with log-prob nan in p")
+    assert (lost.replica, lost.num_unfinished) == (1, 4)
+    assert world.calls("shutdown") == [(1, ())]
+
+
+def test_an_engine_whose_successor_answers_nonsense_too_is_named(make: Callable[..., World]) -> None:
+    world = make(1)
+    world.spoil = lambda _, made: [replace(each, token_ids=np.full(1, 100, np.int32)) for each in made]
+    with pytest.raises(RolloutError, match=r"2 times what cannot be right; .* replica 0: token 100 .* in \[0, 100\)"):
+        generate(world.fleet, WANTED, PLAIN, 1)
+    assert len(world.events(ReplicaLost)) == 2
+    assert probe(world) == []
+
+
+def test_an_engine_that_never_finished_anything_is_blamed_and_no_prompt(make: Callable[..., World]) -> None:
+    world = make(1)
+    for _ in range(4):
+        world.fail_once(0, "submit_and_poll", WorkerRaised("head size 16 is not supported\n  traceback"))
+    with pytest.raises(RolloutError, match=r"4 replicas died, and none .* The last of them: head size 16"):
+        generate(world.fleet, WANTED[:2], PLAIN, 1)
+
+
+def test_a_prompt_on_which_engines_die_that_served_others_is_blamed(make: Callable[..., World]) -> None:
+    world = make(1)
+
+    def spoil(_: int, made: list[Generated]) -> list[Generated]:
+        if made and made[0].key.startswith("p0"):  # the last that a replica finishes
+            raise WorkerDied("killed")
+        return made
+
+    world.spoil = spoil
+    with pytest.raises(RolloutError, match="prompt p0: this prompt was being generated from when 4 replicas died"):
+        generate(world.fleet, WANTED, PLAIN, 1)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from mrl.errors import RolloutError
-from mrl.rollout.requests import Sampling, request_seed
+from mrl.rollout.requests import Generated, GenerationRequest, Sampling, request_seed, wrong_answer
 from mrl.weight_sync.digest import digest, weighted_sums
 
 
@@ -60,3 +64,38 @@ def test_a_digest_of_half_a_tensor_is_that_of_the_half() -> None:
     tensor = torch.arange(64.0).view(8, 8)
     assert digest(tensor[:, 2:4]) == digest(tensor[:, 2:4].contiguous())
     assert digest(torch.zeros(4)) != digest(torch.zeros(4, dtype=torch.int32))
+
+
+ASKED = {key: GenerationRequest(key, key, np.ones(3, np.int32), 0, 4) for key in ("a", "b")}
+
+
+def answer(key: str = "b", tokens: object = (3, 9), log_probs: object = (-1.0, 0.0), **changes: Any) -> Generated:
+    made = Generated(key, np.asarray(tokens, np.int32), np.asarray(log_probs, np.float32), "stop", 1)
+    return replace(made, **changes)
+
+
+WRONG = {
+    "a token beyond the vocabulary": ([answer("a"), answer(tokens=(3, 10))], "token 10 with log-prob 0.0 in b"),
+    "a negative token": ([answer("a", (-1, 2)), answer()], "token -1 with log-prob -1.0 in a"),
+    "a log-prob that is not a number": ([answer(log_probs=(np.nan, -1))], "token 3 with log-prob nan in b"),
+    "a log-prob of minus infinity": ([answer(log_probs=(-1, -np.inf))], "token 9 with log-prob -inf in b"),
+    "a positive log-prob": ([answer(log_probs=(0.01, -1))], "token 3 with log-prob 0.00999"),
+    "no token": ([answer("a"), answer(tokens=(), log_probs=())], "0 tokens and 0 log-probs for b, of 1 to 4"),
+    "too many tokens": ([answer(tokens=[1] * 5, log_probs=[-1] * 5)], "5 tokens and 5 log-probs for b, of 1 to 4"),
+    "fewer log-probs than tokens": ([answer(log_probs=(-1,))], "2 tokens and 1 log-probs for b"),
+    "what nobody asked for": ([answer(), answer("c")], r"\['c'\], which it was not asked"),
+    "one request twice": ([answer(), answer()], "it answered one request twice"),
+    "other weights": ([answer(weight_version=2)], "b is of weights 2, not 1"),
+    "another end": ([answer(finish="abort")], "b is of weights 1, not 1, or ended by 'abort'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_answer_that_cannot_be_right_is_named(case: str) -> None:
+    samples, what = WRONG[case]
+    assert re.search(what, wrong_answer(samples, ASKED, 1, 10))
+
+
+def test_an_answer_that_may_be_right_is_let_through() -> None:
+    assert wrong_answer([], ASKED, 1, 10) == ""
+    assert wrong_answer([answer("a", (0,), (1e-6,)), answer(tokens=[9] * 4, log_probs=[-80] * 4)], ASKED, 1, 10) == ""

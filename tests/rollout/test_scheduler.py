@@ -29,9 +29,8 @@ def test_work_is_shared_by_tokens_not_by_requests() -> None:
     assert work.num_left == 7
 
 
-def test_whoever_is_done_first_takes_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mrl.rollout.scheduler.MAX_IN_FLIGHT", 2)
-    work = RequestScheduler([request(name) for name in "abcdef"], 2)
+def test_whoever_is_done_first_takes_of_what_is_left() -> None:
+    work = RequestScheduler([request(name) for name in "abcdef"], 2, max_in_flight=2)
     assert keys(work.assign(0, 2)) == ["a", "b"]
     assert keys(work.assign(1, 2)) == ["c", "d"]
     work.finish(1, finished("d"))
@@ -45,7 +44,7 @@ def test_what_a_dead_replica_had_comes_first() -> None:
     assert keys(work.assign(0, 3)) == ["a", "b"]
     assert keys(work.assign(1, 3)) == ["c", "d"]
     work.finish(0, finished("b"))
-    assert work.requeue(0, "killed") == 1
+    assert work.requeue(0, "killed", has_served=True) == 1
     assert keys(work.assign(2, 1)) == ["a", "e", "f"]
     assert work.num_left == 5
 
@@ -53,31 +52,71 @@ def test_what_a_dead_replica_had_comes_first() -> None:
 def test_a_prompt_alone_on_two_dead_replicas_is_named() -> None:
     work = RequestScheduler([request("bad/0"), request("bad/1")], 2)
     work.assign(0, 1)
-    work.requeue(0, "killed")
+    work.requeue(0, "killed", has_served=True)
     work.assign(1, 1)
     with pytest.raises(RolloutError, match=r"prompt bad: .* when 2 replicas died, the last of them: killed again"):
-        work.requeue(1, "killed again")
+        work.requeue(1, "killed again", has_served=True)
 
 
 def test_suspects_travel_alone_until_one_is_found() -> None:
     work = RequestScheduler([request(f"{prompt}/{sample}") for prompt in ("a", "bad", "c") for sample in (0, 1)], 1)
     for reason in ("first", "second"):
         assert len(work.assign(0, 1)) == 6
-        work.requeue(0, reason)
+        work.requeue(0, reason, has_served=True)
     assert keys(work.assign(0, 1)) == ["a/0", "a/1"]
     assert keys(work.assign(0, 1)) == []
     work.finish(0, finished("a/0", "a/1"))
     assert keys(work.assign(0, 1)) == ["bad/0", "bad/1"]
     with pytest.raises(RolloutError, match=r"prompt bad: .*3 replicas died"):
-        work.requeue(0, "third")
+        work.requeue(0, "third", has_served=True)
 
 
-def test_deaths_that_do_not_end_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mrl.rollout.scheduler.MAX_IN_FLIGHT", 1)
-    work = RequestScheduler([request(f"{number}") for number in range(9)], 1 + MAX_DEATHS)
+def test_deaths_that_do_not_end_stop_the_run() -> None:
+    work = RequestScheduler([request(f"{number}") for number in range(9)], 1 + MAX_DEATHS, max_in_flight=1)
     taken = [keys(work.assign(replica, 1)) for replica in range(1 + MAX_DEATHS)]
     assert taken == [["0"], ["1"], ["2"], ["3"]]  # every time another prompt is in flight
     for replica in range(MAX_DEATHS):
-        work.requeue(replica, "broken")
-    with pytest.raises(RolloutError, match=f"{MAX_DEATHS + 1} replicas died during one rollout, the last of them: x"):
-        work.requeue(MAX_DEATHS, "x")
+        work.requeue(replica, "broken", has_served=replica > 0)
+    with pytest.raises(RolloutError, match=f"{MAX_DEATHS + 1} replicas died during one rollout, the last of them: x$"):
+        work.requeue(MAX_DEATHS, "x\nits log", has_served=False)
+
+
+def test_a_replica_that_never_served_is_itself_the_cause() -> None:
+    work = RequestScheduler([request("only/0")], 1)
+    for _ in range(MAX_DEATHS):
+        work.assign(0, 1)
+        work.requeue(0, "raised: head size 16 is not supported", has_served=False)
+    work.assign(0, 1)
+    with pytest.raises(RolloutError) as caught:
+        work.requeue(0, "raised: head size 16 is not supported\n  last lines of its log", has_served=False)
+    assert str(caught.value) == (
+        "4 replicas died, and none of them had finished a single sample: the engine cannot serve this model here. The "
+        "last of them: raised: head size 16 is not supported\n  last lines of its log\n  fix: what it said is above; "
+        "another rollout.engine or rollout.vllm settings, or a model that it supports"
+    )
+
+
+def test_a_prompt_that_kills_every_engine_at_its_first_token_is_found_all_the_same() -> None:
+    work = RequestScheduler([request(f"{prompt}/{sample}") for prompt in ("bad", "a", "b") for sample in (0, 1)], 1)
+    for _ in range(2):  # all travel together, and none of them is ever finished
+        work.assign(0, 1)
+        work.requeue(0, "killed", has_served=False)
+    assert keys(work.assign(0, 1)) == ["bad/0", "bad/1"]  # alone
+    work.requeue(0, "killed", has_served=False)
+    assert keys(work.assign(0, 1)) == ["a/0", "a/1"]  # the others first: they show whether it can serve
+    work.finish(0, finished("a/0", "a/1"))
+    assert keys(work.assign(0, 1)) == ["b/0", "b/1"]
+    work.finish(0, finished("b/0", "b/1"))
+    assert keys(work.assign(0, 1)) == ["bad/0", "bad/1"]
+    with pytest.raises(RolloutError, match=r"prompt bad: .* when 4 replicas died"):
+        work.requeue(0, "killed", has_served=True)
+
+
+def test_what_cannot_be_right_is_generated_again_once() -> None:
+    work = RequestScheduler([request("a"), request("b")], 2)
+    assert keys(work.assign(0, 1)) == ["a", "b"]
+    work.reject(0, "token -1")
+    assert work.num_in_flight(0) == 0
+    assert keys(work.assign(1, 1)) == ["a", "b"]
+    with pytest.raises(RolloutError, match=r"2 times what cannot be right; .* The last, replica 1: token -2"):
+        work.reject(1, "token -2")

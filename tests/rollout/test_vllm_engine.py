@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,12 +22,20 @@ PLAIN = Sampling()
 
 
 @pytest.fixture(scope="module")
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the engine puts temporary files while it starts."""
+    return tmp_path_factory.mktemp("temporary")
+
+
+@pytest.fixture(scope="module")
 def vllm(
-    make_engine: Callable[..., RolloutEngine], small: Small, tmp_path_factory: pytest.TempPathFactory
+    make_engine: Callable[..., RolloutEngine], small: Small, tmp_path_factory: pytest.TempPathFactory, temporary: Path
 ) -> RolloutEngine:
     without_weights = tmp_path_factory.mktemp("model") / "without"
     shutil.copytree(small("qwen3", 5), without_weights, ignore=shutil.ignore_patterns("*.safetensors*"))
-    engine = make_engine("vllm", without_weights)  # an engine starts without reading what it is sent later
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(temporary))
+        engine = make_engine("vllm", without_weights)  # an engine starts without reading what it is sent later
     update(engine, small("qwen3"), version=1)
     return engine
 
@@ -179,3 +189,9 @@ def test_the_digest_is_of_what_is_held(vllm: RolloutEngine, small: Small) -> Non
     assert [name for name in sent if sent[name] != held[name]] == ["model.layers.2.self_attn.qkv_proj.weight"]
     (reply,) = update(vllm, small("qwen3"), version=1)
     assert reply == sent
+
+
+def test_an_engine_leaves_no_file_behind_however_it_ends(vllm: RolloutEngine, temporary: Path) -> None:
+    """A killed process removes nothing: what lies there while it works lies there for good."""
+    assert run(vllm, requests(1, 1), PLAIN)
+    assert list(temporary.iterdir()) == []
