@@ -14,12 +14,14 @@ from mrl.config.arithmetic import (
     longest_sample_tokens,
     num_engines,
     role_batch,
+    role_devices,
     role_mesh,
     rollout_devices,
     rows_per_step,
     samples_per_step,
     updates_per_step,
 )
+from mrl.config.judge import JUDGE
 from mrl.config.load import Resolved
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config
@@ -49,6 +51,9 @@ def explain(resolved: Resolved[Any], *, all_ranks: bool) -> Iterator[str]:
         lines += ["", *_model_role(config, role, all_ranks=all_ranks)]
     if isinstance(config, Config):
         lines += ["", *_rollout(config, all_ranks=all_ranks)]
+        if config.judge is not None:
+            devices, tp = role_devices(config, JUDGE), config.judge.tp
+            lines += ["", f"judge: {devices // tp} engines of tp {tp} on {devices} devices of their own"]
     if resolved.warnings:
         lines += ["", "Not checked:", *(f"  - {warning}" for warning in resolved.warnings)]
     for line in lines:

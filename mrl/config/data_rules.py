@@ -190,7 +190,13 @@ def _judge(key: str, given: dict[str, Any]) -> Iterator[Problem]:
             yield problem(f"{key}.{inner.key}", inner.what, inner.fix)
     if options is None:
         return
-    verdict, template = options.verdict, options.template
+    service, verdict, template = options.service, options.verdict, options.template
+    if service.url is not None and service.model is None:
+        yield problem(f"{key}.service.model", "a server elsewhere must be told which of its models judges")
+    for name in ("model", "key_variable"):
+        if service.url is None and getattr(service, name) is not None:
+            what = "means nothing without service.url: the run's own engines have one model and a key of their own"
+            yield problem(f"{key}.service.{name}", what, "remove it, or set service.url")
     if "{response}" not in template and not Path(template).is_file():
         yield problem(f"{key}.template", "has no {response}, and there is no such file")
     if wrong := _wrong_pattern(verdict.pattern):

@@ -1,20 +1,43 @@
-"""The options of the reward function `judge`."""
+"""The section `judge`, and the options of the reward function of that name."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from mrl.config.bounds import Amount, Bound, Count, Seconds, Text, matching
+
+JUDGE = "judge"
+"""The role, the reward function, and the name under which the run's own servers know their model."""
+URLS_VARIABLE, KEY_VARIABLE = "MRL_JUDGE_URLS", "MRL_JUDGE_API_KEY"
+"""What reward workers are told of the run's own servers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeConfig:
+    """A language model that judges responses: served by engines of the run's own, in the pool of the role `judge`."""
+
+    path: Text
+    """A directory or a name on the hub, as in `model.path`; with a chat template."""
+    tp: Count = 1
+    """Tensor parallel size of one engine; there are as many engines as fit on the pool."""
+    max_tokens: Count | None = None
+    """Longest question with its answer; null is what the model can."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Passed on to vLLM's engine arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeService:
     """Which model judges, and how patiently it is asked."""
 
-    url: Annotated[str, matching(r"https?://[^\s/]\S*", "an address that begins with http:// or https://")]
-    """Of an OpenAI-compatible server, up to where `/chat/completions` follows: `http://host:8000/v1`."""
-    model: Text
+    url: Annotated[str, matching(r"https?://[^\s/]\S*", "an address that begins with http:// or https://")] | None = (
+        None
+    )
+    """Of an OpenAI-compatible server, up to where `/chat/completions` follows: `http://host:8000/v1`. Null asks the
+    run's own, which the section `judge` describes."""
+    model: Text | None = None
+    """How that server calls the model; null with the run's own."""
     key_variable: Text | None = None
     """The variable of reward.environment that holds the bearer key."""
     max_tokens: Count = 1024

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from mrl.config.data_rules import check_data_rules, check_reward_rules, unchecked_data
+from mrl.config.judge_rules import check_judge_rules
 from mrl.config.keys import convert
 from mrl.config.model_rules import check_model_rules, read_model_shape, unchecked
 from mrl.config.names import check_names, missing_modules
@@ -128,6 +129,7 @@ def _check(config: AnyConfig) -> tuple[list[Problem], list[str]]:
     if isinstance(config, Config):
         problems += check_reward_rules(config)
         problems += check_validation_rules(config)
+        problems += check_judge_rules(config)
     else:
         problems += check_sft_rules(config)
     warnings += unchecked_data(config)

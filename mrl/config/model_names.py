@@ -19,7 +19,10 @@ from mrl.hub import HubName, model_directory
 
 def model_names(config: AnyConfig) -> dict[str, str]:
     """Return key -> what it names, for every model that a role begins with."""
-    return dict(config.model_of(role) for role in config.model_roles())
+    names = dict(config.model_of(role) for role in config.model_roles())
+    if isinstance(config, Config) and config.judge is not None:
+        names["judge.path"] = config.judge.path
+    return names
 
 
 def settle_models(resolved: Resolved[AnyTyped]) -> Resolved[AnyTyped]:
@@ -54,6 +57,8 @@ def rename_models(config: AnyTyped, names: Mapping[str, str]) -> AnyTyped:
     changes: dict[str, Any] = {"model": dataclasses.replace(config.model, **of_model)}
     if isinstance(config, Config) and config.reward_model is not None and "reward_model.path" in names:
         changes["reward_model"] = dataclasses.replace(config.reward_model, path=names["reward_model.path"])
+    if isinstance(config, Config) and config.judge is not None and "judge.path" in names:
+        changes["judge"] = dataclasses.replace(config.judge, path=names["judge.path"])
     return dataclasses.replace(config, **changes)
 
 

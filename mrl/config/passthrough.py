@@ -9,7 +9,7 @@ import ast
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,19 @@ _ENGINE = Target(
     aliases="config",
 )
 
+_SERVER = replace(
+    _ENGINE,
+    owned={
+        "model": "judge.path",
+        "served_model_name": "mrl",
+        "tensor_parallel_size": "judge.tp",
+        "pipeline_parallel_size": "judge.tp (an engine has no pipeline)",
+        "data_parallel_size": "judge.tp (the judge's pool holds as many engines as fit)",
+        "max_model_len": "judge.max_tokens",
+        "trust_remote_code": _ENGINE.owned["trust_remote_code"],
+    },
+)
+
 
 def check_passthrough(config: AnyConfig) -> tuple[list[Problem], list[str]]:
     """Return the problems with handed-on keys, and what could not be checked because the library is not installed."""
@@ -133,6 +146,8 @@ def _sections(config: AnyConfig) -> Iterator[tuple[KeyPath, Target, dict[str, An
         yield (role, "optimizer"), _OPTIMIZER, trained.optimizer
     if isinstance(config, Config):
         yield ("rollout", "vllm"), _ENGINE, config.rollout.vllm
+        if config.judge is not None:
+            yield ("judge", "vllm"), _SERVER, config.judge.vllm
 
 
 def _check(path: KeyPath, values: dict[str, Any], target: Target, known: Mapping[str, str] | None) -> Iterator[Problem]:

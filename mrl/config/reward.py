@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
@@ -72,3 +73,7 @@ class RewardConfig:
     def scores(self, data_source: str) -> bool:
         """Return whether any function with a weight scores the samples of a data source."""
         return any(function.weight and function.scores(data_source) for function in self.functions.values())
+
+    def told(self, environment: Mapping[str, str]) -> RewardConfig:
+        """Return the section with more variables for the functions."""
+        return replace(self, environment={**self.environment, **environment})

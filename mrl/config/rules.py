@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from mrl.config.arithmetic import longest_sample_tokens, role_devices, samples_per_step
 from mrl.config.hardware import HARDWARE
+from mrl.config.judge import JUDGE
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.errors import Problem, did_you_mean
@@ -40,7 +41,7 @@ def _by_distance(values: set[int], value: int) -> list[int]:
     return sorted(values, key=lambda candidate: (abs(candidate - value), candidate))
 
 
-_ROLES = ("actor", "critic", "reward_model", "rollout")
+_ROLES = ("actor", "critic", "reward_model", "rollout", JUDGE)
 
 
 def check_rules(config: AnyConfig) -> Iterator[Problem]:
@@ -107,7 +108,9 @@ def several_nodes_share_a_ray_cluster(config: AnyConfig) -> Iterator[Problem]:
 
 def roles_have_pools(config: AnyConfig) -> Iterator[Problem]:
     """Each role that has a model has a pool, and each pool a role."""
-    placement, models = config.placement, config.model_roles()
+    placement, models = config.placement, [*config.model_roles()]
+    if isinstance(config, Config) and config.judge is not None:
+        models.append(JUDGE)
     for role, pool in placement.roles.items():
         key = f"placement.roles.{role}"
         if role not in _ROLES:
@@ -146,9 +149,9 @@ def tensor_parallel_stays_in_a_node(config: Config) -> Iterator[Problem]:
     """Tensor parallelism needs the links inside a machine."""
     here = config.cluster.devices_per_node
     for role, devices in _placed(config):
-        yield from _stays_in_a_node(f"{role}.parallel.tp", config.model_roles()[role].parallel.tp, devices, here)
+        yield from stays_in_a_node(f"{role}.parallel.tp", config.model_roles()[role].parallel.tp, devices, here)
     for _, devices in _engines_placed(config):
-        yield from _stays_in_a_node("rollout.tp", config.rollout.tp, devices, here)
+        yield from stays_in_a_node("rollout.tp", config.rollout.tp, devices, here)
 
 
 def uneven_stages_need_a_pipeline(config: AnyConfig) -> Iterator[Problem]:
@@ -160,7 +163,8 @@ def uneven_stages_need_a_pipeline(config: AnyConfig) -> Iterator[Problem]:
                 yield problem(key, "needs a pipeline, and pp is 1", f"{key}=null, or {role}.parallel.pp=2")
 
 
-def _stays_in_a_node(key: str, tp: int, devices: int, here: int) -> Iterator[Problem]:
+def stays_in_a_node(key: str, tp: int, devices: int, here: int) -> Iterator[Problem]:
+    """Yield the problem of a group of devices that is larger than a node, or would span two."""
     if tp > here:
         yield problem(key, f"{tp} is more than the {here} devices of a node", nearest(key, [here]))
     elif devices > here and here % tp:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.bounds import Characters, Count, NotNegative, PlainName, Proportion, Seconds, Share, Text
+from mrl.config.judge import JudgeConfig
 from mrl.config.reward import RewardConfig
 from mrl.config.validation import ValidationConfig
 
@@ -347,6 +348,9 @@ class Config:
     """The value model; null where the advantage needs none."""
     reward_model: RewardModelConfig | None = None
     """A model that scores responses, beside the reward functions or in their place; null where these suffice."""
+    judge: JudgeConfig | None = None
+    """A language model that the reward function `judge` asks where its `service` has no address; null where all have.
+    Its pool is its own."""
     rollout: RolloutConfig
     sync: SyncConfig = field(default_factory=SyncConfig)
     training: TrainingConfig

@@ -83,6 +83,8 @@ class PlanInput:
             yield from (f"{role}.megatron.{name}" for name in _NOT_MODELED if model.megatron.get(name))
         names = ("quantization", "enable_expert_parallel", "kv_cache_dtype", "cpu_offload_gb", "speculative_config")
         yield from (f"rollout.vllm.{name}" for name in names if self.config.rollout.vllm.get(name))
+        if self.config.judge is not None:
+            yield "judge"  # its devices are nobody else's, and its model may be of no family known here
 
 
 def make_plan_input(resolved: Resolved[Config], hardware_name: str | None, model: str | None = None) -> PlanInput:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any, TypeVar
 
-from mrl.config.arithmetic import longest_sample_tokens, samples_per_step
+from mrl.config.arithmetic import longest_sample_tokens, role_devices, samples_per_step
 from mrl.config.hardware import DEFAULT_UTILIZATION
+from mrl.config.judge import JUDGE
 from mrl.config.load import Resolved
 from mrl.config.schema import Config, MegatronModelConfig, ParallelConfig, RolloutConfig
 from mrl.errors import ModelError
@@ -242,9 +243,13 @@ def _in_order(choices: list[Placement]) -> Iterator[tuple[float, Placement, dict
 
 
 def placements(subject: PlanInput, lengths: Lengths) -> Iterator[Placement]:
-    """Yield the four kinds: everything together; the other models apart; the engines apart; everybody apart."""
+    """Yield the four kinds: everything together; the other models apart; the engines apart; everybody apart.
+
+    The judge keeps as many devices as it has.
+    """
     config, others = subject.config, [role for role in subject.specs if role != "actor"]
-    total = config.cluster.nodes * config.cluster.devices_per_node
+    aside = {JUDGE: role_devices(config, JUDGE)} if config.judge is not None else {}
+    total = config.cluster.nodes * config.cluster.devices_per_node - sum(aside.values())
     kinds: list[tuple[str, dict[str, int], dict[str, str]]] = [
         ("colocated", {"all": total}, dict.fromkeys(subject.specs, "all"))
     ]
@@ -262,6 +267,7 @@ def placements(subject: PlanInput, lengths: Lengths) -> Iterator[Placement]:
             own = {"actor": part, **dict.fromkeys(others, each), "rollout": rest - each * len(others)}
             kinds.append(("standalone", own, {name: name for name in own}))
     for name, pools, roles in kinds:
+        pools, roles = pools | aside, roles | dict.fromkeys(aside, JUDGE)
         changes = {"placement.pools": pools, "placement.roles": roles, "rollout.replicas": None}
         placed = subject.with_changes_unchecked(changes)
         parts = {role: list(_role_options(placed, role, lengths)) for role in subject.specs}

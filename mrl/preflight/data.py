@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mrl.config.arithmetic import rows_per_step
+from mrl.config.judge_rules import asks_own_engines
 from mrl.config.load import AnyTyped
 from mrl.config.model_names import in_directories, model_names, rename_models
 from mrl.config.reward import RewardConfig
@@ -28,10 +29,9 @@ from mrl.models.families import read_spec
 from mrl.plan.known_models import model_spec
 from mrl.plan.memory import gib
 from mrl.preflight.findings import CheckResult, Verdict, fail, guarded, ok, skip, warn
-from mrl.rewards.manager import RewardManager
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
-from mrl.trainer.components import check_model, model_setup
+from mrl.trainer.components import check_model, manager_class, model_setup
 from mrl.trainer.model_scores import check_reward_model
 from mrl.trainer.reward_sources import check_reward_sources
 from mrl.trainer.sft import sft_setup
@@ -50,6 +50,12 @@ def check_models(config: AnyTyped) -> Iterator[CheckResult]:
             yield _absent(about, name, error)
         else:
             yield from guarded(about, _check(about, role, rename_models(config, {key: str(directory)}), directory))
+    if isinstance(config, Config) and config.judge is not None:
+        about, name = "model of the judge", config.judge.path
+        try:
+            yield ok(about, f"{model_directory(name)}: vLLM reads it when the run starts")
+        except ModelError as error:
+            yield _absent(about, name, error)
 
 
 def found_models(config: AnyConfig) -> Iterator[str]:
@@ -228,13 +234,17 @@ def _check_rewards(
     if not config.functions and prompts:
         yield skip("rewards", "there is no reward function: the reward model alone scores")
         return
+    there = {label: function for label, function in config.functions.items() if not asks_own_engines(function)}
+    reward = dataclasses.replace(config, functions=there, on_failure="drop", max_failed_share=1.0)  # to see them all
+    if absent := ", ".join(config.functions.keys() - there.keys()):
+        yield skip("rewards", f"{absent}: the judge's engines start with the run")
+        prompts = {key: [each for each in some if reward.scores(each.row.data_source)] for key, some in prompts.items()}
     if not any(prompts.values()):
         return
-    reward = dataclasses.replace(config, on_failure="drop", max_failed_share=1.0)  # to see them all
     with tempfile.TemporaryDirectory() as directory:
         events = EventLog(Path(directory, "events.jsonl"))
         try:
-            with RewardManager(reward, events, others_score=others_score) as rewards:
+            with manager_class(reward)(reward, events, others_score=others_score) as rewards:
                 for key, of_source in prompts.items():
                     if of_source:
                         samples = [_answered(prompt, form, tokenizer) for form in _FORMS for prompt in of_source]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mrl.config.arithmetic import num_engines
+from mrl.config.arithmetic import num_engines, role_devices
+from mrl.config.judge import JUDGE
 from mrl.config.schema import Config, PlacementConfig
 from mrl.controller import RunContext
 from mrl.rollout.engine import EngineSettings
@@ -13,17 +14,19 @@ from mrl.rollout.hybrid_engine import HybridEngine
 
 
 def engines_alone(config: Config) -> Config:
-    """Return a configuration with as many engines, a pool of their own, and no other."""
-    pools = {"engines": num_engines(config) * config.rollout.tp}
-    placement = PlacementConfig(pools=pools, roles={"actor": "nobody", "rollout": "engines"})
+    """Return a configuration with as many engines, a pool of their own, and no other but the judge's."""
+    pools, roles = {"engines": num_engines(config) * config.rollout.tp}, {"actor": "nobody", "rollout": "engines"}
+    if config.judge is not None:
+        pools[JUDGE], roles[JUDGE] = role_devices(config, JUDGE), JUDGE
+    placement = PlacementConfig(pools=pools, roles=roles)
     return replace(config, placement=placement, critic=None, reward_model=None)
 
 
 class FileEngine(HybridEngine):
     """The engines of a configuration of `engines_alone`."""
 
-    def __init__(self, config: Config, context: RunContext) -> None:
-        super().__init__(config, {}, context)
+    def __init__(self, config: Config, context: RunContext, *, reads_text: bool = False) -> None:
+        super().__init__(config, {}, context, reads_text=reads_text)
 
     def _settings(self, index: int) -> EngineSettings:
         return replace(super()._settings(index), loads_files=True)

@@ -29,6 +29,7 @@ from mrl.rewards.manager import RewardManager
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator
+from mrl.trainer.judge import judge_served
 from mrl.trainer.model_scores import check_reward_model
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.reward_sources import check_reward_sources
@@ -91,20 +92,18 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
         )
         validation = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
         check_best(config, validation)
-        manager = manager_class(config.reward)
-        rewards = others = None
-        if config.reward.functions:
-            is_model = config.reward_model is not None
-            rewards = stack.enter_context(manager(config.reward, events, others_score=is_model))
-        if config.validation.reward_functions:
-            others = stack.enter_context(manager(config.validation_reward(), events))
+        if config.judge is None:
+            rewards, others = _managers(config, {}, events, stack)
         with clock("start"):
             context = stack.enter_context(placed_run(config, directory, events))
             groups = stack.enter_context(_started(config, context))
-            hybrid = HybridEngine(config, groups, context)  # the engines sleep before the models load
+            hybrid = HybridEngine(config, groups, context)
             stack.callback(hybrid.close)
             roles = _with_models(config, groups, events)
             hybrid.connect()
+            if config.judge is not None:
+                asked = stack.enter_context(judge_served(config.judge, config.cluster.device, context))
+                rewards, others = _managers(config, asked, events, stack)
         judge = generator = Generator(config, hybrid, rewards, tokenizer, clock.progress)
         if config.validation.reward_functions:
             judge = Generator(config, hybrid, others, tokenizer, clock.progress)
@@ -120,6 +119,20 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             validator=validator,
             kl=_kl_controller(config),
         )
+
+
+def _managers(
+    config: Config, environment: Mapping[str, str], events: EventLog, stack: ExitStack
+) -> tuple[RewardManager | None, RewardManager | None]:
+    """Start what scores samples of training, and of validation where it has functions of its own."""
+    make, rewards, others = manager_class(config.reward), None, None
+    if config.reward.functions:
+        reward, is_model = config.reward.told(environment), config.reward_model is not None
+        rewards = stack.enter_context(make(reward, events, others_score=is_model))
+    if config.validation.reward_functions:
+        told = config.validation_reward().told(environment)
+        others = stack.enter_context(make(told, events))
+    return rewards, others
 
 
 def manager_class(config: RewardConfig) -> type[RewardManager]:

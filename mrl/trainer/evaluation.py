@@ -16,6 +16,7 @@ from mrl.events import EventLog
 from mrl.rollout.file_engine import FileEngine, engines_alone
 from mrl.trainer.components import check_model, manager_class, model_setup
 from mrl.trainer.generation import Generator
+from mrl.trainer.judge import judge_served
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.validation import Validator
 
@@ -29,10 +30,15 @@ def evaluate(
     check_model(model_setup("actor", config))
     dataset = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
     with ExitStack() as stack:
-        rewards = stack.enter_context(manager_class(config.reward)(config.validation_reward(), events))
+        reward = config.validation_reward()
+        if config.judge is None:
+            rewards = stack.enter_context(manager_class(reward)(reward, events))
         context = stack.enter_context(placed_run(config, directory, events))
         engines = FileEngine(config, context)
         stack.callback(engines.close)
+        if config.judge is not None:
+            reward = reward.told(stack.enter_context(judge_served(config.judge, config.cluster.device, context)))
+            rewards = stack.enter_context(manager_class(reward)(reward, events))
         found = []
         with engines.rollout_mode():
             for number, validation in enumerate(settings, 1):

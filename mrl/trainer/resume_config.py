@@ -9,7 +9,7 @@ from typing import Any
 from mrl.config.sft import AnyConfig
 from mrl.redaction import redact
 
-_MAY_CHANGE = ("run", "cluster", "deadlines", "placement", "training", "validation", "sync", "reward")
+_MAY_CHANGE = ("run", "cluster", "deadlines", "placement", "training", "validation", "sync", "reward", "judge")
 """Sections that a resumed run may have otherwise than before without a word: they do not decide what is learned."""
 
 

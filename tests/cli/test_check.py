@@ -212,6 +212,34 @@ def test_validation_is_checked_with_the_functions_that_score_it(
     assert "ok    rewards of data.train.sums" in said
 
 
+def test_what_asks_engines_of_the_run_is_left_out_and_the_rest_is_scored(
+    check: Callable[..., tuple[int, str]], model: Path
+) -> None:
+    asking = "name: judge, options: {service: {max_tokens: 9}, template: '{response}'}"
+    pool = ("cluster.devices_per_node=6", "placement.pools.judge=2", "placement.roles.judge=judge")
+    given = (*small(model), f"judge.path={model}", *pool)
+    _, said = check(*given, f"reward.functions.judged={{{asking}}}")
+    assert "skip  rewards: judged: the judge's engines start with the run" in said
+    assert "score 1, 1, 1, 1" in said
+    assert f"ok    model of the judge: {model}" in said
+    _, said = check(*given, "reward.functions.answer=null", f"reward.functions.judged={{{asking}}}")
+    assert "rewards of data.train.sums" not in said, "nothing else scores it"
+    assert "model of the judge: no/judge" in check(*given, "judge.path=no/judge", f"reward.functions.j={{{asking}}}")[1]
+
+
+def test_the_users_own_manager_scores_here_too(
+    check: Callable[..., tuple[int, str]], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_manager.py").write_text(
+        "from mrl.rewards.manager import RewardManager\nfrom mrl.rewards.outcome import Score\n\n"
+        "class Generous(RewardManager):\n"
+        "    def score(self, samples):\n        return [Score(7.0, {}, 0.0)] * len(samples)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _, said = check(*small(model), "reward.manager=own_manager:Generous")
+    assert "score 7, 7, 7, 7" in said
+
+
 def test_rewards_that_never_reward_are_warned_of_and_those_that_raise_fail(
     check: Callable[..., tuple[int, str]], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,7 +423,7 @@ def test_a_broken_transformer_engine_fails_where_gpus_would_use_it() -> None:
 
 
 def test_a_full_disk_fails(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(f"model.path={model}", f"run.dir={tmp_path}", "training.keep=2")
+    config = config_of(*small(model)[1:], f"run.dir={tmp_path}", "training.keep=2")
     (room,) = check_disk(config)
     assert room.verdict == "ok"
     assert "; 4 more checkpoints of 0.01 GiB" in room.what

@@ -115,6 +115,14 @@ def test_a_reward_model_works_on_whole_steps(explain: Callable[..., str]) -> Non
     assert "samples per step and data-parallel rank  samples per step 32 / dp 1 " in text
 
 
+def test_a_judge_has_engines_and_devices_of_its_own(explain: Callable[..., str]) -> None:
+    asking = "reward.functions.judged={name: judge, options: {service: {max_tokens: 9}, template: '{response}'}}"
+    pool = ("cluster.devices_per_node=8", "placement.pools.judge=4", "placement.roles.judge=judge")
+    text = explain("configs/laptop-ppo.yaml", "judge={path: some/judge, tp: 2}", asking, *pool)
+    assert "judge: 2 engines of tp 2 on 4 devices of their own\n" in text
+    assert "  judge   4  judge\n" in text
+
+
 def test_mistakes_and_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("MRL_TEST_TOKEN", "canary-5up3r-hidden")

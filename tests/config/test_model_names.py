@@ -66,6 +66,19 @@ def test_every_name_becomes_a_commit_and_every_commit_a_directory(
     assert load_config(str(directory / "config.yaml")).config == config, "a run's own file names the commits"
 
 
+def test_the_judge_has_a_commit_too(cache: Path, valid: str, write: Callable[..., str], tmp_path: Path) -> None:
+    make_hub_cache(cache, NAME, make_model(tmp_path / "policy", 4))
+    judge = make_hub_cache(cache, "tiny/judge", make_model(tmp_path / "judge", 4), "v1")
+    asking = "reward.functions.judge={name: judge, options: {service: {max_tokens: 9}, template: '{response}'}}"
+    placed = ["cluster.devices_per_node=5", "placement.pools.judge=1", "placement.roles.judge=judge"]
+    config = settle_models(load_config(write(valid), ["judge.path=tiny/judge@v1", asking, *placed])).config
+    assert config.judge is not None
+    assert config.judge.path == f"tiny/judge@{judge.name}"
+    local = in_directories(config).judge
+    assert local is not None
+    assert local.path == str(judge)
+
+
 def test_a_run_that_goes_on_has_the_commit_that_it_began_with(
     cache: Path, valid: str, write: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -148,6 +148,7 @@ actor:
     lr: 1e-06                                    # run.yaml:22
 critic: null                                     # command line
 reward_model: null                               # default
+judge: null                                      # default
 rollout:
   tp: 1                                          # default
   replicas: null                                 # default

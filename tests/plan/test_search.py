@@ -80,6 +80,18 @@ def test_what_is_found_can_be_typed_and_is_what_was_promised() -> None:
         assert plan_time(again, lengths).seconds == pytest.approx(one.time.seconds)
 
 
+def test_the_judge_keeps_its_devices() -> None:
+    asking = "reward.functions.judged={name: judge, options: {service: {max_tokens: 9}, template: '{response}'}}"
+    pools = "placement={pools: {all: 4, judges: 4}, roles: {judge: judges}}"
+    words = ["judge.path=some/judge", asking, pools]
+    subject = make_plan_input(load_config(str(CONFIGS / "ppo-llama3.1-8b-1n8g.yaml"), words), "h100")
+    assert list(subject.not_modeled()) == ["judge"]
+    for placement in placements(subject, assumed_lengths(subject.config)):
+        here = placement.placed.config.placement
+        assert (here.pools["judge"], here.roles["judge"]) == (4, "judge")
+        assert sum(here.pools.values()) <= 8
+
+
 def test_a_search_that_stops_early_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "_MAX_TRIED", 1)
     subject = subject_of("ppo-llama3.1-8b-1n8g")

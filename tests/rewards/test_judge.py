@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -100,6 +101,10 @@ class Judge(BaseHTTPRequestHandler):
     def free(self, number: int, tries: int) -> None:
         self.say("Score: 5", usage=None)
 
+    def slow(self, number: int, tries: int) -> None:
+        time.sleep(0.5)
+        self.say("Score: 5")
+
     def learns(self, number: int, tries: int) -> None:
         self.say("no idea" if tries == 1 else "Score: 5")
 
@@ -135,7 +140,7 @@ def saying(response: str, row_id: int = 0) -> Sample:
 
 
 def judged(server: Any, response: str, **verdict: Any) -> dict[str, float]:
-    return judge.score(saying(response), service(server), "{response}", verdict)
+    return asyncio.run(judge.score(saying(response), service(server), "{response}", verdict))
 
 
 def test_the_judge_is_asked_as_the_template_says(server: Any, tmp_path: Path) -> None:
@@ -144,7 +149,7 @@ def test_the_judge_is_asked_as_the_template_says(server: Any, tmp_path: Path) ->
     sample = dataclasses.replace(saying("4 {ground_truth} Score: 7"), ground_truth=["4", "four"])
     for template in (TEMPLATE, str(file)):
         given = service(server, temperature=0.5, max_tokens=9, model=template[:3])
-        scored = judge.score(sample, given, template)
+        scored = asyncio.run(judge.score(sample, given, template))
         assert scored == {"score": 0.7, "asked": 1.0, "prompt_tokens": 11.0, "completion_tokens": 3.0}
         path, headers, asked = server.asked[-1]
         assert (path, "Authorization" in headers) == ("/v1/chat/completions", False)
@@ -163,9 +168,9 @@ def test_the_judge_is_asked_as_the_template_says(server: Any, tmp_path: Path) ->
     file.write_text("Is it good?")
     judge._template.cache_clear()
     with pytest.raises(RewardError, match=r"judge\.txt: the template has no \{response\}"):
-        judge.score(sample, service(server), str(file))
+        asyncio.run(judge.score(sample, service(server), str(file)))
     with pytest.raises(RewardError, match="is no file that can be read"):
-        judge.score(sample, service(server), str(tmp_path / "absent.txt"))
+        asyncio.run(judge.score(sample, service(server), str(tmp_path / "absent.txt")))
 
 
 @pytest.mark.parametrize(
@@ -212,6 +217,17 @@ def test_a_question_is_asked_once_unless_there_was_no_verdict(server: Any) -> No
     assert judged(server, "do free") == {"score": 0.5, "asked": 1.0}, "a server that counts nothing"
 
 
+def test_one_worker_asks_as_many_at_once_as_it_may(bench: Bench, server: Any) -> None:
+    manager = judges(bench, server, {"timeout_s": 10}, num_workers=1, concurrency=12, limit_s=20)
+    manager.score([saying("say Score: 5")])
+    begin = time.monotonic()
+    outcomes = manager.score([saying(f"do slow {row}", row) for row in range(24)])
+    assert time.monotonic() - begin < 6, "one after another takes 12 s"
+    assert [outcome.value for outcome in outcomes if isinstance(outcome, Score)] == [0.5] * 24
+    asked = [outcome.parts["judge/asked"] for outcome in outcomes if isinstance(outcome, Score)]
+    assert asked == [1.0] * 24
+
+
 def test_a_judge_that_fails_three_calls_in_ten_loses_no_sample(bench: Bench, server: Any) -> None:
     manager = judges(bench, server, {"attempts": 5, "timeout_s": 3}, num_workers=4, limit_s=20)
     samples = [saying(f"do flaky {row}", row) for row in range(100)]
@@ -231,7 +247,7 @@ def test_without_another_attempt_each_lost_sample_has_its_type(bench: Bench, ser
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     assert len(failures) == 30
     assert {failure.kind for failure in failures} == {"raised"}
-    assert all("gave no score in 1 attempts" in failure.detail for failure in failures)
+    assert all("gave no answer in 1 attempts" in failure.detail for failure in failures)
     zeros = [outcome for outcome in outcomes if isinstance(outcome, Score) and outcome.value == 0.0]
     answered_zero = [text for text, number in server.number_of.items() if number % 11 == 0]
     assert len(zeros) <= len(answered_zero), "only what the judge gave 0"

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from mrl.config.judge import JudgeConfig
+from mrl.config.schema import PlacementConfig
 from mrl.controller import DeviceSlots, RunContext
 from mrl.events import EventLog
 from mrl.rollout import hybrid_engine
@@ -30,6 +32,9 @@ def test_there_are_as_many_engines_and_nobody_else(
     config = replace(config, rollout=replace(config.rollout, stop=["</answer>"]))
     assert config.placement.pools == {"engines": num_devices}
     assert list(config.model_roles()) == ["actor"]
+    judged = PlacementConfig(pools=placement[0] | {"j": 3}, roles=placement[1] | {"judge": "j"})
+    given = replace(config_of(str(tiny("qwen3")), placement, 2, {}), judge=JudgeConfig(path="some/judge"))
+    assert engines_alone(replace(given, placement=judged)).placement.pools == {"engines": num_devices, "judge": 3}
     stage = Stage()
     monkeypatch.setattr(hybrid_engine, "RayWorkerGroup", partial(StubGroup, stage))
     resources: Any = SimpleNamespace(device_slots=lambda role: DeviceSlots([f"{role}{n}" for n in range(4)], 0.5, role))

@@ -1,17 +1,20 @@
-"""A verdict of another language model, behind an OpenAI-compatible address."""
+"""A verdict of another language model, behind an OpenAI-compatible address or on engines of the run's own."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import os
+import random
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from mrl.config.judge import JudgeService, JudgeVerdict
+from mrl.config.judge import JUDGE, KEY_VARIABLE, URLS_VARIABLE, JudgeService, JudgeVerdict
 from mrl.errors import RewardError
+from mrl.files import read_text
 from mrl.rewards.http_post import Service
 from mrl.rewards.sample import Sample
 
@@ -26,9 +29,11 @@ class _Answer:
 
     verdict: str
     num_tokens: Mapping[str, int]
+    is_new: Iterator[bool] = dataclasses.field(default_factory=lambda: iter((True,)))
+    """Who takes its one item has asked; whoever comes later has not."""
 
 
-def score(
+async def score(
     sample: Sample, service: dict[str, Any], template: str, verdict: dict[str, Any] | None = None
 ) -> dict[str, float]:
     """The judge's verdict on the response: a number between `lowest` and `highest` as 0 to 1, or one of `values`.
@@ -43,20 +48,26 @@ def score(
     values = {"prompt": sample.prompt, "response": sample.response, "ground_truth": _text(sample.ground_truth)}
     # In one pass: what a response holds is no place to fill in.
     question = _PLACE.sub(lambda place: values[place[1]], _template(template))
-    judge, before = JudgeService(**service), _ask.cache_info().misses
+    judge = JudgeService(**service)
     try:
-        answer = _ask(judge, question, reading.pattern)
+        answer = await asyncio.to_thread(_ask, judge, question, reading.pattern)
         value = _score(answer.verdict, reading)
     except RewardError as error:
         raise RewardError(_posting(judge).hide(str(error))) from None
-    asked = _ask.cache_info().misses > before
+    asked = next(answer.is_new, False)
     tokens = {name: float(number) if asked else 0.0 for name, number in answer.num_tokens.items()}
     return {"score": value, "asked": float(asked), **tokens}
 
 
 def _posting(judge: JudgeService) -> Service:
-    url = f"{judge.url.rstrip('/')}/chat/completions"
-    return Service(url, judge.timeout_s, judge.attempts, judge.backoff_s, judge.key_variable, _MAX_BYTES)
+    """Return where it is asked: at its address, or at any of the run's own engines."""
+    url, key_variable = judge.url, judge.key_variable
+    if url is None:
+        if URLS_VARIABLE not in os.environ:
+            raise RewardError("service.url is not given, and there is no engine of this run's own to ask")
+        url, key_variable = random.choice(os.environ[URLS_VARIABLE].split()), KEY_VARIABLE
+    url = f"{url.rstrip('/')}/chat/completions"
+    return Service(url, judge.timeout_s, judge.attempts, judge.backoff_s, key_variable, _MAX_BYTES)
 
 
 @lru_cache(maxsize=1000)
@@ -64,7 +75,7 @@ def _ask(judge: JudgeService, question: str, pattern: str) -> _Answer:
     """Return the judge's answer; what is none is an error, and asked again the next time."""
     told = {"role": "user", "content": question}
     limits = {"max_tokens": judge.max_tokens, "temperature": judge.temperature}
-    answer = _posting(judge).post({"model": judge.model, "messages": [told], **limits})
+    answer = _posting(judge).post({"model": judge.model or JUDGE, "messages": [told], **limits})
     try:
         text = answer["choices"][0]["message"]["content"]
         usage = answer.get("usage") or {}
@@ -99,7 +110,7 @@ def _template(template: str) -> str:
     if "{response}" in template:
         return template
     try:
-        text = Path(template).read_text(encoding="utf-8")
+        text = read_text(template)
     except (OSError, ValueError) as error:
         raise RewardError(f"the template has no {{response}}, and is no file that can be read: {error}") from error
     if "{response}" not in text:
