@@ -103,6 +103,10 @@ class RewardError(MrlError):
     """A reward that is missing, not a finite number, or on a token that the model did not write."""
 
 
+class AgentError(MrlError):
+    """A conversation, an environment or a tool that breaks its contract: who, in which turn, what was expected."""
+
+
 class EngineError(MrlError):
     """Megatron asked for what it cannot do, or a model, layout and batch that do not fit each other."""
 

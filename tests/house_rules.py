@@ -27,7 +27,7 @@ LAYERS = (  # lowest first; what shares a line never imports each other
     {"models"},
     {"engine", "weight_sync"},
     {"rollout", "verify"},
-    {"workers", "plan"},
+    {"workers", "plan", "agents"},
     {"trainer"},
     {"preflight", "demo"},
     {"launch"},
@@ -65,11 +65,12 @@ HEAVY = {"torch", "transformers", "wandb", "mlflow", "swanlab", *LIBRARY_HOMES} 
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_METHODS, MAX_PARAMETERS = 400, 60, 16, 6
 MEDIAN_FILE_LINES, SHORT_FUNCTION_LINES, SHORT_FUNCTIONS = 150, 35, 0.9
-CORE = {"algos", "protocol", "controller", "models", "rollout", "weight_sync", "engine", "workers", "trainer"}
+CORE = {"algos", "protocol", "controller", "models", "rollout", "weight_sync", "engine", "workers", "agents", "trainer"}
 """What one reads to understand how mrl trains; the rest is the workbench around it."""
-# What stood, and what took more: validation, rewards by source, contained programs, a judge, own parts, SFT.
-MAX_LINES = {"core": 13_750 + 600, "workbench": 13_700 + 3_300}
-MAX_FILES, MAX_CLASSES, MIN_MEDIAN_FILE_LINES = 240 + 35, 380 + 35, 105
+# What stood, and what took more: validation, rewards by source, contained programs, a judge, own parts, SFT; then
+# whatever may happen to a run: its files, its processes, its nodes; then conversations of several turns.
+MAX_LINES = {"core": 13_750 + 870 + 350 + 150 + 2_800, "workbench": 13_700 + 3_550 + 800 + 950}
+MAX_FILES, MAX_CLASSES, MIN_MEDIAN_FILE_LINES = 240 + 45 + 27, 380 + 45 + 52, 105
 """A capability that needs more raises these lines in its own commit, and says why."""
 
 # Where everything may be caught, because whatever happens there is reported as a worker's death, or is the failure of

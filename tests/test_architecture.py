@@ -221,14 +221,18 @@ def test_long_files_and_functions_may_not_become_usual() -> None:
 
 
 def test_the_whole_may_not_grow_unnoticed() -> None:
-    large = [Source("mrl/engine/a.py", "x = 1\n" * 14_351), Source("mrl/plan/b.py", "class A: ...\n" * 416)]
-    assert list(house_rules.sizes_of_the_whole(large)) == [
-        "14351 lines of the core; at most 14350",
-        "416 classes; at most 415",
+    lines, classes, most = house_rules.MAX_LINES["core"], house_rules.MAX_CLASSES, house_rules.MAX_FILES
+    large = [
+        Source("mrl/engine/a.py", "x = 1\n" * (lines + 1)),
+        Source("mrl/plan/b.py", "class A: ...\n" * (classes + 1)),
     ]
-    stubs = [Source(f"mrl/plan/{number}.py", "x = 1\n") for number in range(276)]
+    assert list(house_rules.sizes_of_the_whole(large)) == [
+        f"{lines + 1} lines of the core; at most {lines}",
+        f"{classes + 1} classes; at most {classes}",
+    ]
+    stubs = [Source(f"mrl/plan/{number}.py", "x = 1\n") for number in range(most + 1)]
     assert list(house_rules.sizes_of_the_whole(stubs)) == [
-        "276 files; at most 275",
+        f"{most + 1} files; at most {most}",
         "the median file has 1 lines; at least 105",
     ]
 

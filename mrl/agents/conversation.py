@@ -1,0 +1,161 @@
+"""One conversation as token ids: what the model wrote, what it was answered, and which is which.
+
+Whoever drives a conversation holds ids here and nowhere else. They are only appended, in turns: the model writes, then
+it is answered. What was written is never encoded from text again, so that the trainer sees each token behind exactly
+those that it was drawn behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mrl.errors import AgentError
+from mrl.rollout.requests import GenerationRequest
+
+Ids = npt.NDArray[np.int32]
+Finish = Literal["stop", "length"]
+Number = TypeVar("Number", bound=np.generic)
+
+
+@dataclass(frozen=True)
+class WrittenTurn:
+    """Where the tokens of a turn stand in the response, and how it came to its end."""
+
+    start: int
+    length: int
+    finish: Finish
+
+
+class Conversation:
+    """Prompt and response of one row, the latter of what the model wrote and of what it was answered."""
+
+    def __init__(self, key: str, uid: str, prompt_ids: Ids, *, max_tokens: int, seed: int) -> None:
+        self.key, self.uid = key, uid
+        self._max_tokens, self._seed = max_tokens, seed
+        self._num_prompt = len(prompt_ids)
+        self._context = _joined(np.empty(0, np.int32), prompt_ids)
+        self._mask, self._log_probs = np.empty(0, np.bool_), np.empty(0, np.float32)
+        self._turns: list[WrittenTurn] = []
+        self._ended = ""
+        if not self._num_prompt or max_tokens < 1:
+            raise self._error(f"a prompt of {self._num_prompt} tokens and room for {max_tokens}; at least 1 of each")
+
+    @property
+    def prompt_ids(self) -> Ids:
+        return self._context[: self._num_prompt]
+
+    @property
+    def context_ids(self) -> Ids:
+        """What the model reads next: the prompt and everything after it."""
+        return self._context
+
+    @property
+    def response_ids(self) -> Ids:
+        """Everything after the prompt."""
+        return self._context[self._num_prompt :]
+
+    @property
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """Which tokens of the response the model wrote."""
+        return self._mask
+
+    @property
+    def log_probs(self) -> npt.NDArray[np.float32]:
+        """Of each token of the response by the engine that drew it; NaN, never 0, where nobody did."""
+        return self._log_probs
+
+    @property
+    def turns(self) -> tuple[WrittenTurn, ...]:
+        return tuple(self._turns)
+
+    @property
+    def room(self) -> int:
+        """How many tokens may follow."""
+        return self._max_tokens - len(self._mask)
+
+    @property
+    def ended(self) -> str:
+        """How the conversation ended; nothing while it goes on."""
+        return self._ended
+
+    def request(self, max_turn_tokens: int) -> GenerationRequest:
+        """Return what an engine is asked for next; never more than there is room for."""
+        self._expect(models_turn=True, what="a turn is asked for")
+        turn = len(self._turns)
+        return GenerationRequest(
+            key=f"{self.key}/{turn}" if turn else self.key,
+            prompt=self.uid,
+            prompt_ids=self._context,
+            seed=turn_seed(self._seed, turn),
+            max_tokens=min(max_turn_tokens, self.room),
+        )
+
+    def write(self, ids: Ids, log_probs: npt.NDArray[np.float32], finish: Finish) -> None:
+        """Append what the model wrote, the token that ended the turn included."""
+        self._expect(models_turn=True, what="a turn is written")
+        if not 0 < len(ids) <= self.room or len(log_probs) != len(ids):
+            what = f"{len(ids)} tokens and {len(log_probs)} log-probs, where 1 to {self.room} tokens fit"
+            raise self._error(what)
+        if not np.isfinite(log_probs).all():
+            at = int(np.argmin(np.isfinite(log_probs)))
+            raise self._error(f"token {at} of what the model wrote has log-prob {log_probs[at]}")
+        self._turns.append(WrittenTurn(len(self._mask), len(ids), finish))
+        self._append(ids, log_probs, is_written=True)
+
+    def observe(self, ids: Ids) -> None:
+        """Append what the model is answered; where not one token could follow it, end the conversation by length."""
+        self._expect(models_turn=False, what="an observation comes")
+        if not len(ids):
+            raise self._error("an observation without tokens", fix="end the conversation where nothing is to be said")
+        if len(ids) < self.room:
+            self._append(ids, np.full(len(ids), np.nan, np.float32), is_written=False)
+        else:
+            self._ended = "length"
+
+    def end(self, how: str) -> None:
+        """End the conversation, of which at least one turn is written: its last token is the model's."""
+        self._expect(models_turn=False, what=f"it ends by {how}")
+        self._ended = how
+
+    def _append(self, ids: Ids, log_probs: npt.NDArray[np.float32], *, is_written: bool) -> None:
+        self._context = _joined(self._context, ids)
+        self._mask = _joined(self._mask, np.full(len(ids), is_written))
+        self._log_probs = _joined(self._log_probs, log_probs)
+
+    def _expect(self, *, models_turn: bool, what: str) -> None:
+        if self._ended:
+            raise self._error(f"{what}, but it has ended by {self._ended}")
+        is_models_turn = not len(self._mask) or not self._mask[-1]
+        if is_models_turn != models_turn:
+            raise self._error(f"{what}, where {'the model writes' if is_models_turn else 'it is answered'} next")
+
+    def _error(self, what: str, fix: str = "") -> AgentError:
+        return AgentError(what, where=f"conversation {self.key}, turn {len(self._turns)}", fix=fix)
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed of a turn: of the first the conversation's own, so that a single turn is what it ever was."""
+    return _derived(seed, "turn", turn) if turn else seed
+
+
+def environment_seed(seed: int) -> int:
+    """Return the seed of an environment's dice, which are not those that tokens are drawn with."""
+    return _derived(seed, "environment", 0)
+
+
+def _derived(seed: int, use: str, number: int) -> int:
+    identity = json.dumps([seed, use, number]).encode()
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "big") >> 1
+
+
+def _joined(before: npt.NDArray[Number], more: npt.NDArray[Any]) -> npt.NDArray[Number]:
+    """Return both in an array that nobody can write to: what was appended stays."""
+    joined: npt.NDArray[Number] = np.concatenate([before, more], dtype=before.dtype)
+    joined.setflags(write=False)
+    return joined

@@ -1,0 +1,210 @@
+"""A conversation only grows, and every token in it knows who wrote it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrl.agents.conversation import Conversation, Ids, environment_seed, turn_seed
+from mrl.errors import AgentError
+
+PROMPT = np.array([7, 8, 9], np.int32)
+PIECES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12), st.sampled_from(["stop", "length"])), max_size=8)
+
+
+def conversation(max_tokens: int = 20, *, seed: int = 3) -> Conversation:
+    return Conversation("5", "uid", PROMPT, max_tokens=max_tokens, seed=seed)
+
+
+def ids_of(length: int, first: int = 100) -> Ids:
+    return np.arange(first, first + length, dtype=np.int32)
+
+
+def log_probs_of(length: int) -> Any:
+    return -np.arange(1, length + 1, dtype=np.float32)
+
+
+def write(talk: Conversation, length: int, finish: Any = "stop") -> None:
+    talk.write(ids_of(length), log_probs_of(length), finish)
+
+
+@given(st.integers(1, 60), PIECES, st.integers(1, 9))
+def test_whatever_is_said_a_conversation_only_grows_and_its_columns_agree(
+    max_tokens: int, pieces: list[tuple[int, int, str]], max_turn_tokens: int
+) -> None:
+    talk, sampled = conversation(max_tokens), 0
+    for number, (length, answered, finish) in enumerate(pieces):
+        if talk.ended:
+            break
+        before, request = talk.context_ids, talk.request(max_turn_tokens)
+        assert len(PROMPT) < len(request.prompt_ids) + request.max_tokens <= len(PROMPT) + max_tokens
+        assert 1 <= request.max_tokens <= max_turn_tokens
+        written = min(length, request.max_tokens)
+        write(talk, written, finish)
+        sampled += written
+        if number < len(pieces) - 1:
+            talk.observe(ids_of(answered, 1000))
+        else:
+            talk.end("done")
+        assert talk.context_ids[: len(before)].tolist() == before.tolist()
+        assert talk.room >= 0 if talk.ended else talk.room >= 1 or talk.mask[-1]
+        assert len(talk.response_ids) == len(talk.mask) == len(talk.log_probs) == max_tokens - talk.room
+        assert [*talk.context_ids] == [*PROMPT, *talk.response_ids]
+        assert talk.mask.sum() == sampled == sum(turn.length for turn in talk.turns)
+        assert (np.isnan(talk.log_probs) == ~talk.mask).all()
+        for turn in talk.turns:
+            place = slice(turn.start, turn.start + turn.length)
+            assert talk.mask[place].all()
+            assert talk.response_ids[place].tolist() == ids_of(turn.length).tolist()
+            assert talk.log_probs[place].tolist() == log_probs_of(turn.length).tolist()
+            assert not talk.mask[turn.start + turn.length : turn.start + turn.length + 1].any()
+
+
+def test_the_sampled_ids_are_the_trained_ids_though_their_text_would_be_cut_otherwise() -> None:
+    talk = conversation()
+    he, llo = 100, 101  # a tokenizer reads "hello" as one token; the model wrote two
+    talk.write(np.array([he, llo], np.int32), log_probs_of(2), "stop")
+    talk.observe(ids_of(1, 1000))
+    talk.write(np.array([llo, he], np.int32), log_probs_of(2), "stop")
+    assert talk.response_ids.tolist() == [he, llo, 1000, llo, he]
+
+
+def test_an_end_token_that_nobody_sampled_is_not_trained() -> None:
+    talk = conversation()
+    write(talk, 2)
+    talk.observe(np.array([2, 1000], np.int32))  # the template's end of turn, which a stop text left out, comes first
+    write(talk, 3)
+    assert talk.mask.tolist() == [True, True, False, False, True, True, True]
+    assert talk.mask.sum() == 5
+
+
+def test_an_observation_has_no_probability_not_even_one() -> None:
+    talk = conversation()
+    write(talk, 1)
+    talk.observe(ids_of(2))
+    assert np.isnan(talk.log_probs[1:]).all()
+    assert talk.log_probs.dtype == np.float32
+
+
+def test_a_conversation_ends_on_what_the_model_wrote_so_that_its_score_has_a_place() -> None:
+    talk = conversation(10)
+    write(talk, 2)
+    talk.observe(ids_of(3))
+    with pytest.raises(AgentError, match="it ends by turns, where the model writes next"):
+        talk.end("turns")
+    write(talk, 1)
+    talk.end("turns")
+    assert talk.mask[-1]
+
+
+@pytest.mark.parametrize(("observed", "ended", "length"), [(7, "", 9), (8, "length", 2), (80, "length", 2)])
+def test_an_observation_that_leaves_no_room_ends_the_conversation(observed: int, ended: str, length: int) -> None:
+    talk = conversation(10)
+    write(talk, 2)
+    talk.observe(ids_of(observed))
+    assert (talk.ended, len(talk.mask)) == (ended, length)
+    assert talk.mask[-1] == bool(ended), "what cannot be followed is not appended"
+
+
+def test_the_next_turn_never_asks_for_more_than_there_is_room_for() -> None:
+    talk = conversation(10)
+    assert talk.request(500).max_tokens == 10
+    assert talk.request(4).max_tokens == 4
+    write(talk, 4)
+    talk.observe(ids_of(5))
+    assert talk.request(500).max_tokens == 1
+    write(talk, 1, "length")
+    talk.observe(ids_of(1))
+    assert (talk.ended, talk.room) == ("length", 0)
+
+
+def test_the_model_reads_all_of_it_from_the_left() -> None:
+    talk = conversation(4)
+    write(talk, 1)
+    talk.observe(ids_of(2, 1000))
+    assert talk.request(9).prompt_ids.tolist() == [7, 8, 9, 100, 1000, 1001]
+    write(talk, 1)
+    assert talk.room == 0
+    assert talk.context_ids.tolist() == [7, 8, 9, 100, 1000, 1001, 100]
+
+
+def test_no_turn_repeats_the_noise_of_another() -> None:
+    seeds = [turn_seed(seed, turn) for seed in (3, 4) for turn in range(5)] + [environment_seed(3), environment_seed(4)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    draws = [np.random.default_rng(seed).random() for seed in seeds]
+    assert len(set(draws)) == len(draws)
+    assert [turn_seed(3, turn) for turn in range(3)] == [3, 3298312954515812642, 6448179994980840171]
+
+
+def test_a_turn_is_named_and_seeded_by_its_place_alone() -> None:
+    one, other = conversation(), conversation()
+    for talk, length in ((one, 2), (other, 5)):
+        first = talk.request(9)
+        assert (first.key, first.prompt, first.seed) == ("5", "uid", 3), "a single turn is what it ever was"
+        write(talk, length)
+        talk.observe(ids_of(1))
+    assert (
+        (one.request(9).key, one.request(9).seed)
+        == (other.request(9).key, other.request(9).seed)
+        == (
+            "5/1",
+            turn_seed(3, 1),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("ids", "log_probs", "what"),
+    [
+        ([], [], "0 tokens and 0 log-probs, where 1 to 5 tokens fit"),
+        ([1] * 6, [-1.0] * 6, "6 tokens and 6 log-probs, where 1 to 5 tokens fit"),
+        ([1, 2], [-1.0], "2 tokens and 1 log-probs"),
+        ([1, 2], [-1.0, np.nan], "token 1 of what the model wrote has log-prob nan"),
+        ([1, 2], [-np.inf, -1.0], "token 0 of what the model wrote has log-prob -inf"),
+    ],
+)
+def test_a_turn_that_cannot_be_is_refused_and_nothing_is_appended(ids: Any, log_probs: Any, what: str) -> None:
+    talk = conversation(5)
+    with pytest.raises(AgentError, match="conversation 5, turn 0: ") as caught:
+        talk.write(np.array(ids, np.int32), np.array(log_probs, np.float32), "stop")
+    assert what in str(caught.value)
+    assert (talk.room, talk.turns) == (5, ())
+
+
+def test_who_is_next_is_held() -> None:
+    talk = conversation()
+    for out_of_turn in (lambda: talk.observe(ids_of(1)), lambda: talk.end("done")):
+        with pytest.raises(AgentError, match="where the model writes next"):
+            out_of_turn()
+    write(talk, 1)
+    for out_of_turn in (lambda: write(talk, 1), lambda: talk.request(3) and None):
+        with pytest.raises(AgentError, match="where it is answered next"):
+            out_of_turn()
+    with pytest.raises(AgentError, match="an observation without tokens"):
+        talk.observe(ids_of(0))
+    talk.end("done")
+    for too_late in (lambda: talk.observe(ids_of(1)), lambda: write(talk, 1), lambda: talk.end("turns")):
+        with pytest.raises(AgentError, match="but it has ended by done"):
+            too_late()
+
+
+def test_nobody_else_can_change_what_was_said() -> None:
+    given_ids = ids_of(2)
+    talk = conversation()
+    talk.write(given_ids, log_probs_of(2), "stop")
+    given_ids[0] = 5
+    assert talk.response_ids.tolist() == [100, 101]
+    for column in (talk.context_ids, talk.response_ids, talk.mask, talk.log_probs):
+        with pytest.raises(ValueError, match="read-only"):
+            column[0] = 0
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [([], 5), ([1], 0)])
+def test_a_conversation_without_a_prompt_or_room_is_refused(prompt: list[int], max_tokens: int) -> None:
+    with pytest.raises(AgentError, match="at least 1 of each"):
+        Conversation("5", "uid", np.array(prompt, np.int32), max_tokens=max_tokens, seed=0)

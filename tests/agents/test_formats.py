@@ -1,0 +1,227 @@
+"""Golden texts of each format, whole, cut and damaged: what is called, what is a problem, and how results go back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrl.agents.environment import Observation, ToolCall, Turn
+from mrl.agents.formats import (
+    CUT_OFF,
+    FORMATS,
+    INVALID_ACTION,
+    answer_of,
+    calls_of,
+    load_format,
+    search_r1_documents,
+)
+from mrl.errors import AgentError, NameUnknown
+
+SPIKE = '{"name": "run", "arguments": {"code": "print(\'</tool_call>\') # <think> <tool_call>{}"}}'
+DEEP = '{"b":' * 99 + "1" + "}" * 99
+GOLDEN: list[tuple[str, str, list[tuple[str, Any]]]] = [
+    ("hermes", "It is 4.<|im_end|>", []),
+    (
+        "hermes",
+        'First.\n<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": -3.5}}\n</tool_call><|im_end|>',
+        [("add", {"a": 12, "b": -3.5})],
+    ),
+    (
+        "hermes",
+        '<think>\nI call <tool_call>{"name": "no", "arguments": {}}</tool_call>?\n</think>\n\n'
+        '<tool_call>{"arguments": {"q": "ö\\n"}, "name": "search"}</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        [("search", {"q": "ö\n"}), ("now", {})],
+    ),
+    ("hermes", f"<tool_call>{SPIKE}</tool_call>", [("run", json.loads(SPIKE)["arguments"])]),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call> and more',
+        [("add", {"a": 1})],
+    ),
+    ("hermes", '<think>so <tool_call>{"name": "no", "arguments": {}}</tool_call>', []),
+    ("llama3_json", "The set {1, 2} is finite.<|eot_id|>", []),
+    ("llama3_json", '{"answer": 4}<|eot_id|>', []),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 12}}<|eom_id|>', [("add", {"a": 12})]),
+    (
+        "llama3_json",
+        '<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": "x; {y}"}}; '
+        '{"name": "now", "parameters": {}}<|eom_id|>',
+        [("add", {"a": "x; {y}"}), ("now", {})],
+    ),
+    ("search_r1", "<think> Who? </think>\n<search> who wrote\nit </search>", [("search", {"query": "who wrote\nit"})]),
+    ("search_r1", "<answer> Beijing </answer>\n", [("answer", {"answer": "Beijing"})]),
+    ("search_r1", "<answer> a <search> b </search>", [("search", {"query": "b"})]),
+    ("search_r1", "<search> a <search> b </search> c", [("search", {"query": "a <search> b"})]),
+    ("search_r1", "<answer>1</answer><search>2</search>", [("answer", {"answer": "1"})]),
+]
+
+
+def executable(calls: list[ToolCall]) -> list[tuple[str, Any]]:
+    return [(call.name, call.arguments) for call in calls if call.arguments is not None]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), GOLDEN)
+def test_a_whole_text_calls_what_it_says(name: str, text: str, expected: list[tuple[str, Any]]) -> None:
+    calls = calls_of(load_format(name), text, "stop")
+    assert executable(calls) == expected
+    assert all(not call.problem for call in calls)
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), GOLDEN)
+def test_half_a_call_is_never_executed_wherever_the_text_is_cut(
+    name: str, text: str, expected: list[tuple[str, Any]]
+) -> None:
+    form = load_format(name)
+    for end in range(len(text)):
+        found = executable(calls_of(form, text[:end], "stop"))
+        assert found == expected[: len(found)], text[:end]
+        calls = calls_of(form, text[:end], "length")
+        assert executable(calls) == []
+        assert {call.problem for call in calls} <= {CUT_OFF}
+
+
+def test_a_cut_turn_is_told_of_the_limit_and_not_that_it_forgot_to_call() -> None:
+    for name, text in (
+        ("hermes", '<tool_call>{"name": "add"'),
+        ("llama3_json", '{"name": "ad'),
+        ("search_r1", "<think> Who"),
+    ):
+        (call,) = calls_of(load_format(name), text, "length")
+        assert call.problem == CUT_OFF
+    assert calls_of(load_format("hermes"), "It is", "length") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("hermes", "<tool_call></tool_call>", "not valid JSON: Expecting value at character 0."),
+        ("hermes", "<tool_call> \n{'name': 'add'}</tool_call>", "Expecting property name enclosed in double quotes at"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', "not valid JSON: Expecting"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}', "no </tool_call> behind the call."),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}}} </tool_call>', "no </tool_call> behind the call."),
+        ("hermes", '<tool_call>{"name": "add"}</tool_call>', 'no "arguments" that are a JSON object.'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": null}</tool_call>', 'no "arguments"'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', 'no "arguments"'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "not valid JSON"),
+        ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', 'with the "name" of a tool'),
+        ("hermes", '<tool_call>["add"]</tool_call>', 'with the "name" of a tool'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number."),
+        ("hermes", '<tool_call>{"name": "a", "name": "b", "arguments": {}}</tool_call>', "a key stands twice"),
+        ("hermes", '<tool_call>{"name": "a", "arguments": {"b": "\\ud800"}}</tool_call>', "half of a character"),
+        ("hermes", f'<tool_call>{{"name": "a", "arguments": {{"b": {"9" * 5000}}}}}</tool_call>', "not valid JSON"),
+        ("hermes", "<tool_call>" + "[" * 99_999, "nested too deeply"),
+        (
+            "hermes",
+            f'<tool_call>{{"name": "a", "arguments": {DEEP}}}</tool_call>',
+            "nests more than 32",
+        ),
+        ("llama3_json", '{"name": "add", "parameters": ', "not valid JSON: Expecting value"),
+        ("llama3_json", "<|python_tag|>print(1)<|eom_id|>", "not valid JSON: Expecting value at character 0."),
+        ("llama3_json", '{"name": "add"}', 'no "parameters"'),
+        ("search_r1", "It is Beijing.", INVALID_ACTION),
+        ("search_r1", "", INVALID_ACTION),
+        ("search_r1", "<search> who </answer>", INVALID_ACTION),
+        ("search_r1", "<search> q </search><information> It is so. </information>", INVALID_ACTION),
+    ],
+)
+def test_what_cannot_be_read_is_a_call_with_a_problem(name: str, text: str, problem: str) -> None:
+    (call,) = calls_of(load_format(name), text, "stop")
+    assert call.arguments is None
+    assert problem in call.problem
+    assert len(call.problem) < 300
+    Turn(number=0, text=text, calls=[call], ended="stop", left_turns=1, left_tokens=1)
+
+
+def test_a_bad_call_leaves_the_others_as_they_are() -> None:
+    text = (
+        '<tool_call>{"name": "a", "arguments": {}}</tool_call><tool_call>{bad}</tool_call>'
+        '<tool_call>{"name": "b", "arguments": {}}</tool_call>'
+    )
+    calls = calls_of(load_format("hermes"), text, "stop")
+    assert [(call.name, bool(call.problem)) for call in calls] == [("a", False), ("", True), ("b", False)]
+    text = '{"name": "a", "parameters": {}}; {"name": "b"}; {"name": "c", "parameters": {}}'
+    calls = calls_of(load_format("llama3_json"), text, "stop")
+    assert [(call.name, bool(call.problem)) for call in calls] == [("a", False), ("b", True)]
+
+
+def test_thoughts_that_the_prompt_began_are_not_parsed() -> None:
+    thought = '<tool_call>{"name": "no", "arguments": {}}</tool_call>'
+    text = f'I could {thought}.\n</think>\n\n<tool_call>{{"name": "yes", "arguments": {{}}}}</tool_call>'
+    assert executable(calls_of(load_format("hermes"), text, "stop")) == [("yes", {})]
+
+
+@given(st.sampled_from(sorted(FORMATS)), st.data())
+def test_no_text_is_an_error(name: str, data: st.DataObject) -> None:
+    pieces = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>"]
+    pieces += [
+        '{"name": "f", ',
+        '"arguments": ',
+        '"parameters": ',
+        "{}",
+        "}",
+        "{",
+        ";",
+        "<|python_tag|>",
+        '"',
+        "\\ud800",
+        "1",
+    ]
+    text = "".join(data.draw(st.lists(st.sampled_from(pieces) | st.text(max_size=3), max_size=12)))
+    for finish in ("stop", "length"):
+        for call in calls_of(load_format(name), text, finish):
+            assert (call.arguments is None) == bool(call.problem)
+            assert finish == "stop" or call.arguments is None
+
+
+def test_results_go_back_as_messages_of_the_tools_and_one_of_the_user() -> None:
+    calls = [ToolCall(name="add", arguments={}), ToolCall(name="", problem="bad")]
+    for name in ("hermes", "llama3_json"):
+        said = answer_of(load_format(name), calls, Observation(results=["3", "bad"], text="Two turns are left."))
+        assert said == [
+            {"role": "tool", "name": "add", "content": "3"},
+            {"role": "tool", "name": "", "content": "bad"},
+            {"role": "user", "content": "Two turns are left."},
+        ]
+        assert answer_of(load_format(name), calls, Observation(text="Go on.")) == [
+            {"role": "user", "content": "Go on."}
+        ]
+
+
+def test_search_r1_reads_what_its_authors_show_byte_for_byte() -> None:
+    form = load_format("search_r1")
+    found = search_r1_documents(['"Peking"\nPeking is a city.\nIt is old.', '"Rome"', ""])
+    assert found == 'Doc 1(Title: "Peking") Peking is a city.\nIt is old.\nDoc 2(Title: "Rome") \nDoc 3(Title: ) \n'
+    said = answer_of(form, calls_of(form, "<search> q </search>", "stop"), Observation(results=[found]))
+    assert said == (
+        '\n\n<information>Doc 1(Title: "Peking") Peking is a city.\nIt is old.\nDoc 2(Title: "Rome") \n'
+        "Doc 3(Title: )</information>\n\n"
+    )
+    (call,) = calls_of(form, "hm", "stop")
+    assert answer_of(form, [call], Observation(results=[call.problem])) == (
+        "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. "
+        "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me try "
+        "again.\n"
+    )
+    assert form.stops == ("</search>", "</answer>")
+
+
+@pytest.mark.parametrize("results", [["one"], ["one", "two", "three"]])
+def test_an_environment_that_miscounts_its_results_is_named(results: list[str]) -> None:
+    calls = [ToolCall(name="a", arguments={}), ToolCall(name="b", arguments={})]
+    with pytest.raises(AgentError, match=f"the environment has {len(results)} results for 2 calls"):
+        answer_of(load_format("hermes"), calls, Observation(results=results))
+
+
+def test_a_format_of_the_users_own() -> None:
+    form = load_format("tests.agents.own_format:Brackets")
+    assert executable(calls_of(form, "[[look: here]] [[go", "stop")) == [("look", {"it": "here"})]
+    assert executable(calls_of(form, "[[look: here]] [[go", "length")) == []
+    with pytest.raises(NameUnknown, match='did you mean "hermes"'):
+        load_format("hermess")
+    with pytest.raises(AgentError, match="json:JSONDecoder is no format"):
+        load_format("json:JSONDecoder")
