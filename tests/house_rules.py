@@ -85,6 +85,8 @@ BROAD_EXCEPT_ALLOWED = {
     ("mrl/trainer/own_metrics.py", "OwnMetrics.of"),
     ("mrl/observe/trackers.py", "TrackerThread._delivered"),
     ("mrl/observe/trackers.py", "TrackerThread._closed"),
+    ("mrl/agents/worker.py", "Environments.answer"),
+    ("mrl/agents/worker.py", "run_worker"),
     ("mrl/rewards/contained.py", "_run_tests"),
     ("mrl/rewards/worker.py", "_load"),
     ("mrl/rewards/worker.py", "score_job"),

@@ -101,14 +101,15 @@ def check_reward_rules(config: Config) -> Iterator[Problem]:
     """Yield every problem of the reward section."""
     functions, model = config.reward.functions, config.reward_model
     weights = [function.weight for function in functions.values()]
-    if not functions and model is None:
-        fix = "add one: reward.functions.answer.name=gsm8k, or a reward_model section"
+    if not functions and model is None and not config.agent.environments:
+        fix = "add one: reward.functions.answer.name=gsm8k, a reward_model section, or an environment that scores"
         yield problem("reward.functions", "names no function", fix)
-    elif not any(weights) and (model is None or model.weight == 0):
+    elif not any(weights) and (model is None or model.weight == 0) and not _environments_score(config):
         key = "reward.functions" if functions else "reward_model.weight"
         yield problem(key, "every weight is 0, and so would be every reward", "give one another weight")
     measured = config.validation_reward().functions
-    if (functions or model) and config.validation.every and not any(each.weight for each in measured.values()):
+    is_measured = any(each.weight for each in measured.values()) or _environments_score(config)
+    if (functions or model) and config.validation.every and not is_measured:
         what = "validation goes by reward.functions alone, and none of them has a weight"
         yield problem("validation.every", what, "give one a weight, or validation.every=0")
     yield from _unscored(config)
@@ -132,6 +133,10 @@ def check_reward_rules(config: Config) -> Iterator[Problem]:
             yield problem(f"{key}.name", f'unknown reward function "{function.name}"', fix)
 
 
+def _environments_score(config: Config) -> bool:
+    return any(environment.weight for environment in config.agent.environments.values())
+
+
 def _unscored(config: Config) -> Iterator[Problem]:
     """Yield the sources that no function scores, among those whose rows are known by the name of their source."""
     model_scores = config.reward_model is not None and config.reward_model.weight
@@ -139,6 +144,8 @@ def _unscored(config: Config) -> Iterator[Problem]:
         name = key.split(".", 2)[2]
         if source.columns.data_source is not None or (model_scores and key.startswith("data.train.")):
             continue
+        if config.agent.name_for(name) is not None:
+            continue  # its environment may score it; a conversation that nobody scores is a failure of its own
         reward = config.reward if key.startswith("data.train.") else config.validation_reward()
         if any(function.weight for function in reward.functions.values()) and not reward.scores(name):
             what = f'no function with a weight scores the data source "{name}"'

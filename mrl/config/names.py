@@ -30,6 +30,19 @@ ENGINES = {
     "vllm": "mrl.rollout.vllm_engine:VllmEngine",
     "transformers": "mrl.rollout.transformers_engine:TransformersEngine",
 }
+ENVIRONMENTS = {
+    "tools": "mrl.agents.tool_environment:ToolEnvironment",
+    "search_r1": "mrl.agents.search_r1:SearchR1",
+    "program": "mrl.agents.program:Program",
+}
+TEXT_FORMATS = ("search_r1",)
+"""Those whose answers are text without roles."""
+FORMATS = ("hermes", "llama3_json", *TEXT_FORMATS)
+TOOLS = {
+    "calculator": "mrl.agents.calculator:calculator",
+    "python": "mrl.agents.python_tool:python",
+    "search": "mrl.agents.search:search",
+}
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
 SAMPLERS = ("shares", "difficulty")
 DATASETS = ("toy", "reasoning_gym")
@@ -99,6 +112,11 @@ def _algorithm_names(config: Config) -> Iterator[tuple[str, str, str, Collection
     if algorithm.correction is not None:
         yield "algorithm.correction.level", "importance ratio level", algorithm.correction.level, RATIO_LEVELS
     yield "rollout.engine", "rollout engine", config.rollout.engine, ENGINES
+    for label, environment in config.agent.environments.items():
+        key = f"agent.environments.{label}"
+        yield f"{key}.name", "environment", environment.name, ENVIRONMENTS
+        yield f"{key}.format", "format", environment.format, FORMATS
+        yield from ((f"{key}.tools.{name}.name", "tool", each.name, TOOLS) for name, each in environment.tools.items())
 
 
 def _reward_functions(config: AnyConfig) -> Iterator[tuple[str, Mapping[str, RewardFunctionConfig]]]:

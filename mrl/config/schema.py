@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from mrl.config.agent import AgentConfig
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.bounds import Characters, Count, NotNegative, PlainName, Proportion, Seconds, Share, Text
 from mrl.config.judge import JudgeConfig
@@ -341,6 +342,7 @@ class Config:
     algorithm: AlgorithmConfig
     data: DataConfig
     reward: RewardConfig = field(default_factory=RewardConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     batch: BatchConfig
     actor: TrainedModelConfig
     """The policy."""

@@ -115,8 +115,10 @@ def is_confidential(path: KeyPath, written: Any) -> bool:
 
 
 def _is_secret(path: KeyPath) -> bool:
-    # What reward functions are given beside their options is what must not stand there, however it is called.
-    return path[:2] == ("reward", "environment") or any(is_secret_key(name) for name in path)
+    # What a user's code is given beside its options is what must not stand there, however it is called.
+    return path[:2] in (("reward", "environment"), ("agent", "environment")) or any(
+        is_secret_key(name) for name in path
+    )
 
 
 def _secret_texts(value: Any, *, secret: bool) -> Iterator[str]:

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType, TracebackType
 from typing import Any
 
 READY, LOADED, FAILED = "ready", "loaded", "failed"
@@ -70,6 +70,7 @@ def main(arguments: Sequence[str]) -> None:
     sys.set_int_max_str_digits(0)
     if tests is None:
         os.closerange(out, nothing + 1)
+        sys.excepthook = _tell_error
         FunctionType(_code("program"), vars(_module("__main__")))()
         return
     for standard in (0, 1):
@@ -120,10 +121,18 @@ def _run_tests(tests: CodeType, numbers: range, out: int, secret: str) -> None:
     os._exit(0)
 
 
+def _tell_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error as if the program had run by itself: the two frames above it are of this file."""
+    sys.stdout.flush()  # what it printed came first
+    own = trace and trace.tb_next and trace.tb_next.tb_next
+    sys.__excepthook__(kind, error.with_traceback(own), own)
+
+
 def _code(name: str) -> CodeType:
     try:
         code = SourceFileLoader(name, f"{name}.py").get_code(name)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        sys.__excepthook__(type(error), error, None)
         os._exit(NO_PROGRAM)
     assert code is not None, "a loader of sources has code"
     return code

@@ -77,8 +77,13 @@ class ProgramEnded(Exception):
 class ContainedProgram:
     """A process that runs a program; leaving the `with` block ends it and removes its directory."""
 
-    def __init__(self, files: Mapping[str, str], stdin: str, tests: range, limits: Limits) -> None:
-        """Start it. `tests` are those of `tests.py` that it runs; where there are none, the program reads `stdin`."""
+    def __init__(
+        self, files: Mapping[str, str], stdin: str, tests: range, limits: Limits, *, keeps_errors: bool = False
+    ) -> None:
+        """Start it. `tests` are those of `tests.py` that it runs; where there are none, the program reads `stdin`.
+
+        With `keeps_errors` what it writes to standard error is part of its output.
+        """
         check_confinement()
         self._limits = limits
         self._output, self._has_closed, self._has_ended = b"", False, False
@@ -88,7 +93,9 @@ class ContainedProgram:
             self._directory = stack.enter_context(_private_directory())
             for name, text in files.items():
                 (self._directory / name).write_text(text, encoding="utf-8", errors="replace", newline="")
-            self._process = stack.enter_context(self._start(stdin, tests))
+            self._process = stack.enter_context(
+                self._start(stdin, tests, subprocess.STDOUT if keeps_errors else subprocess.DEVNULL)
+            )
             stack.callback(self._process.kill)
             self._pidfd = os.pidfd_open(self._process.pid)
             stack.callback(os.close, self._pidfd)
@@ -118,7 +125,7 @@ class ContainedProgram:
         self._read_until(lambda: self._has_closed and self._has_ended, limit_s)
         return self._process.wait(), self._output
 
-    def _start(self, stdin: str, tests: range) -> subprocess.Popen[bytes]:
+    def _start(self, stdin: str, tests: range, errors: int) -> subprocess.Popen[bytes]:
         most = {
             resource.RLIMIT_AS: self._limits.memory_bytes,
             resource.RLIMIT_CPU: int(self._limits.program_s) + 2,
@@ -133,7 +140,7 @@ class ContainedProgram:
                 [*_PYTHON, *map(str, words)],
                 stdin=given,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=errors,
                 cwd=self._directory,
                 env=_VARIABLES | {"HOME": str(self._directory), "TMPDIR": str(self._directory)},
                 pass_fds=[ruleset],

@@ -14,8 +14,10 @@ _MAY_CHANGE = ("run", "cluster", "deadlines", "placement", "training", "validati
 
 
 def resume_config(config: AnyConfig) -> dict[str, Any]:
-    """It as JSON knows it; without secrets, which the environment of rewards may hold."""
+    """It as JSON knows it; without secrets, which the variables of rewards and environments may hold."""
     sections = {name: value for name, value in dataclasses.asdict(config).items() if name not in _MAY_CHANGE}
+    if "agent" in sections:
+        del sections["agent"]["environment"]
     found: dict[str, Any] = redact(json.loads(json.dumps(sections)))
     return found
 

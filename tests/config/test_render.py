@@ -118,6 +118,20 @@ reward:
   on_failure: drop                               # default
   max_failed_share: 0.05                         # default
   environment: {}                                # default
+agent:
+  environments: {}                               # default
+  num_workers: 4                                 # default
+  concurrency: 256                               # default
+  limit_s: 30.0                                  # default
+  start_limit_s: 60.0                            # default
+  memory_bytes: 2147483648                       # default
+  max_samples_per_s: null                        # default
+  samples_per_worker: 10000                      # default
+  retries: 1                                     # default
+  on_failure: drop                               # default
+  max_failed_share: 0.05                         # default
+  deterministic: false                           # default
+  environment: {}                                # default
 batch:
   prompts_per_step: 8                            # run.yaml:16
   samples_per_prompt: 4                          # run.yaml:17

@@ -11,8 +11,8 @@ from mrl.config.schema import Config
 from mrl.trainer.resume_config import describe_changes, resume_config
 from tests.trainer.fakes import CRITIC, make_config
 
-LEARNT = {"model", "algorithm", "data", "batch", "actor", "critic", "reward_model", "rollout"}
-MAY_CHANGE = {"run", "cluster", "deadlines", "placement", "training", "validation", "sync", "reward"}
+LEARNT = {"model", "algorithm", "data", "batch", "actor", "critic", "reward_model", "rollout", "agent"}
+MAY_CHANGE = {"run", "cluster", "deadlines", "placement", "training", "validation", "sync", "reward", "judge"}
 
 
 def test_what_decides_what_is_learnt_is_held(tmp_path: Path) -> None:

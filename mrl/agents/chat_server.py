@@ -1,0 +1,148 @@
+"""A chat-completions server for programs that nobody here wrote: one for a worker process, a path for a conversation.
+
+It speaks as much HTTP as OpenAI's clients need: a request with a length, an answer, and the connection is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_REQUEST_BYTES = 8 << 20
+_MAX_HEAD_BYTES = 64 << 10
+_REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 409: "Conflict", 413: "Too Large"}
+
+
+@dataclass(frozen=True, eq=False)
+class ChatRequest:
+    """What a program asks, and where it waits for an answer."""
+
+    body: dict[str, Any]
+    answered: asyncio.Future[tuple[int, dict[str, Any]]]
+
+    def answer(self, body: dict[str, Any]) -> None:
+        if not self.answered.done():
+            self.answered.set_result((200, body))
+
+    def refuse(self, status: int, what: str) -> None:
+        """Answer with an error in the form that clients know."""
+        if not self.answered.done():
+            self.answered.set_result((status, _error(what)))
+
+
+@dataclass(eq=False)
+class Session:
+    """What comes from one program."""
+
+    key: str
+    """Stands in its address, and is its API key."""
+    requests: asyncio.Queue[ChatRequest] = field(default_factory=asyncio.Queue)
+    score: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+class ChatServer:
+    """The server of this process, on the loopback interface."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._server: asyncio.Server | None = None
+
+    async def open(self) -> tuple[Session, str]:
+        """Return a session and its address; the server starts with the first."""
+        if self._server is None:
+            self._server = await asyncio.start_server(self._serve, "127.0.0.1", limit=_MAX_HEAD_BYTES)
+        session = Session(secrets.token_urlsafe(24))
+        self._sessions[session.key] = session
+        port = self._server.sockets[0].getsockname()[1]
+        return session, f"http://127.0.0.1:{port}/c/{session.key}/v1"
+
+    def close(self, session: Session) -> None:
+        """Know the session no more; whoever waits for an answer is told so."""
+        self._sessions.pop(session.key, None)
+        while not session.requests.empty():
+            session.requests.get_nowait().refuse(409, "the conversation is over")
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            status, body, streams = await self._answer(reader)
+            writer.write(_event_stream(body) if streams and status == 200 else _response(status, body))
+            await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # it has gone
+        finally:
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader) -> tuple[int, dict[str, Any], bool]:
+        """Return the status and the body for a request, and whether it is to be streamed."""
+        try:
+            path, headers = _head(await reader.readuntil(b"\r\n\r\n"))
+            length = int(headers.get("content-length", "0"))
+        except (asyncio.LimitOverrunError, ValueError) as error:
+            return 400, _error(f"not a request with a length: {error}"), False
+        if not 0 <= length <= MAX_REQUEST_BYTES:
+            return 413, _error(f"{length} bytes; at most {MAX_REQUEST_BYTES}"), False
+        content = await reader.readexactly(length)
+        _, _, rest = path.partition("/c/")
+        key, _, call = rest.partition("/v1/")
+        session = self._sessions.get(key)
+        if session is None or not secrets.compare_digest(headers.get("authorization", ""), f"Bearer {session.key}"):
+            return 401, _error("no conversation has this address and key"), False
+        try:
+            body = json.loads(content)
+            if not isinstance(body, dict):
+                raise ValueError("not an object")
+        except (ValueError, RecursionError) as error:
+            return 400, _error(f"the body is not JSON: {error}"), False
+        if call == "score":
+            return (*_score(session, body), False)
+        if call != "chat/completions":
+            return 404, _error(f"there are chat/completions and score, not {call:.40}"), False
+        request = ChatRequest(body, asyncio.get_running_loop().create_future())
+        session.requests.put_nowait(request)
+        return (*await request.answered, bool(body.get("stream")))
+
+
+def _head(head: bytes) -> tuple[str, Mapping[str, str]]:
+    first, *lines = head.decode("latin-1").split("\r\n")
+    method, path, _ = first.split(" ")
+    if method != "POST":
+        raise ValueError(f"{method} is not POST")
+    pairs = (line.partition(":") for line in lines if line)
+    return path, {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+
+def _score(session: Session, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Take the score that a program gives itself, and parts of it."""
+    numbers = {"score": body.get("score"), **(body.get("parts") or {})}
+    if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers.values()):
+        return 400, _error('a score is {"score": 1.0, "parts": {"name": 0.5}}')
+    session.score = float(numbers.pop("score"))
+    session.parts |= {str(name): float(number) for name, number in numbers.items()}
+    return 200, {}
+
+
+def _error(what: str) -> dict[str, Any]:
+    return {"error": {"message": what, "type": "invalid_request_error"}}
+
+
+def _response(status: int, body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    return f"{head}\r\nConnection: close\r\n\r\n".encode() + content
+
+
+def _event_stream(body: dict[str, Any]) -> bytes:
+    """Return an answer to a client that wants pieces: all of it as one."""
+    (choice,) = body["choices"]
+    calls = [{"index": number, **call} for number, call in enumerate(choice["message"].get("tool_calls") or ())]
+    delta = choice["message"] | ({"tool_calls": calls} if calls else {})
+    chunk = {**body, "object": "chat.completion.chunk"}
+    chunk["choices"] = [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}]
+    content = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode()
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: {len(content)}"
+    return f"{head}\r\nConnection: close\r\n\r\n".encode() + content

@@ -1,0 +1,69 @@
+"""What the conversations of a rollout came to: figures, and the end of a run where too many have failed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from mrl.agents.loop import Dialog
+from mrl.config.agent import AgentConfig
+from mrl.errors import AgentError
+from mrl.rewards.outcome import FAILURE_KINDS, Failure
+
+_NUM_EXAMPLES = 3
+ENDS = ("done", "turns", "length")
+
+
+def dialog_metrics(dialogs: Sequence[Dialog]) -> dict[str, float]:
+    """Return turns, calls, ends, failures and times of the conversations that environments took part in."""
+    mine = [dialog for dialog in dialogs if dialog.environment is not None]
+    if not mine:
+        return {}
+    figures = {f"agent/failed/{kind}": 0.0 for kind in FAILURE_KINDS}
+    figures |= {f"agent/failed/{kind}": float(num) for kind, num in _failures(mine).items()}
+    figures["agent/retried"] = float(sum(dialog.attempts - 1 for dialog in mine))
+    figures["agent/environment_s/mean"] = float(np.mean([dialog.environment_s for dialog in mine]))
+    figures["agent/environment_s/max"] = max(dialog.environment_s for dialog in mine)
+    spoken = [dialog for dialog in mine if dialog.failure is None]
+    if not spoken:
+        return figures
+    conversations = [dialog.ended_conversation for dialog in spoken]
+    turns = np.array([len(conversation.turns) for conversation in conversations])
+    calls = [call for dialog in spoken for of_turn in dialog.calls for call in of_turn]
+    written = sum(int(conversation.mask.sum()) for conversation in conversations)
+    tokens = sum(len(conversation.mask) for conversation in conversations)
+    figures |= {"agent/turns/mean": float(turns.mean()), "agent/turns/max": float(turns.max())}
+    figures["agent/calls/mean"] = len(calls) / len(spoken)
+    figures["agent/calls/invalid_share"] = sum(bool(call.problem) for call in calls) / max(len(calls), 1)
+    figures["agent/turn_tokens/mean"] = written / int(turns.sum())
+    figures["agent/observed_share"] = 1 - written / tokens
+    figures["agent/observations/cut_share"] = sum(dialog.num_cut_characters > 0 for dialog in spoken) / len(spoken)
+    figures["agent/observations/escaped"] = float(sum(dialog.num_escaped for dialog in spoken))
+    for how in ENDS:
+        figures[f"agent/ended/{how}"] = sum(each.ended == how for each in conversations) / len(spoken)
+    return figures
+
+
+def check_failed_share(config: AgentConfig, dialogs: Sequence[Dialog]) -> None:
+    """Stop the run where the environments of too many conversations have failed."""
+    failed = [(dialog, dialog.failure) for dialog in dialogs if dialog.failure is not None]
+    if len(failed) <= config.max_failed_share * len(dialogs):
+        return
+    counted = ", ".join(f"{num} {kind}" for kind, num in sorted(_failures(dialogs).items()))
+    examples = [f"  {dialog.opening.name}: {_said(failure)}" for dialog, failure in failed[:_NUM_EXAMPLES]]
+    share = f"the environments of {len(failed)} of {len(dialogs)} conversations have failed ({counted})"
+    raise AgentError(
+        "\n".join([f"{share}; at most {100 * config.max_failed_share:g} % may fail", *examples]),
+        where="agent",
+        fix="mend the environment, or raise agent.max_failed_share",
+    )
+
+
+def _failures(dialogs: Sequence[Dialog]) -> Counter[str]:
+    return Counter(dialog.failure.kind for dialog in dialogs if dialog.failure is not None)
+
+
+def _said(failure: Failure) -> str:
+    return f"{failure.kind}: {failure.detail}, {failure.attempts} attempts"

@@ -1,0 +1,283 @@
+"""All conversations of a rollout: engines write turns, environments answer them, and nobody waits for anybody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from mrl.agents.client import Again, EnvironmentAnswer, EnvironmentClient
+from mrl.agents.conversation import Conversation, Ids, environment_seed
+from mrl.agents.environment import Done, Message, Observation, Start, Task, ToolCall, Turn
+from mrl.agents.formats import Format, calls_of
+from mrl.agents.observation import ObservationEncoder
+from mrl.config.agent import AgentConfig
+from mrl.errors import AgentError
+from mrl.events import Event, Retried, SampleSkipped
+from mrl.rewards.outcome import Failure
+from mrl.rollout.requests import Generated, GenerationRequest
+
+Ended = Literal["done", "turns", "length", "stop"]
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """How the model and one environment speak with each other."""
+
+    format: Format
+    observations: ObservationEncoder
+    render: Callable[[Start], tuple[str, list[int]]]
+    """Makes a prompt of what an environment begins with, or raises `AgentError`."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a conversation begins with."""
+
+    row: int
+    """Of the batch."""
+    key: str
+    uid: str
+    sample: int
+    data_source: str
+    prompt_ids: Ids
+    seed: int
+    max_tokens: int
+    """Of everything behind the prompt."""
+    messages: Sequence[Message] = ()
+    ground_truth: Any = None
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"conversation {self.uid}/{self.sample}"
+
+    def task(self) -> Task:
+        """Return what an environment is told."""
+        return Task(
+            messages=self.messages,
+            ground_truth=self.ground_truth,
+            data_source=self.data_source,
+            extra_info=self.extra_info,
+            uid=self.uid,
+            sample=self.sample,
+            seed=environment_seed(self.seed),
+        )
+
+
+@dataclass(eq=False)
+class Dialog:
+    """A conversation with what there is to know of it beside its tokens."""
+
+    opening: Opening
+    environment: str | None
+    """Which of the environments answers; None where nobody does."""
+    prompt_text: str | None = None
+    """Where the environment has begun with other messages than the data, or with tools."""
+    conversation: Conversation | None = None
+    calls: list[list[ToolCall]] = field(default_factory=list)
+    """Of each turn."""
+    said: list[str] = field(default_factory=list)
+    """What the model wrote in each turn, and what it was answered, by turns."""
+    score: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    environment_s: float = 0.0
+    num_cut_characters: int = 0
+    """Of observations that were too long."""
+    num_escaped: int = 0
+    """Control tokens and tags that observations held."""
+    attempts: int = 1
+    failure: Failure | None = None
+    home: int | None = None
+    ticket: int = 0
+    """Of its environment's last attempt."""
+
+    @property
+    def begun(self) -> Conversation:
+        assert self.conversation is not None, "its environment has begun it"
+        return self.conversation
+
+    @property
+    def ended_conversation(self) -> Conversation:
+        """The conversation of one that has not failed, as it ended."""
+        assert self.begun.ended, "it is over, and has not failed"
+        return self.begun
+
+    @property
+    def prompt_ids(self) -> Ids:
+        """What the model has read first: of a failed one, the prompt of the data."""
+        return self.opening.prompt_ids if self.conversation is None else self.conversation.prompt_ids
+
+
+class Dialogs:
+    """Drive the conversations of one rollout after another; their turns are the follow-ups that a fleet asks for."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        environments: EnvironmentClient[Dialog] | None,
+        speakers: Mapping[str, Speaker],
+        decode: Callable[[list[int]], str],
+        write: Callable[[Event], None],
+    ) -> None:
+        """Speak with these environments, or with nobody: a conversation is one turn then."""
+        self._config = config
+        self._environments, self._speakers = environments, speakers
+        self._decode, self._write = decode, write
+        self.has_environments = environments is not None
+        self.end_ids = {token for speaker in speakers.values() for token in speaker.observations.end_ids}
+        """Tokens that end a turn for any of the environments."""
+        self._ready: list[GenerationRequest] = []
+        self._writing: dict[str, Dialog] = {}
+        self._ended: list[Dialog] = []
+
+    @property
+    def _client(self) -> EnvironmentClient[Dialog]:
+        assert self._environments is not None, "a conversation that names an environment has one"
+        return self._environments
+
+    def begin(self, openings: Sequence[Opening]) -> list[Dialog]:
+        """Have these conversations begin, each by its environment where it has one."""
+        dialogs = [Dialog(each, self._config.name_for(each.data_source)) for each in openings]
+        for dialog in dialogs:
+            if dialog.environment is None:
+                self._converse(dialog, dialog.opening.prompt_ids)
+            else:
+                dialog.ticket = self._client.begin(dialog, dialog.environment, dialog.opening.task())
+        return dialogs
+
+    def take(self) -> list[GenerationRequest]:
+        """Return the turns that are to be written by now."""
+        for dialog, answer in self._client.answers() if self.has_environments else ():
+            if isinstance(answer, Failure):
+                self._failed(dialog, answer)
+            elif isinstance(answer, Again):
+                self._again(dialog, answer.why)
+            else:
+                self._answered(dialog, answer)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def arriving(self) -> Future[Any] | None:
+        """Return what is done when an environment has answered; None where none is asked."""
+        return self._client.arriving() if self.has_environments else None
+
+    def written(self, generated: Generated) -> None:
+        """Add a turn that an engine wrote, and ask its environment for an answer."""
+        dialog = self._writing.pop(generated.key)
+        dialog.begun.write(generated.token_ids, generated.log_probs, generated.finish)
+        dialog.home = generated.replica
+        if dialog.environment is None:
+            self._end(dialog, generated.finish)
+            return
+        ids, speaker = generated.token_ids.tolist(), self._speakers[dialog.environment]
+        dialog.said.append(self._decode(ids))
+        text = self._decode(ids[:-1]) if ids[-1] in speaker.observations.end_ids else dialog.said[-1]
+        dialog.calls.append(calls_of(speaker.format, text, generated.finish))
+        turn = Turn(
+            number=len(dialog.calls) - 1,
+            text=text,
+            calls=dialog.calls[-1],
+            ended=generated.finish,
+            left_turns=self._config.environments[dialog.environment].max_turns - len(dialog.calls),
+            left_tokens=dialog.begun.room,
+        )
+        self._client.step(dialog.ticket, dialog, turn)
+
+    def ended(self) -> list[Dialog]:
+        """Return the conversations that have ended or failed since this was last asked."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _answered(self, dialog: Dialog, answer: EnvironmentAnswer) -> None:
+        dialog.environment_s += answer.seconds
+        try:
+            if isinstance(answer.said, Start):
+                self._start(dialog, answer.said)
+            else:
+                self._hear(dialog, answer.said)
+        except AgentError as error:
+            self._client.let_go(dialog.ticket, dialog)
+            self._failed(dialog, Failure("bad_result", str(error), answer.seconds))
+
+    def _start(self, dialog: Dialog, said: Start) -> None:
+        """Begin with what the environment says: with the prompt of the data, where it says nothing else."""
+        opening = dialog.opening
+        if not said.tools and list(said.messages) == list(opening.messages):
+            self._converse(dialog, opening.prompt_ids)
+        else:
+            dialog.prompt_text, ids = self._speakers[dialog.environment or ""].render(said)
+            self._converse(dialog, np.asarray(ids, np.int32))
+
+    def _converse(self, dialog: Dialog, prompt_ids: Ids) -> None:
+        opening = dialog.opening
+        dialog.conversation = Conversation(
+            opening.key, opening.uid, prompt_ids, max_tokens=opening.max_tokens, seed=opening.seed
+        )
+        self._request(dialog)
+
+    def _hear(self, dialog: Dialog, said: Observation | Done) -> None:
+        """Go on with what the environment answers, where there is a turn left and room for it."""
+        turns, limits = dialog.begun.turns, self._config.environments[dialog.environment or ""]
+        dialog.parts |= said.parts
+        if said.score is not None:
+            dialog.score = (dialog.score or 0.0) + said.score
+        cut_off = turns[-1].finish == "length"
+        if isinstance(said, Done):
+            self._end(dialog, "length" if cut_off else "done")
+        elif len(turns) >= limits.max_turns or not self._observe(dialog, said):
+            self._client.let_go(dialog.ticket, dialog)
+            self._end(dialog, "turns" if len(turns) >= limits.max_turns and not cut_off else "length")
+        else:
+            self._request(dialog)
+
+    def _observe(self, dialog: Dialog, said: Observation) -> bool:
+        """Add an observation, and return whether it and a turn behind it fit."""
+        encoder = self._speakers[dialog.environment or ""].observations
+        encoded = encoder.encode(dialog.begun, dialog.calls[-1], said)
+        if encoded is None or len(encoded.ids) >= dialog.begun.room:
+            return False
+        dialog.said.append(encoded.text)
+        dialog.num_cut_characters += encoded.num_cut_characters
+        dialog.num_escaped += encoded.num_escaped
+        dialog.begun.observe(encoded.ids)
+        return True
+
+    def _request(self, dialog: Dialog) -> None:
+        limit: int | None = None
+        stops: tuple[str, ...] = ()
+        if dialog.environment is not None:
+            limit = self._config.environments[dialog.environment].max_turn_tokens
+            stops = self._speakers[dialog.environment].format.stops
+        request = dialog.begun.request(limit or dialog.begun.room)
+        self._writing[request.key] = dialog
+        self._ready.append(replace(request, home=dialog.home, stop=stops))
+
+    def _end(self, dialog: Dialog, how: Ended) -> None:
+        dialog.begun.end(how)
+        self._ended.append(dialog)
+
+    def _failed(self, dialog: Dialog, failure: Failure) -> None:
+        if dialog.attempts <= self._config.retries:
+            dialog.attempts += 1
+            self._again(dialog, f"{failure.kind}: {failure.detail}")
+            return
+        dialog.failure = replace(failure, attempts=dialog.attempts)
+        self._write(SampleSkipped(dialog.opening.row, f"environment {failure.kind}", failure.detail))
+        if self._config.on_failure == "stop":
+            raise AgentError(
+                f"the environment failed: {failure.kind}: {failure.detail}",
+                where=dialog.opening.name,
+                fix="mend the environment, or agent.on_failure=drop to go on without such conversations",
+            )
+        self._ended.append(dialog)
+
+    def _again(self, dialog: Dialog, why: str) -> None:
+        """Begin a conversation anew with the same seeds: environments that do not throw dice answer the same."""
+        self._write(Retried(dialog.opening.name, dialog.attempts, why))
+        dialog.conversation, dialog.score, dialog.parts = None, None, {}
+        dialog.calls, dialog.said = [], []
+        dialog.ticket = self._client.begin(dialog, dialog.environment or "", dialog.opening.task())

@@ -1,0 +1,121 @@
+"""Tools from plain functions: their schema from hints and docstring, and calls that are held against it.
+
+A function's keyword-only parameters, and whatever `options` give, are the configuration's: no model is told of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from mrl.errors import AgentError, did_you_mean
+
+_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
+_KINDS: dict[str, tuple[type, ...]] = {
+    **{name: (kind,) for kind, name in _TYPES.items()},
+    "number": (int, float),
+    "array": (list,),
+    "object": (dict,),
+}
+_ARGUMENTS = re.compile(r"\n\s*Args:\s*\n(.*?)(\n\s*\n|\n\s*(Returns|Raises):|\Z)", re.DOTALL)
+
+
+class Tool:
+    """A function with the schema that a model is shown; `options` are arguments that the model does not give."""
+
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any] | None = None, name: str = "") -> None:
+        self.name = name or function.__name__
+        self._function = partial(function, **(options or {}))
+        self.schema = tool_schema(function, self.name, options=set(options or {}))
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Return the function's result as text; what is wrong with the arguments is a `ValueError`."""
+        if problems := list(violations(arguments, self.schema["function"]["parameters"])):
+            raise ValueError(f"the call of {self.name} is wrong: {'; '.join(problems)}")
+        result = self._function(**arguments)
+        if inspect.isawaitable(result):
+            result = await result
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+
+def tool_schema(function: Callable[..., Any], name: str, options: set[str]) -> dict[str, Any]:
+    """Return the schema in the field's form: name, description, and parameters as a JSON schema."""
+    description, _, _ = (inspect.getdoc(function) or "").partition("\n\n")
+    hints, of_parameters = get_type_hints(function), dict(_described(function))
+    taken = inspect.signature(function).parameters
+    if unknown := options - taken.keys():
+        raise AgentError(f"it takes no {min(unknown)}", where=f"tool {name}", fix=did_you_mean(min(unknown), taken))
+    for_options = {one.name for one in taken.values() if one.kind is one.KEYWORD_ONLY}
+    if missing := [one for one in sorted(for_options - options) if taken[one].default is inspect.Parameter.empty]:
+        needed = missing[0]
+        raise AgentError(f"it needs the option {needed}", where=f"tool {name}", fix=f"options: {{{needed}: ...}}")
+    properties = {}
+    for parameter in (one for one in taken.values() if one.name not in options | for_options):
+        where = f"tool {name}, parameter {parameter.name}"
+        if parameter.name not in hints or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise AgentError("a tool's parameters have a type each", where=where, fix=f"{parameter.name}: str")
+        about = {"description": of_parameters[parameter.name]} if parameter.name in of_parameters else {}
+        properties[parameter.name] = _schema_of(hints[parameter.name], where) | about
+    required = [one for one in properties if taken[one].default is inspect.Parameter.empty]
+    if not description:
+        raise AgentError("the model is told what a tool does", where=f"tool {name}", fix="give it a docstring")
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": " ".join(description.split()), "parameters": parameters},
+    }
+
+
+def violations(value: Any, schema: Mapping[str, Any], where: str = "") -> Iterator[str]:
+    """Yield, in words for the model, where a value is not of its schema."""
+    place = where or "the call"
+    if "anyOf" in schema:
+        found = [list(violations(value, choice, where)) for choice in schema["anyOf"]]
+        yield from min(found, key=len) if all(found) else ()
+    kind = schema.get("type")
+    if kind is not None and (not isinstance(value, _KINDS[kind]) or (kind != "boolean" and isinstance(value, bool))):
+        yield f"{place} is {json.dumps(value, ensure_ascii=False)[:40]}, and has to be of type {kind}"
+    elif "enum" in schema and value not in schema["enum"]:
+        yield f"{place} is {json.dumps(value)[:40]}, and has to be one of {json.dumps(schema['enum'])}"
+    elif kind == "array":
+        for number, item in enumerate(value):
+            yield from violations(item, schema.get("items", {}), f"{place}[{number}]")
+    elif kind == "object":
+        known, more = schema.get("properties", {}), schema.get("additionalProperties", False)
+        yield from (f"{name} is missing" for name in schema.get("required", ()) if name not in value)
+        for name, item in value.items():
+            inner = f"{where}.{name}" if where else name
+            if name in known or more is not False:
+                yield from violations(item, known.get(name, more), inner)
+            else:
+                yield f"there is no {inner}; there are: {', '.join(known) or 'no parameters'}"
+
+
+def _schema_of(hint: Any, where: str) -> dict[str, Any]:
+    """Return the JSON schema of a type."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint in _TYPES:
+        return {"type": _TYPES[hint]}
+    if origin in (Union, UnionType):
+        return {"anyOf": [_schema_of(choice, where) for choice in inner]}
+    if origin is Literal and len({type(choice) for choice in inner}) == 1:
+        return {"type": _TYPES[type(inner[0])], "enum": list(inner)}
+    if hint is list or origin in (list, Sequence):
+        return {"type": "array"} | ({"items": _schema_of(inner[0], where)} if inner else {})
+    if hint is dict or (origin in (dict, Mapping) and inner[0] is str):
+        return {"type": "object", "additionalProperties": _schema_of(inner[1], where) if inner else {}}
+    fix = "str, int, float, bool, list[...], dict[str, ...], Literal[...] or a union of them"
+    raise AgentError(f"{hint} has no JSON schema", where=where, fix=fix)
+
+
+def _described(function: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+    """Yield parameters and what the docstring says of them below `Args:`."""
+    names = "|".join(inspect.signature(function).parameters)
+    if listed := _ARGUMENTS.search(inspect.getdoc(function) or ""):
+        pieces = re.split(rf"^\s*({names})(?: \(.*?\))?:", listed[1], flags=re.MULTILINE)[1:]
+        yield from ((name, " ".join(text.split())) for name, text in zip(pieces[::2], pieces[1::2], strict=True))

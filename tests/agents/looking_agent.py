@@ -1,0 +1,74 @@
+"""An agent that knows nothing of mrl: it asks a model at an OpenAI-compatible address, and runs the tools it calls.
+
+python looking_agent.py [well|rewrites|fails|streams|asks|forever]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import urllib.request
+
+import openai
+
+HOW = sys.argv[1] if len(sys.argv) > 1 else "well"
+TASK = json.loads(os.environ["MRL_TASK"])
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look a key up.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+    },
+}
+
+
+def score(value: float) -> None:
+    """Tell what the answer is worth."""
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/score",
+        json.dumps({"score": value, "parts": {"exact": value}}).encode(),
+        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
+    )
+    urllib.request.urlopen(request).read()
+
+
+def main() -> None:
+    """Look up until the model says something."""
+    if HOW == "fails":
+        sys.exit("there is no shelf")
+    client = openai.OpenAI(max_retries=0)
+    messages = list(TASK["messages"])
+    while True:
+        if HOW == "streams":
+            pieces = list(client.chat.completions.create(model="any", messages=messages, tools=[TOOL], stream=True))
+            message = {"role": "assistant", "content": "", "tool_calls": []}
+            for piece in pieces:
+                delta = piece.choices[0].delta
+                message["content"] += delta.content or ""
+                message["tool_calls"] += [
+                    {"id": each.id, "type": "function", "function": each.function.model_dump()}
+                    for each in delta.tool_calls or ()
+                ]
+        else:
+            answer = client.chat.completions.create(
+                model="any", messages=messages, tools=[TOOL], temperature=0.3, seed=7
+            )
+            message = answer.choices[0].message.model_dump(exclude_none=True)
+        messages.append({name: value for name, value in message.items() if value})
+        calls = message.get("tool_calls") or []
+        if not calls and HOW != "forever":
+            score(float(message["content"].strip() == TASK["ground_truth"]))
+            return
+        for call in calls:
+            key = json.loads(call["function"]["arguments"])["key"]
+            found = TASK["extra_info"]["facts"].get(key, "nothing")
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": found})
+        if HOW == "rewrites":
+            messages[0] = {"role": "user", "content": "Something else?"}
+        if HOW == "forever":
+            messages.append({"role": "user", "content": "And?"})
+
+
+main()

@@ -1,0 +1,97 @@
+"""Environments of tests: one that answers each call, and those that go wrong in one way each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from mrl.agents.environment import Done, Environment, Observation, Start, Task, Turn
+
+
+class Facts(Environment):
+    """Knows what the task's `facts` say; the answer is right where it is the ground truth."""
+
+    def __init__(self, delay_s: float = 0.0, log: str = "", scores: bool = True) -> None:
+        self._delay_s, self._log, self._scores = delay_s, log, scores
+
+    def reset(self, task: Task) -> Start:
+        self._task = task
+        self._say(f"begin {task.uid}/{task.sample}")
+        return Start(messages=task.messages)
+
+    async def step(self, turn: Turn) -> Observation | Done:  # type: ignore[override]
+        await asyncio.sleep(self._delay_s)
+        if not turn.calls:
+            score = float(turn.text.strip() == self._task.ground_truth) if self._scores else None
+            return Done(score=score, parts={"turns": turn.number + 1})
+        facts = self._task.extra_info["facts"]
+        results = [call.problem or facts.get((call.arguments or {})["key"], "nothing") for call in turn.calls]
+        return Observation(results=results)
+
+    def close(self) -> None:
+        self._say(f"close {self._task.uid}/{self._task.sample}")
+
+    def _say(self, what: str) -> None:
+        if self._log:
+            with Path(self._log).open("a") as log:
+                log.write(what + "\n")
+
+
+class WithTools(Facts):
+    """Says of what there is to call."""
+
+    def reset(self, task: Task) -> Start:
+        super().reset(task)
+        function = {"name": "look", "description": "Look a key up.", "parameters": {"type": "object", "properties": {}}}
+        return Start(messages=task.messages, tools=[{"type": "function", "function": function}])
+
+
+class Troubled(Facts):
+    """Does at its second turn what the task's `trouble` says; in the first attempt alone, where that is `once`."""
+
+    def __init__(self, directory: str, once: bool = False) -> None:
+        super().__init__()
+        self._directory, self._once = Path(directory), once
+
+    async def step(self, turn: Turn) -> Observation | Done:  # type: ignore[override]
+        trouble = self._task.extra_info.get("trouble")
+        before = self._directory / f"{self._task.uid}-{self._task.sample}"
+        if trouble and turn.number == 1 and not (self._once and before.exists()):
+            before.touch()
+            return await self._fail(trouble)
+        return await super().step(turn)
+
+    async def _fail(self, trouble: str) -> Observation | Done:
+        match trouble:
+            case "raises":
+                raise KeyError("no such shelf")
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "sleeps":
+                await asyncio.sleep(3600)
+            case "computes":
+                while True:
+                    time.sleep(0.01)
+            case "returns nothing":
+                return None  # type: ignore[return-value]
+            case "floods":
+                return Observation(text="word " * (2 << 20))
+            case "garbage":
+                for number in range(3, 64):
+                    try:
+                        os.write(number, b"\xff" * 4096)
+                    except OSError:
+                        continue
+                time.sleep(60)
+            case "forks":
+                child = subprocess.Popen(["sleep", "3600"])
+                (self._directory / "child").write_text(json.dumps(child.pid))
+                raise RuntimeError("the child lives on")
+            case "memory":
+                bytearray(8 << 30)
+        raise AssertionError(f"no such trouble: {trouble}")
