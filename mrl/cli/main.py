@@ -33,6 +33,7 @@ VERBS = {
     "launch": ("mrl.cli.launch", "start a run on a cluster, through Slurm or as a Ray job"),
     "export": ("mrl.cli.export", "write a checkpoint of a run as a model that transformers and vLLM load"),
     "report": ("mrl.cli.report", "write what a run did as one HTML file"),
+    "retriever": ("mrl.cli.retriever", "answer searches in a file of passages, for agents that search"),
     "demo": ("mrl.cli.demo", "train a small model on this machine, to see it work"),
 }
 QUICK_START = """\

@@ -1,0 +1,182 @@
+"""A retriever for Search-R1's protocol: BM25 over a file of passages, and HTTP around whatever finds passages."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mrl.errors import AgentError, DataError
+
+Passage = dict[str, Any]
+Found = list[tuple[int, float]]
+"""Places of passages with their scores, the best first."""
+_WORD = re.compile(r"\w+")
+_K1, _B = 0.9, 0.4  # as Anserini has them, and with it Search-R1's BM25
+_MAX_BODY_BYTES, _MAX_TOPK = 16 << 20, 1000
+
+
+class Index(Protocol):
+    """Finds passages."""
+
+    def find(self, queries: Sequence[str], topk: int) -> list[Found]:
+        """Return for each query at most `topk` passages."""
+
+
+class Bm25:
+    """BM25 as Lucene computes it. What each word adds to each passage is computed once, when the index is made."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._terms: dict[str, int] = {}
+        terms, passages, counts, lengths = array("i"), array("i"), array("i"), array("i")
+        for number, text in enumerate(texts):
+            words = Counter(_WORD.findall(text.lower()))
+            terms.extend(self._terms.setdefault(word, len(self._terms)) for word in words)
+            passages.extend([number] * len(words))
+            counts.extend(words.values())
+            lengths.append(words.total())
+        term, count, length = np.array(terms), np.array(counts, np.float32), np.array(lengths, np.float32)
+        order = np.argsort(term, kind="stable")
+        self._passages = np.array(passages)[order]
+        num_with = np.bincount(term, minlength=len(self._terms))
+        self._ends = np.concatenate([[0], np.cumsum(num_with)])
+        rarity = np.log1p((len(texts) - num_with + 0.5) / (num_with + 0.5)).astype(np.float32)
+        norm = _K1 * (1 - _B + _B * length / max(length.mean(), 1))
+        self._weights = (rarity[term] * count / (count + norm[np.array(passages)]))[order]
+        self._num = len(texts)
+
+    def find(self, queries: Sequence[str], topk: int) -> list[Found]:
+        return [self._find(query, topk) for query in queries]
+
+    def _find(self, query: str, topk: int) -> Found:
+        scores = np.zeros(self._num, np.float32)
+        for word in _WORD.findall(query.lower()):
+            if (term := self._terms.get(word)) is not None:
+                at = slice(self._ends[term], self._ends[term + 1])
+                scores[self._passages[at]] += self._weights[at]
+        least = np.partition(scores, -topk)[-topk] if topk < self._num else 0
+        among = np.flatnonzero((scores >= least) & (scores > 0))
+        best = among[np.lexsort((among, -scores[among]))][:topk]
+        return [(int(place), float(scores[place])) for place in best]
+
+
+def read_corpus(path: Path) -> list[Passage]:
+    """Return the passages of a jsonl file, each an object whose `contents` is text."""
+    corpus = list(_passages(path))
+    if not corpus:
+        raise DataError("it has no passages", where=str(path))
+    return corpus
+
+
+def _passages(path: Path) -> Iterator[Passage]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                passage = json.loads(line)
+                if not isinstance(passage, dict) or not isinstance(passage.get("contents"), str):
+                    raise DataError(
+                        f"{line.strip()[:80]!r} is no passage",
+                        where=f"{path}:{number}",
+                        fix='{"id": "0", "contents": "\\"Title\\"\\nText"}',
+                    )
+                yield passage
+    except OSError as error:
+        raise DataError(f"it cannot be read: {error.strerror}", where=str(path)) from error
+    except ValueError as error:
+        raise DataError(f"it is no jsonl in UTF-8: {error}", where=str(path)) from error
+
+
+class _Refused(Exception):
+    """What is asked for in a way that has no answer."""
+
+    def __init__(self, status: int, what: str) -> None:
+        super().__init__(what)
+        self.status = status
+
+
+class Retriever(ThreadingHTTPServer):
+    """Answers `POST /retrieve`; `serve_forever` until it is shut down."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, corpus: Sequence[Passage], index: Index, topk: int) -> None:
+        if not 0 < topk <= _MAX_TOPK:
+            raise AgentError(f"topk is {topk}", where="retriever", fix=f"a number from 1 to {_MAX_TOPK}")
+        self._corpus, self._index, self._topk = corpus, index, topk
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            what = f"{host}:{port}: {getattr(error, 'strerror', None) or error}"
+            raise AgentError(what, fix="choose another --host or --port") from error
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that went away before its answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+    @property
+    def url(self) -> str:
+        host, port = self.server_address[:2]
+        return f"http://{host!s}:{port}/retrieve"
+
+    def answer(self, asked: Any) -> dict[str, Any]:
+        """Return what is found for a request's JSON."""
+        if not isinstance(asked, dict):
+            raise _Refused(422, 'the body is no JSON object: {"queries": ["..."], "topk": 3, "return_scores": true}')
+        queries = asked["queries"] if "queries" in asked else asked.get("query")
+        queries = [queries] if isinstance(queries, str) else queries
+        if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
+            raise _Refused(422, f'"queries" is {json.dumps(queries)[:80]}, and has to be a list of texts')
+        topk = asked.get("topk") or self._topk
+        if isinstance(topk, bool) or not isinstance(topk, int) or not 0 < topk <= _MAX_TOPK:
+            raise _Refused(422, f'"topk" is {json.dumps(topk)[:80]}, and has to be a number from 1 to {_MAX_TOPK}')
+        with_scores = asked.get("return_scores", False)
+        if not isinstance(with_scores, bool):
+            raise _Refused(422, f'"return_scores" is {json.dumps(with_scores)[:80]}, and has to be true or false')
+        found = self._index.find(queries, topk) if queries else []
+        pairs = [[(self._corpus[place], score) for place, score in each] for each in found]
+        items = [[{"document": one, "score": score} if with_scores else one for one, score in each] for each in pairs]
+        return {"result": items}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Retriever
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # head and body are two writes
+    timeout = 60
+
+    def do_POST(self) -> None:
+        try:
+            status, answer = 200, self.server.answer(self._asked())
+        except _Refused as error:
+            status, answer = error.status, {"detail": str(error)}
+            self.close_connection = True  # what is left of the body would be taken for the next request
+        body = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Say nothing: thousands of lines would only slow it down."""
+
+    def _asked(self) -> Any:
+        if self.path.partition("?")[0].rstrip("/") != "/retrieve":
+            raise _Refused(404, f"there is no {self.path[:80]}; POST to /retrieve")
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > _MAX_BODY_BYTES:
+            raise _Refused(413, f"the body has {length or 'no known number of'} bytes; at most {_MAX_BODY_BYTES}")
+        try:
+            return json.loads(self.rfile.read(int(length)))
+        except (ValueError, RecursionError) as error:
+            raise _Refused(400, f"the body is not JSON: {error}") from error

@@ -1,0 +1,109 @@
+"""Searches by Search-R1's protocol: queries of conversations that wait together are one request.
+
+`{"queries": [...], "topk": 3, "return_scores": true}` is posted, and `{"result": [[{"document": {"contents": ...}}]]}`
+comes back, a list for each query. A service that gives no such answer raises: a conversation is not to blame for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import Any
+
+from mrl.agents.formats import search_r1_documents
+from mrl.errors import AgentError, RewardError
+from mrl.rewards.http_post import Service
+
+_TOGETHER_S = 0.005
+_MAX_QUERIES = 256
+_CONNECTIONS = 4
+_MAX_ANSWER_BYTES = 64 << 20
+
+
+class SearchClient:
+    """One service, for all conversations of a process."""
+
+    def __init__(self, url: str, topk: int, timeout_s: float, attempts: int, backoff_s: float) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise AgentError(f"{url!r} is no address", where="search", fix="url: http://127.0.0.1:8000/retrieve")
+        self._url, self._topk = url, topk
+        self._service = Service(url, timeout_s, attempts, backoff_s, None, _MAX_ANSWER_BYTES, uses_proxies=False)
+        self._connections = ThreadPoolExecutor(_CONNECTIONS, "search")
+        self._waiting: list[tuple[str, asyncio.Future[list[str]]]] = []
+        self._num_asked = 0
+        self._has_answered = False
+
+    async def expect_answer(self) -> None:
+        """Search for something, unless the service has answered before: one that is down is known at once."""
+        if not self._has_answered:
+            await self.search("test")
+
+    async def search(self, query: str) -> list[str]:
+        """Return the passages that are found, the best first."""
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[list[str]] = loop.create_future()
+        self._waiting.append((query, found))
+        if len(self._waiting) == 1:
+            loop.call_later(_TOGETHER_S, self._send)
+        return await found
+
+    def _send(self) -> None:
+        """Ask for what waits; where every connection is taken, it waits until one is free, and becomes more."""
+        while self._waiting and self._num_asked < _CONNECTIONS:
+            together, self._waiting = self._waiting[:_MAX_QUERIES], self._waiting[_MAX_QUERIES:]
+            queries, founds = zip(*together, strict=True)
+            asked = asyncio.get_running_loop().run_in_executor(self._connections, self._post, queries)
+            self._num_asked += 1
+            asked.add_done_callback(partial(self._tell, founds))
+
+    def _tell(self, founds: Sequence[asyncio.Future[list[str]]], answer: asyncio.Future[list[list[str]]]) -> None:
+        self._num_asked -= 1
+        self._send()
+        error = answer.exception()
+        self._has_answered |= error is None
+        for number, found in enumerate(founds):
+            if found.done():
+                continue  # its conversation was given up
+            if error is None:
+                found.set_result(answer.result()[number])
+            else:
+                found.set_exception(AgentError(str(error), where="search"))
+
+    def _post(self, queries: Sequence[str]) -> list[list[str]]:
+        answer = self._service.post({"queries": queries, "topk": self._topk, "return_scores": True})
+        return [contents[: self._topk] for contents in self._read(answer, len(queries))]
+
+    def _read(self, answer: Any, num_queries: int) -> list[list[str]]:
+        result = answer.get("result") if isinstance(answer, dict) else None
+        if not isinstance(result, list):
+            raise RewardError(f'{self._url} answers with no list in "result": {answer!r:.200}')
+        if len(result) != num_queries:
+            raise RewardError(f'{self._url} answers {num_queries} queries with {len(result)} lists in "result"')
+        return [[self._contents(item) for item in found] for found in result]
+
+    def _contents(self, item: Any) -> str:
+        document = item.get("document") if isinstance(item, dict) else None
+        contents = document.get("contents") if isinstance(document, dict) else None
+        if not isinstance(contents, str):
+            raise RewardError(f"{self._url} has found something without text in document.contents: {item!r:.200}")
+        return contents
+
+
+@cache
+def client(url: str, topk: int, timeout_s: float, attempts: int, backoff_s: float) -> SearchClient:
+    """Return the client of a service: whoever asks it in the same way shares it."""
+    return SearchClient(url, topk, timeout_s, attempts, backoff_s)
+
+
+async def search(
+    query: str, *, url: str, topk: int = 3, timeout_s: float = 10.0, attempts: int = 6, backoff_s: float = 0.5
+) -> str:
+    """Search for passages of text.
+
+    Args:
+        query: What to look for.
+    """
+    passages: Sequence[str] = await client(url, topk, timeout_s, attempts, backoff_s).search(query)
+    return search_r1_documents(passages).strip() or "nothing is found"

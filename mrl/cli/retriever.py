@@ -1,0 +1,36 @@
+"""`mrl retriever CORPUS`: a search service with Search-R1's protocol."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+EXAMPLE = "mrl retriever corpus.jsonl --port 8000"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("corpus", metavar="CORPUS", type=Path, help='jsonl of {"id": ..., "contents": "title\\ntext"}')
+    parser.add_argument("--host", default="127.0.0.1", help="who may ask: 0.0.0.0 is everybody (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="0 for any that is free (default 8000)")
+    parser.add_argument("--topk", type=int, default=3, help="passages, where a request does not say (default 3)")
+    parser.add_argument(
+        "--encoder", metavar="DIRECTORY", type=Path, help="of a model such as E5, whose vectors find passages, not BM25"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from mrl.agents.retriever import Bm25, Index, Retriever, read_corpus  # loads numpy
+
+    corpus = read_corpus(arguments.corpus)
+    texts = [passage["contents"] for passage in corpus]
+    index: Index
+    if arguments.encoder is None:
+        index = Bm25(texts)
+    else:
+        from mrl.agents.dense import DenseIndex  # loads torch
+
+        index = DenseIndex(arguments.encoder, texts)
+    with Retriever(arguments.host, arguments.port, corpus, index, arguments.topk) as retriever:
+        print(f"{len(corpus)} passages of {arguments.corpus} at {retriever.url}", flush=True)
+        retriever.serve_forever()
+    return 0
