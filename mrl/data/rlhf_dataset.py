@@ -160,6 +160,7 @@ def to_batch(prompts: Sequence[Prompt]) -> DataProto:
         non_tensors={
             "uid": [prompt.draw.uid for prompt in prompts],
             "prompt_text": [prompt.text for prompt in prompts],
+            "messages": [prompt.row.messages for prompt in prompts],
             "data_source": [prompt.row.data_source for prompt in prompts],
             "ability": [prompt.row.ability for prompt in prompts],
             "ground_truth": [prompt.row.ground_truth for prompt in prompts],

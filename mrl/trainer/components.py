@@ -27,6 +27,7 @@ from mrl.observe.step_timer import StepTimer
 from mrl.registry import load_attribute
 from mrl.rewards.manager import RewardManager
 from mrl.rollout.hybrid_engine import HybridEngine
+from mrl.trainer.agents import has_stops, open_dialogs
 from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator
 from mrl.trainer.judge import judge_served
@@ -94,19 +95,20 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
         check_best(config, validation)
         if config.judge is None:
             rewards, others = _managers(config, {}, events, stack)
+        dialogs = open_dialogs(config, tokenizer, events.write, stack)
         with clock("start"):
             context = stack.enter_context(placed_run(config, directory, events))
             groups = stack.enter_context(_started(config, context))
-            hybrid = HybridEngine(config, groups, context)
+            hybrid = HybridEngine(config, groups, context, reads_text=has_stops(config.agent))
             stack.callback(hybrid.close)
             roles = _with_models(config, groups, events)
             hybrid.connect()
             if config.judge is not None:
                 asked = stack.enter_context(judge_served(config.judge, config.cluster.device, context))
                 rewards, others = _managers(config, asked, events, stack)
-        judge = generator = Generator(config, hybrid, rewards, tokenizer, clock.progress)
+        judge = generator = Generator(config, hybrid, rewards, tokenizer, clock.progress, dialogs)
         if config.validation.reward_functions:
-            judge = Generator(config, hybrid, others, tokenizer, clock.progress)
+            judge = Generator(config, hybrid, others, tokenizer, clock.progress, dialogs)
         validator = Validator(config, validation, judge, directory, events)
         yield Components(
             actor=roles["actor"],
@@ -126,12 +128,13 @@ def _managers(
 ) -> tuple[RewardManager | None, RewardManager | None]:
     """Start what scores samples of training, and of validation where it has functions of its own."""
     make, rewards, others = manager_class(config.reward), None, None
+    in_environments = bool(config.agent.environments)
     if config.reward.functions:
         reward, is_model = config.reward.told(environment), config.reward_model is not None
-        rewards = stack.enter_context(make(reward, events, others_score=is_model))
+        rewards = stack.enter_context(make(reward, events, others_score=is_model or in_environments))
     if config.validation.reward_functions:
         told = config.validation_reward().told(environment)
-        others = stack.enter_context(make(told, events))
+        others = stack.enter_context(make(told, events, others_score=in_environments))
     return rewards, others
 
 

@@ -12,6 +12,7 @@ from mrl.data.prompt_loader import PromptLoader
 from mrl.errors import RewardError
 from mrl.protocol import DataProto
 from mrl.trainer.generation import ScoredBatch
+from mrl.trainer.step_metrics import written_lengths
 
 
 def full_batch(config: Config, prompts: PromptLoader, generate: Callable[[DataProto], ScoredBatch]) -> ScoredBatch:
@@ -51,4 +52,4 @@ def solved_shares(batch: DataProto, solved_at: float) -> dict[str, float]:
 
 def _outcomes(batch: DataProto) -> Outcomes:
     scores = batch["scores"]
-    return Outcomes(scores, list(batch["uid"]), scores.new_tensor(batch.lengths("responses").tolist()))
+    return Outcomes(scores, list(batch["uid"]), scores.new_tensor(written_lengths(batch).tolist()))

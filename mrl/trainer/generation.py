@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from mrl.agents.conversation import Ids, WrittenTurn
+from mrl.agents.figures import check_failed_share, dialog_metrics
+from mrl.agents.loop import Dialog, Dialogs, Opening
+from mrl.config.agent import AgentConfig
 from mrl.config.schema import Config
 from mrl.data.chat import ChatTokenizer
 from mrl.data.end_tokens import end_tokens
 from mrl.protocol import DataProto
-from mrl.protocol.columns import from_rows
+from mrl.protocol.columns import Index, Jagged, from_rows
 from mrl.rewards.manager import RewardManager
-from mrl.rewards.outcome import Outcome, Score, reward_metrics
+from mrl.rewards.outcome import Failure, Outcome, Score, reward_metrics, sum_of
 from mrl.rewards.sample import Sample
 from mrl.rollout.hybrid_engine import HybridEngine
-from mrl.rollout.requests import Generated, GenerationRequest, Sampling, request_seed
+from mrl.rollout.requests import Sampling, request_seed
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class ScoredBatch:
 
 
 class Generator:
-    """Generates and scores."""
+    """Generates and scores. A response is a conversation with an environment; where there is none, of one turn."""
 
     def __init__(
         self,
@@ -39,91 +44,160 @@ class Generator:
         rewards: RewardManager | None,
         tokenizer: ChatTokenizer,
         progress: Callable[[int, int], None],
+        dialogs: Dialogs | None = None,
     ) -> None:
+        """Make one that knows environments where it is given what speaks with them."""
         self._config = config
         self._hybrid = hybrid
         self._rewards = rewards
         self._tokenizer = tokenizer
         self._progress = progress
+        self._dialogs = dialogs or Dialogs(AgentConfig(), None, {}, tokenizer.decode, lambda event: None)
         rollout, validation = config.rollout, config.validation
         self._end_tokens = {
             token for tokens in end_tokens(tokenizer, config.model.path, rollout).values() for token in tokens
         }
-        ends = tuple(sorted(self._end_tokens)), tuple(rollout.stop)
+        self._end_tokens |= self._dialogs.end_ids
+        ends = tuple(sorted(self._end_tokens)), tuple(rollout.stop), config.agent.deterministic
         self.training = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, *ends)
         self.greedy = Sampling(1.0, 1.0, 1, *ends)
         self.validation = Sampling(validation.temperature, validation.top_p, validation.top_k, *ends)
         if validation.greedy:
             self.validation = self.greedy
+        functions = config.reward.functions.values()
+        self._waits_for_groups = self._dialogs.has_environments and any(function.group for function in functions)
+        """A group that loses a conversation is smaller, which is known at the end."""
 
     def run(self, batch: DataProto, sampling: Sampling, step: int) -> ScoredBatch:
         """One response to each row's prompt, with its score. Rows of one uid are its samples, in their order."""
-        requests = self._requests(batch, step)
-        row_of = {request.key: row for row, request in enumerate(requests)}
-        responses: dict[int, Generated] = {}
+        dialogs = self._dialogs.begin(self._openings(batch, step))
         samples: dict[int, Sample] = {}
-        tickets: dict[int, int] = {}
         sizes = Counter(batch["uid"])
-        for response in self._hybrid.generate(requests, sampling):
-            row = row_of[response.key]
-            responses[row], samples[row] = response, self._sample(batch, row, response)
-            if self._rewards is not None:
+        tickets: dict[int, int] = {}
+        for done, dialog in enumerate(self._ended(sampling), start=1):
+            row = dialog.opening.row
+            self._progress(done, len(dialogs))
+            if dialog.failure is not None:
+                sizes[dialog.opening.uid] -= 1
+                continue
+            samples[row] = self._sample(batch, dialog)
+            if self._rewards is not None and not self._waits_for_groups:
                 tickets[row] = self._rewards.submit(samples[row], sizes[samples[row].uid])
-            self._progress(len(responses), len(requests))
-        rows = range(len(requests))
-        outcomes: list[Outcome] = [Score(0.0, {}, 0.0)] * len(rows)  # where only a reward model scores, later
-        if self._rewards is not None:
-            scored = self._rewards.drain()
-            outcomes = [scored[tickets[row]] for row in rows]
-        columns = self._columns(batch, [responses[row] for row in rows], [samples[row] for row in rows], outcomes)
-        kept = [row for row in rows if isinstance(outcomes[row], Score)]
-        metrics = reward_metrics([samples[row] for row in rows], outcomes) if self._rewards is not None else {}
-        return ScoredBatch(batch.union(columns).take(kept), metrics)
+        check_failed_share(self._config.agent, dialogs)
+        if self._rewards is not None and self._waits_for_groups:
+            tickets = {row: self._rewards.submit(each, sizes[each.uid]) for row, each in sorted(samples.items())}
+        scored = self._rewards.drain() if self._rewards is not None else {}
+        outcomes = {row: self._outcome(dialogs[row], scored.get(tickets.get(row, 0))) for row in sorted(samples)}
+        metrics = dialog_metrics(dialogs) if self._dialogs.has_environments else {}
+        if self._rewards is not None or metrics:
+            metrics |= reward_metrics([samples[row] for row in outcomes], list(outcomes.values()))
+        scores = {row: outcome for row, outcome in outcomes.items() if isinstance(outcome, Score)}
+        batch = self._with_prompts(batch, dialogs).take(list(scores))
+        columns = self._columns(dialogs, samples, scores, batch.row_ids)
+        return ScoredBatch(batch.union(columns), metrics)
 
-    def _requests(self, batch: DataProto, step: int) -> list[GenerationRequest]:
-        uids = batch["uid"]
+    def _openings(self, batch: DataProto, step: int) -> list[Opening]:
         seen: dict[str, int] = {}
-        requests = []
+        openings = []
         rows = np.split(batch.values("prompts").numpy(), np.cumsum(batch.lengths("prompts"))[:-1])
-        for row, (ids, uid) in enumerate(zip(rows, uids, strict=True)):
+        for row, (ids, uid) in enumerate(zip(rows, batch["uid"], strict=True)):
             number = seen[uid] = seen.get(uid, -1) + 1
-            seed = request_seed(self._config.training.seed, step, uid, number)
-            limit = self._config.rollout.max_response_tokens
-            requests.append(GenerationRequest(f"{batch.row_ids[row]}", uid, ids, seed, limit))
-        return requests
+            told = {"messages": batch["messages"][row]} if self._dialogs.has_environments else {}
+            openings.append(
+                Opening(
+                    row=row,
+                    key=f"{batch.row_ids[row]}",
+                    uid=uid,
+                    sample=number,
+                    data_source=batch["data_source"][row],
+                    prompt_ids=ids,
+                    seed=request_seed(self._config.training.seed, step, uid, number),
+                    max_tokens=self._config.rollout.max_response_tokens,
+                    ground_truth=batch["ground_truth"][row],
+                    extra_info=batch["extra_info"][row],
+                    **told,
+                )
+            )
+        return openings
 
-    def _sample(self, batch: DataProto, row: int, generated: Generated) -> Sample:
-        has_end = generated.finish == "stop" and int(generated.token_ids[-1]) in self._end_tokens
-        ids = generated.token_ids[:-1] if has_end else generated.token_ids  # a text that ends it stays
+    def _ended(self, sampling: Sampling) -> Iterator[Dialog]:
+        """Yield the conversations as they end."""
+        follow_ups = self._dialogs if self._dialogs.has_environments else None
+        for generated in self._hybrid.generate(self._dialogs.take(), sampling, follow_ups):
+            self._dialogs.written(generated)
+            yield from self._dialogs.ended()
+        yield from self._dialogs.ended()
+
+    def _outcome(self, dialog: Dialog, scored: Outcome | None) -> Outcome:
+        """Return what the functions and the environment give together."""
+        outcomes = [scored] if scored is not None else []
+        if dialog.environment is not None:
+            outcomes.append(self._of_environment(dialog, dialog.environment))
+        if not outcomes:
+            return Score(0.0, {}, 0.0)  # where only a reward model scores, later
+        return sum_of(outcomes, self._config.reward.max_abs_score)
+
+    def _of_environment(self, dialog: Dialog, name: str) -> Outcome:
+        """Return what an environment gives: 0 where a limit ends the conversation before it gives anything.
+
+        To leave such a conversation out would teach the model to come to no end.
+        """
+        score, config = dialog.score, self._config
+        if score is None and config.reward_model is None and not config.reward.scores(dialog.opening.data_source):
+            if dialog.ended_conversation.ended == "done":
+                what = f"neither the environment {name} nor a reward function has scored it"
+                return Failure("bad_result", what, dialog.environment_s)
+            score = 0.0
+        parts = {} if score is None else {name: score}
+        parts |= {f"{name}/{part}": number for part, number in dialog.parts.items()}
+        value = config.agent.environments[name].weight * (score or 0.0)
+        return Score(value, parts, dialog.environment_s)
+
+    def _sample(self, batch: DataProto, dialog: Dialog) -> Sample:
+        row, conversation = dialog.opening.row, dialog.ended_conversation
+        written = [conversation.response_ids[turn.start : turn.start + turn.length] for turn in conversation.turns]
         return Sample(
-            prompt=batch["prompt_text"][row],
-            response=self._tokenizer.decode(ids.tolist()),
-            num_response_tokens=len(generated.token_ids),
+            prompt=dialog.prompt_text or batch["prompt_text"][row],
+            response="\n".join(self._text(ids, turn) for ids, turn in zip(written, conversation.turns, strict=True)),
+            num_response_tokens=int(conversation.mask.sum()),
             ground_truth=batch["ground_truth"][row],
             data_source=batch["data_source"][row],
             extra_info=batch["extra_info"][row],
             uid=batch["uid"][row],
             row_id=int(batch.row_ids[row]),
+            turns=dialog.said,
         )
 
+    def _text(self, ids: Ids, turn: WrittenTurn) -> str:
+        has_end = turn.finish == "stop" and int(ids[-1]) in self._end_tokens  # a text that ends it stays
+        return self._tokenizer.decode((ids[:-1] if has_end else ids).tolist())
+
+    def _with_prompts(self, batch: DataProto, dialogs: Sequence[Dialog]) -> DataProto:
+        """Return the batch with what environments have begun with in the place of the data's prompts."""
+        texts = {dialog.opening.row: dialog.prompt_text for dialog in dialogs if dialog.prompt_text is not None}
+        if not texts:
+            return batch
+        prompts = [dialog.prompt_ids for dialog in dialogs]
+        batch = batch.with_column("prompts", from_rows([torch.tensor(ids) for ids in prompts]))
+        return batch.with_column("prompt_text", [texts.get(row, text) for row, text in enumerate(batch["prompt_text"])])
+
     def _columns(
-        self,
-        batch: DataProto,
-        responses: Sequence[Generated],
-        samples: Sequence[Sample],
-        outcomes: Sequence[Outcome],
+        self, dialogs: Sequence[Dialog], samples: Mapping[int, Sample], scores: Mapping[int, Score], row_ids: Index
     ) -> DataProto:
-        scores = [outcome.value if isinstance(outcome, Score) else float("nan") for outcome in outcomes]
-        return DataProto.from_dict(
-            tensors={
-                "responses": from_rows([torch.tensor(response.token_ids) for response in responses]),
-                "rollout_log_probs": from_rows([torch.tensor(response.log_probs) for response in responses]),
-                "truncated": torch.tensor([response.finish == "length" for response in responses]),
-                "scores": torch.tensor(scores, dtype=torch.float64),
-            },
-            non_tensors={
-                "response_text": [sample.response for sample in samples],
-                "answer": [outcome.answer if isinstance(outcome, Score) else None for outcome in outcomes],
-            },
-            row_ids=batch.row_ids,
-        )
+        conversations = [dialogs[row].ended_conversation for row in scores]
+        tensors: dict[str, torch.Tensor | Jagged] = {
+            "responses": from_rows([torch.tensor(each.response_ids) for each in conversations]),
+            "rollout_log_probs": from_rows([torch.tensor(each.log_probs) for each in conversations]),
+            "truncated": torch.tensor([each.ended == "length" for each in conversations]),
+            "scores": torch.tensor([score.value for score in scores.values()], dtype=torch.float64),
+        }
+        objects: dict[str, list[Any]] = {
+            "response_text": [samples[row].response for row in scores],
+            "answer": [score.answer for score in scores.values()],
+        }
+        if self._dialogs.has_environments:
+            tensors["response_mask"] = from_rows([torch.tensor(each.mask) for each in conversations])
+            objects["turns"] = [dialogs[row].said or [samples[row].response] for row in scores]
+            objects["response_text"] = ["".join(turns) for turns in objects["turns"]]
+            objects["ended"] = [each.ended for each in conversations]
+        return DataProto.from_dict(tensors=tensors, non_tensors=objects, row_ids=row_ids)

@@ -137,7 +137,9 @@ class RayPPOTrainer:
             self.hybrid.weights_changed()
         for role, of_role in updates.items():
             metrics |= mean_of(of_role, role)
-        check_invariants(self.config, step, metrics, updates.get("actor", []), _num_written(samples.batch))
+        check_invariants(
+            self.config, step, metrics, updates.get("actor", []), int(step_metrics.written_lengths(samples.batch).sum())
+        )
         self.components.kl.update(metrics["reward/kl"], len(batch))
         self.num_steps_done = step
         return StepReport(step, samples.batch, metrics | self._measured(samples.batch) | self.hybrid.metrics())
@@ -193,7 +195,7 @@ class RayPPOTrainer:
         overlong = self.config.algorithm.overlong
         if overlong is None:
             return scored
-        lengths_B = torch.from_numpy(scored.batch.lengths("responses").astype(np.int64))
+        lengths_B = torch.from_numpy(step_metrics.written_lengths(scored.batch))
         longest = self.config.rollout.max_response_tokens
         penalty_B = overlong_penalty(lengths_B, longest, overlong.buffer_tokens, overlong.factor)
         batch = scored.batch.with_column("scores", scored.batch["scores"] + penalty_B)
@@ -243,10 +245,3 @@ class RayPPOTrainer:
     @staticmethod
     def _train_columns(batch: DataProto) -> list[str]:
         return [*SAMPLE_COLUMNS, *(name for name in OPTIONAL_SAMPLE_COLUMNS if name in batch.columns())]
-
-
-def _num_written(batch: DataProto) -> int:
-    """Return how many response tokens the model wrote itself: all, where no mask says otherwise."""
-    if "response_mask" in batch.columns():
-        return int(batch.values("response_mask").sum())
-    return int(batch.lengths("responses").sum())

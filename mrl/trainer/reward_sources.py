@@ -37,7 +37,7 @@ def check_reward_sources(config: Config) -> Iterator[str]:
         if part == "train" and config.reward_model is not None and config.reward_model.weight:
             continue
         for name in sorted(names):
-            if not rewards[part].scores(name):
+            if not rewards[part].scores(name) and config.agent.name_for(name) is None:
                 raise nothing_scores(rewards[part], name, key)
     everything = set().union(*found.values())
     for label, of_function in patterns.items():

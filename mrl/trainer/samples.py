@@ -10,6 +10,7 @@ import torch
 from mrl.observe.console import SamplePreview
 from mrl.protocol import DataProto
 from mrl.protocol.columns import Jagged
+from mrl.trainer.step_metrics import written_lengths
 
 
 def preview(batch: DataProto) -> SamplePreview:
@@ -34,7 +35,8 @@ def _as_text(truth: Any) -> str | None:
 
 
 def sample_columns(batch: DataProto) -> dict[str, Any]:
-    """Return what a file of samples says of each."""
+    """Return what a file of samples says of each; of conversations, also what was said by turns and how they ended."""
+    columns = batch.columns()
     return {
         "uid": batch["uid"],
         "data_source": batch["data_source"],
@@ -43,6 +45,7 @@ def sample_columns(batch: DataProto) -> dict[str, Any]:
         "answer": batch["answer"],
         "ground_truth": [_as_text(truth) for truth in batch["ground_truth"]],
         "score": batch["scores"].tolist(),
-        "num_tokens": batch.lengths("responses").tolist(),
+        "num_tokens": written_lengths(batch).tolist(),
         "truncated": batch["truncated"].tolist(),
+        **{name: batch[name] for name in ("turns", "ended") if name in columns},
     }

@@ -16,7 +16,7 @@ from mrl.trainer.role_client import RoleClient
 def batch_metrics(batch: DataProto, max_response_tokens: int, solved_at: float) -> dict[str, float]:
     """Return the scores, the lengths, by outcome and by source too, and how many groups teach nothing."""
     scores = np.asarray(batch["scores"], dtype=np.float64)
-    figures = summary_metrics("critic/score", scores) | summary_metrics("response_length", batch.lengths("responses"))
+    figures = summary_metrics("critic/score", scores) | summary_metrics("response_length", written_lengths(batch))
     figures |= _lengths_by(batch, {"solved": scores >= solved_at, "unsolved": scores < solved_at})
     sources = batch["data_source"].astype(str)
     if len(names := np.unique(sources)) > 1:
@@ -32,8 +32,18 @@ def batch_metrics(batch: DataProto, max_response_tokens: int, solved_at: float) 
     return figures
 
 
+def written_lengths(batch: DataProto) -> npt.NDArray[np.int64]:
+    """Return how many tokens of each response the model wrote itself: all, where no mask says otherwise."""
+    if "response_mask" not in batch.columns():
+        return batch.lengths("responses").astype(np.int64)
+    ends = np.cumsum(np.concatenate([[0], batch.lengths("responses")]))
+    num_written = np.concatenate([[0], np.cumsum(batch.values("response_mask").numpy(), dtype=np.int64)])
+    lengths: npt.NDArray[np.int64] = num_written[ends[1:]] - num_written[ends[:-1]]
+    return lengths
+
+
 def _lengths_by(batch: DataProto, parts: Mapping[str, npt.NDArray[np.bool_]]) -> dict[str, float]:
-    lengths = batch.lengths("responses")
+    lengths = written_lengths(batch)
     return {f"response_length/{name}/mean": float(lengths[rows].mean()) for name, rows in parts.items() if rows.any()}
 
 
@@ -45,7 +55,7 @@ def timing_metrics(seconds: Mapping[str, float], batch: DataProto, cluster: Clus
     figures["perf/total_num_tokens"] = tokens
     figures["perf/throughput"] = tokens / seconds["step"] / devices
     if seconds.get("rollout"):
-        figures["perf/generated_per_s"] = int(batch.lengths("responses").sum()) / seconds["rollout"] / devices
+        figures["perf/generated_per_s"] = int(written_lengths(batch).sum()) / seconds["rollout"] / devices
     return figures
 
 

@@ -34,6 +34,7 @@ def test_columns_of_a_batch(here: Path, dataset_of: OpenDataset, tokenizer: Chat
     assert columns == {
         "uid": ["train/0/3", "train/0/1"],
         "prompt_text": [text, text.replace("3", "1")],
+        "messages": [({"role": "user", "content": f"What is {number}?"},) for number in (3, 1)],
         "data_source": ["numbers"] * 2,
         "ability": ["counting"] * 2,
         "ground_truth": ["3", "1"],

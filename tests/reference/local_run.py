@@ -129,7 +129,9 @@ class ScriptedEngine:
     def probe(self, request: GenerationRequest, sampling: Sampling, *, everyone: bool) -> dict[int, Generated]:
         raise AssertionError("sync.probe_every is 0: there are no weights that could be compared")
 
-    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generated]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, follow_ups: None = None
+    ) -> Iterator[Generated]:
         """The last one is finished first."""
         assert self.is_awake, "generation outside of rollout_mode"
         for request in reversed(requests):

@@ -69,7 +69,11 @@ class Recorder:
                 self._wrap(role, call.method, on_columns if call.writes else on_update)
 
     def _on_generate(
-        self, original: Callable[..., Iterator[Generated]], requests: Sequence[GenerationRequest], sampling: Sampling
+        self,
+        original: Callable[..., Iterator[Generated]],
+        requests: Sequence[GenerationRequest],
+        sampling: Sampling,
+        follow_ups: None,
     ) -> Iterator[Generated]:
         asked = [
             {"key": r.key, "uid": r.prompt, "prompt": r.prompt_ids.tolist(), "seed": r.seed, "max_tokens": r.max_tokens}
@@ -77,7 +81,7 @@ class Recorder:
         ]
         how = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         self._asked = {"requests": asked, "sampling": how | {"stop": list(sampling.stop_token_ids)}}
-        return original(requests, sampling)
+        return original(requests, sampling, follow_ups)
 
     def _on_run(
         self, original: Callable[..., ScoredBatch], batch: DataProto, sampling: Sampling, step: int

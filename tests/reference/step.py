@@ -182,7 +182,7 @@ class Reference:
             figures |= {"sampling/rounds": len(rounds), "sampling/uniform_prompts": num_uniform}
         if overlong := self.algorithm["overlong"]:
             longest, buffer = self.config["rollout"]["max_response_tokens"], overlong["buffer_tokens"]
-            into = [min(max(len(row.response) - (longest - buffer), 0) / buffer, 1.0) for row in rows]
+            into = [min(max(row.num_written - (longest - buffer), 0) / buffer, 1.0) for row in rows]
             penalties = [-overlong["factor"] * each for each in into]  # in a straight line through the last tokens
             for row, penalty in zip(rows, penalties, strict=True):
                 row.score += penalty
@@ -260,10 +260,12 @@ class Reference:
             "batch/samples": len(rows),
             "perf/total_num_tokens": sum(prompts) + sum(responses),
         }
-        figures |= spread_of("critic/score", [row.score for row in rows]) | spread_of("response_length", responses)
+        figures |= spread_of("critic/score", [row.score for row in rows]) | spread_of(
+            "response_length", [row.num_written for row in rows]
+        )
         for name, wanted in (("solved", True), ("unsolved", False)):
             at = self.config["validation"]["solved_at"]
-            lengths = [len(row.response) for row in rows if (row.score >= at) is wanted]
+            lengths = [row.num_written for row in rows if (row.score >= at) is wanted]
             figures |= {f"response_length/{name}/mean": float(np.mean(lengths))} if lengths else {}
         return figures | spread_of("prompt_length", prompts)
 

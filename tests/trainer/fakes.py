@@ -163,7 +163,9 @@ class Hybrid:
     def metrics(self) -> dict[str, float]:
         return {"sync/seconds": 0.25}
 
-    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Generated]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, follow_ups: None = None
+    ) -> Iterator[Generated]:
         self.requests.append(list(requests))
         self.samplings.append(sampling)
         self.journal.append(("generate", len(requests)))

@@ -190,7 +190,8 @@ class Stage:
         self.workers[role] = (worker, mesh, context)
         return SimpleNamespace(role=role, shutdown=lambda: self.journal.append("shutdown"))
 
-    def _hybrid(self, config: Any, groups: Any, context: Any) -> Any:
+    def _hybrid(self, config: Any, groups: Any, context: Any, *, reads_text: bool) -> Any:
+        assert not reads_text, "no environment's format has texts that end a turn"
         self.given["hybrid"] = (config, sorted(groups), context)
         self.journal.append("hybrid")
         return SimpleNamespace(
@@ -227,7 +228,7 @@ def test_a_team_is_put_together(tmp_path: Path, stage: Stage) -> None:
         assert stage.given["prompts"] == ("sums", config.data, config.batch, events)
         assert stage.given["rewards"] == (config.reward, events, True)
         assert stage.given["ray"] == (config.cluster,)
-        assert stage.given["generator"] == (config, team.hybrid, "the rewards", stage.tokenizer, clock.progress)
+        assert stage.given["generator"] == (config, team.hybrid, "the rewards", stage.tokenizer, clock.progress, None)
         assert team.engine_probe == "the probe"
         assert stage.given["probe"] == (config, team.hybrid, team.actor, stage.tokenizer, events)
         assert stage.given["validator"] == (config, "held", "the generator", tmp_path, events)

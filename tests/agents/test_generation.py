@@ -1,0 +1,179 @@
+"""From prompts to a batch by way of environments: columns, masks, scores, prompts with tools, what is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mrl.config.agent import AgentConfig
+from mrl.config.reward import RewardFunctionConfig
+from mrl.protocol import DataProto
+from mrl.protocol.columns import from_rows
+from mrl.rewards.outcome import Score
+from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.trainer.generation import Generator, ScoredBatch
+from mrl.trainer.step_metrics import batch_metrics, written_lengths
+from tests.agents.scripted import Stage, call
+from tests.trainer.fakes import Rewards, make_config
+
+FACTS = {"a": "b", "b": "ocean"}
+
+
+def two_hops(context: str) -> str:
+    """Look up a, then what a says, then say what that says; the second sample of a prompt gives up."""
+    if "ocean" in context:
+        return "ocean<|im_end|>"
+    return call("b") if "\nb\n" in context else call("a")
+
+
+class Engines:
+    """In the place of a hybrid engine: the stage's script, behind whatever is asked."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.samplings: list[Sampling] = []
+
+    def generate(self, requests: list[GenerationRequest], sampling: Sampling, follow_ups: Any) -> Iterator[Generated]:
+        assert follow_ups is self.stage.dialogs
+        self.samplings.append(sampling)
+        yield from map(self.stage._written, requests)
+        yield from self.stage._generate()
+
+
+class Trainer:
+    """A generator over a stage."""
+
+    def __init__(self, directory: Path, world: str = "Facts", rewards: Rewards | None = None, **settings: Any) -> None:
+        self.stage = Stage(directory, two_hops, world, **settings)
+        agent: AgentConfig = self.stage.config
+        functions = {"rule": RewardFunctionConfig(name="exact_match")} if rewards else {}
+        limits = {"max_response_tokens": 400, "max_prompt_tokens": 200}
+        config = make_config(directory, agent=agent, rollout=limits, reward={"functions": functions})
+        self.engines = Engines(self.stage)
+        arguments: Any = (config, self.engines, rewards, self.stage.tokenizer, lambda done, total: None)
+        self.generator = Generator(*arguments, self.stage.dialogs)
+
+    def batch(self, *extra_infos: dict[str, Any]) -> DataProto:
+        """A prompt for each, of one sample, all of one group."""
+        openings = [self.stage.opening(row) for row in range(len(extra_infos))]
+        return DataProto.from_dict(
+            {"prompts": from_rows([torch.tensor(each.prompt_ids) for each in openings])},
+            {
+                "uid": ["p" for _ in openings],
+                "prompt_text": [f"prompt {each.row}" for each in openings],
+                "messages": [each.messages for each in openings],
+                "data_source": ["facts" for _ in openings],
+                "ability": [None for _ in openings],
+                "ground_truth": ["ocean" for _ in openings],
+                "extra_info": [{"facts": FACTS, **each} for each in extra_infos],
+            },
+        )
+
+    def run(self, *extra_infos: dict[str, Any]) -> ScoredBatch:
+        return self.generator.run(self.batch(*extra_infos), self.generator.training, 1)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Any]:
+    trainers: list[Trainer] = []
+
+    def make(*arguments: Any, **settings: Any) -> Trainer:
+        trainers.append(Trainer(tmp_path, *arguments, **settings))
+        return trainers[-1]
+
+    yield make
+    for each in trainers:
+        each.stage.stack.close()
+
+
+def test_the_columns_say_who_wrote_what(made: Any) -> None:
+    batch = made().run({}, {}).batch
+    mask_T, log_probs_T = batch.values("response_mask"), batch.values("rollout_log_probs")
+    assert mask_T.dtype == torch.bool
+    assert len(mask_T) == len(log_probs_T) == len(batch.values("responses"))
+    assert torch.isnan(log_probs_T[~mask_T]).all()
+    assert torch.isfinite(log_probs_T[mask_T]).all()
+    assert written_lengths(batch).sum() == int(mask_T.sum()) < len(mask_T)
+    assert written_lengths(batch).tolist() == [int(row.sum()) for row in batch.columns()["response_mask"].rows()]
+    assert batch_metrics(batch, 400, 0.5)["response_length/mean"] == written_lengths(batch).mean()
+    assert batch["scores"].tolist() == [1.0, 1.0]
+    assert batch["truncated"].tolist() == [False, False]
+    assert all("<tool_response>\nocean" in text for text in batch["response_text"])
+    assert ["".join(turns) for turns in batch["turns"]] == list(batch["response_text"])
+    assert ["tool_response" in turn for turn in batch["turns"][0]] == [False, True, False, True, False]
+    assert list(batch["ended"]) == ["done", "done"]
+
+
+def test_the_score_of_the_environment_is_a_part_beside_the_functions(made: Any) -> None:
+    rewards = Rewards(lambda sample: Score(0.25, {"rule": 0.25}, 0.0))
+    scored = made(rewards=rewards, weight=0.5).run({})
+    assert scored.batch["scores"].tolist() == [0.75]
+    figures = {name: scored.metrics[f"reward/{name}/mean"] for name in ("score", "rule", "world", "world/turns")}
+    assert figures == {"score": 0.75, "rule": 0.25, "world": 1.0, "world/turns": 3.0}
+    (sample,) = rewards.samples
+    assert sample.response.splitlines()[-1] == "ocean"
+    assert "tool_response" not in sample.response, "a reward reads what the model wrote"
+    assert [turn.count("tool_response") > 0 for turn in sample.turns] == [False, True, False, True, False]
+    assert sample.num_response_tokens == int(scored.batch.values("response_mask").sum())
+
+
+def test_a_conversation_that_nobody_scores_is_a_failure_and_no_zero(made: Any) -> None:
+    trainer = made(options={"scores": False})
+    scored = trainer.run({})
+    assert len(scored.batch) == 0
+    assert scored.metrics["reward/failed/bad_result"] == 1
+
+
+def test_a_conversation_that_comes_to_no_end_is_wrong_and_not_left_out(made: Any) -> None:
+    trainer = made(max_turns=2)
+    scored = trainer.run({}, {"facts": {"a": "ocean"}})
+    assert [each.tolist() for each in (scored.batch.row_ids, scored.batch["scores"])] == [[0, 1], [0.0, 1.0]]
+    assert scored.metrics["agent/ended/turns"] == 0.5
+    assert scored.metrics["reward/world/mean"] == 0.5, "it is counted as what it is"
+    assert scored.metrics["reward/failed_share"] == 0.0
+
+
+def test_numbers_of_an_environment_are_counted_where_functions_alone_score(made: Any) -> None:
+    rewards = Rewards(lambda sample: Score(0.25, {"rule": 0.25}, 0.0))
+    scored = made(rewards=rewards, options={"scores": False}).run({})
+    assert scored.batch["scores"].tolist() == [0.25]
+    assert scored.metrics["reward/world/turns/mean"] == 3.0
+    assert "reward/world/mean" not in scored.metrics, "it gave no score"
+
+
+def test_what_an_environment_loses_is_in_no_group(made: Any, tmp_path: Path) -> None:
+    options = {"directory": str(tmp_path)}
+    trainer = made("Troubled", retries=0, max_failed_share=0.5, options=options)
+    scored = trainer.run({}, {"trouble": "raises"}, {})
+    assert scored.batch.row_ids.tolist() == [0, 2]
+    assert scored.batch["scores"].tolist() == [1.0, 1.0]
+    assert scored.metrics["agent/failed/raised"] == 1
+    assert scored.metrics["reward/num_samples"] == 2, "what was never said is no sample with a score"
+
+
+def test_tools_stand_in_the_prompt_that_is_trained_on(made: Any) -> None:
+    trainer = made("WithTools")
+    scored = trainer.run({})
+    prompt = trainer.stage.tokenizer.decode(scored.batch.values("prompts").tolist())
+    assert prompt == scored.batch["prompt_text"][0]
+    assert '"name": "look"' in prompt
+    assert trainer.stage.contexts[0] == prompt
+
+
+def test_figures_of_turns_calls_and_ends(made: Any) -> None:
+    metrics = made().run({}, {}).metrics
+    assert metrics["agent/turns/mean"] == 3.0
+    assert metrics["agent/calls/mean"] == 2.0
+    assert metrics["agent/calls/invalid_share"] == 0.0
+    assert metrics["agent/ended/done"] == 1.0
+    assert 0 < metrics["agent/observed_share"] < 1
+
+
+def test_alone_is_told_the_engines(made: Any) -> None:
+    trainer = made(deterministic=True)
+    trainer.run({})
+    assert [sampling.alone for sampling in trainer.engines.samplings] == [True]
