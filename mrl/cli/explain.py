@@ -24,6 +24,7 @@ from mrl.config.arithmetic import (
 from mrl.config.judge import JUDGE
 from mrl.config.load import Resolved
 from mrl.config.mesh import Mesh
+from mrl.config.names import ENVIRONMENTS
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, SftBatchConfig
 
@@ -51,6 +52,8 @@ def explain(resolved: Resolved[Any], *, all_ranks: bool) -> Iterator[str]:
         lines += ["", *_model_role(config, role, all_ranks=all_ranks)]
     if isinstance(config, Config):
         lines += ["", *_rollout(config, all_ranks=all_ranks)]
+        for name in config.agent.environments:
+            lines += ["", *_environment(name, config)]
         if config.judge is not None:
             devices, tp = role_devices(config, JUDGE), config.judge.tp
             lines += ["", f"judge: {devices // tp} engines of tp {tp} on {devices} devices of their own"]
@@ -165,6 +168,30 @@ def _rollout(config: Config, *, all_ranks: bool) -> Iterator[str]:
         for rank in range(devices)
     ]
     yield from _table(["rank", "node", "device", "engine", "tp"], ranks, all_ranks=all_ranks)
+
+
+def _environment(name: str, config: Config) -> Iterator[str]:
+    environment, room = config.agent.environments[name], config.rollout.max_response_tokens
+    turn, observation = environment.max_turn_tokens, environment.max_observation_tokens
+    full = environment.full_turns(room)
+    share = f"no limit of its own: all share max_response_tokens {room}"
+    rows = [
+        ("data sources", ", ".join(environment.sources or ["every one that none before takes"])),
+        ("turns, at most", f"max_turns {environment.max_turns}, the answer among them"),
+        ("longest turn", share if turn is None else f"max_turn_tokens {turn}"),
+        ("longest answer to one", share if observation is None else f"max_observation_tokens {observation}"),
+    ]
+    if full is not None:
+        fit = f"floor((max_response_tokens {room} + {observation}) / ({turn} + {observation})) = {full}"
+        less = "" if full >= environment.max_turns else f": less than the {environment.max_turns} that are allowed"
+        rows.append(("full turns that fit", fit + less))
+    scored_by = [f"{label} x {function.weight:g}" for label, function in config.reward.functions.items()]
+    scored_by += ["the reward model"] if config.reward_model is not None else []
+    if environment.name not in ENVIRONMENTS:  # those of mrl leave that to functions
+        scored_by.insert(0, f"what it gives itself x {environment.weight:g}")
+    rows.append(("score", " + ".join(scored_by)))
+    yield f"environment {name}: {environment.name}, where the model writes {environment.format}"
+    yield from aligned(rows)
 
 
 def _table(columns: Sequence[str], ranks: list[dict[str, int]], *, all_ranks: bool) -> Iterator[str]:

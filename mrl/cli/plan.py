@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from mrl.cli.arguments import add_config, aligned, load_one
 from mrl.config.arithmetic import num_engines, samples_per_step
 from mrl.config.hardware import DEFAULT, HARDWARE, hardware
+from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.errors import ConfigError, Problem
 from mrl.plan.assumptions import ASSUMPTIONS
@@ -128,7 +129,23 @@ def _memory(subject: PlanInput, plan: MemoryPlan, *, verbose: bool) -> Iterator[
     held = f"the cache of each holds {engine.cache_tokens:,} tokens"
     yield f"Rollout: {engines} engine{'s' if engines > 1 else ''} of tp {config.rollout.tp}; {held},"
     yield f"  {engine.full_samples:,} samples of full length at a time of the {share:,} that it gets in a step."
+    yield from _turns(config)
     yield f"Host: {gib(plan.host_bytes_per_node)} on each machine: what leaves its devices, and a copy of a checkpoint."
+
+
+def _turns(config: Config) -> Iterator[str]:
+    """Say what reading a conversation again for each of its turns costs, or would."""
+    if not config.agent.environments:
+        return
+    turns = max(environment.max_turns for environment in config.agent.environments.values())
+    prompt, response = config.rollout.max_prompt_tokens, config.rollout.max_response_tokens
+    again = turns * prompt + (turns - 1) * response // 2  # turns and what they are answered are of one length each
+    if config.agent.deterministic or not config.rollout.vllm.get("enable_prefix_caching", True):
+        once = f"with a prefix cache {prompt + response:,}"
+        yield f"Turns: without a prefix cache the {turns} of the longest conversation read {again:,} tokens; {once}."
+    else:
+        once = f"each of the {prompt + response:,} tokens of the longest conversation once"
+        yield f"Turns: the prefix cache reads {once}; without it, {turns} turns read {again:,}."
 
 
 def _time(subject: PlanInput, lengths: Lengths, *, verbose: bool) -> Iterator[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from mrl.config.load import load_any_config
 from mrl.config.render import render_difference
 from mrl.errors import SetupError
+from mrl.files import read_text
 
 EXAMPLE = "mrl report runs/laptop-ppo"
 _NUM_SAMPLES = 24
@@ -33,8 +34,9 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     from mrl.observe.metrics import read_metrics
     from mrl.observe.report import render_report
 
-    samples = read_newest_samples(directory / "samples", _NUM_SAMPLES)
-    page = render_report(directory.name, read_metrics(metrics), samples, config.read_text(encoding="utf-8"))
+    kinds = {"the last recorded step": "step", "the last validation": "validation"}
+    samples = {of: read_newest_samples(directory / "samples", _NUM_SAMPLES, kind) for of, kind in kinds.items()}
+    page = render_report(directory.name, read_metrics(metrics), samples, read_text(config))
     out = out or directory / "report.html"
     out.write_text(page, encoding="utf-8")
     return out

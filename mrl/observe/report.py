@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import cycle
 from typing import Any
 
 from mrl.observe.curves import COLORS, Lines, curves
@@ -84,11 +85,15 @@ figure { margin: 0 } figcaption { font-size: 13px; color: #555 }
 table { border-collapse: collapse; width: 100% } td, th { text-align: left; vertical-align: top; padding: .3rem .6rem }
 tr { border-bottom: 1px solid #e4e4e4 } pre { margin: 0; white-space: pre-wrap; font-size: 13px }
 .finding { border-left: 4px solid #ff725c; padding: .2rem .8rem; margin: .6rem 0 } .well { border-color: #3ca951 }
+.model, .environment { border-left: 4px solid #4269d0; padding: .1rem .6rem; margin: .3rem 0 }
+.environment { border-color: #999; background: #f4f4f4; margin-left: 1.5rem } i { font-size: 12px; color: #555 }
 .key { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em }
 """
 
 
-def render_report(name: str, lines: Lines, samples: Sequence[Mapping[str, Any]], configuration: str) -> str:
+def render_report(
+    name: str, lines: Lines, samples: Mapping[str, Sequence[Mapping[str, Any]]], configuration: str
+) -> str:
     """Return the page. Whatever a model or a data set wrote is escaped: a sample is text, never markup."""
     steps = [line for line in lines if line["step"] > 0]  # before the first there is only a validation
     sections = [
@@ -96,7 +101,7 @@ def render_report(name: str, lines: Lines, samples: Sequence[Mapping[str, Any]],
         f"<h2>Health</h2>{_health(steps)}",
         f"<h2>Curves</h2>{curves({name: lines})}",
         f"<h2>Where the seconds of a step went</h2>{_phases(steps)}",
-        f"<h2>Samples of the last recorded step</h2>{_samples(samples)}",
+        *(f"<h2>Samples of {escape(of)}</h2>{_samples(rows)}" for of, rows in samples.items()),
         f"<h2>Configuration</h2><pre>{escape(configuration)}</pre>",
     ]
     return page(name, sections)
@@ -185,10 +190,21 @@ def _bar(shares: Mapping[str, float], colors: Mapping[str, str]) -> str:
 def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
     if not samples:
         return "<p>None were recorded.</p>"
-    names = [name for name in ("prompt", "response", "ground_truth", "score", "num_tokens") if name in samples[0]]
+    known = ("prompt", "response", "ground_truth", "score", "num_tokens", "ended")
+    names = [name for name in known if name in samples[0]]
     head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in names)
     rows = "".join(
-        "<tr>" + "".join(f"<td><pre>{escape(str(sample[name]))}</pre></td>" for name in names) + "</tr>"
-        for sample in samples
+        "<tr>" + "".join(f"<td>{_cell(sample, name)}</td>" for name in names) + "</tr>" for sample in samples
     )
     return f"<table><tr>{head}</tr>{rows}</table>"
+
+
+def _cell(sample: Mapping[str, Any], name: str) -> str:
+    """Show a value; a response of several turns as a conversation, in which the model speaks first."""
+    turns = sample.get("turns") or ()
+    if name != "response" or len(turns) < 2:
+        return f"<pre>{escape(str(sample[name]))}</pre>"
+    return "".join(
+        f'<div class="{who}"><i>{who}</i><pre>{escape(str(text))}</pre></div>'
+        for who, text in zip(cycle(("model", "environment")), turns, strict=False)
+    )

@@ -28,6 +28,7 @@ from mrl.hub import is_offline, model_directory
 from mrl.models.families import read_spec
 from mrl.plan.known_models import model_spec
 from mrl.plan.memory import gib
+from mrl.preflight.agents import check_agents
 from mrl.preflight.findings import CheckResult, Verdict, fail, guarded, ok, skip, warn
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
@@ -129,10 +130,17 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
     yield from guarded("data.train", _check_number(config, tokenizer))
     if isinstance(config, SftConfig):
         return
+    if config.agent.environments:
+        yield from guarded("agent", check_agents(config, scored, tokenizer))
     yield from guarded("rewards", _check_reward_sources(config))
+    if config.agent.environments:  # which may score what no function does
+        scored = {
+            key: [each for each in some if config.reward.scores(each.row.data_source)] for key, some in scored.items()
+        }
     for part, reward in (("train", config.reward), ("validation", config.validation_reward())):
         of_part = {key: prompts for key, prompts in scored.items() if key.startswith(f"data.{part}.")}
-        yield from guarded("rewards", _check_rewards(reward, of_part, tokenizer, config.reward_model is not None))
+        others = config.reward_model is not None or bool(config.agent.environments)
+        yield from guarded("rewards", _check_rewards(reward, of_part, tokenizer, others))
 
 
 def _check_reward_sources(config: Config) -> Iterator[CheckResult]:
@@ -232,7 +240,7 @@ def _check_rewards(
 ) -> Iterator[CheckResult]:
     """Score the right answers in the workers that will score the responses: a sane reward gives them something."""
     if not config.functions and prompts:
-        yield skip("rewards", "there is no reward function: the reward model alone scores")
+        yield skip("rewards", "there is no reward function: a reward model or environments score alone")
         return
     there = {label: function for label, function in config.functions.items() if not asks_own_engines(function)}
     reward = dataclasses.replace(config, functions=there, on_failure="drop", max_failed_share=1.0)  # to see them all

@@ -132,3 +132,30 @@ def test_mistakes_and_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: p
     shown = capsys.readouterr()
     assert 'layouts: the files of "<redacted>" are not' in shown.out
     assert "canary" not in shown.out + shown.err
+
+
+def test_an_environment_says_how_many_full_turns_fit_and_who_scores(explain: Callable[..., str]) -> None:
+    limits = "max_turns: 4, max_turn_tokens: 50, max_observation_tokens: 60"
+    shop = "agent.environments.shop={name: 'shop:Shop', weight: 0.5, sources: [toy, 'shop/*'], " + limits + "}"
+    said = explain("configs/laptop-grpo.yaml", shop, "agent.environments.rest.tools.calc.name=calculator")
+    assert (
+        """
+environment shop: shop:Shop, where the model writes hermes
+  data sources           toy, shop/*
+  turns, at most         max_turns 4, the answer among them
+  longest turn           max_turn_tokens 50
+  longest answer to one  max_observation_tokens 60
+  full turns that fit    floor((max_response_tokens 256 + 60) / (50 + 60)) = 2: less than the 4 that are allowed
+  score                  what it gives itself x 0.5 + answer x 1
+
+environment rest: tools, where the model writes hermes
+  data sources           every one that none before takes
+  turns, at most         max_turns 4, the answer among them
+  longest turn           no limit of its own: all share max_response_tokens 256
+  longest answer to one  no limit of its own: all share max_response_tokens 256
+  score                  answer x 1
+"""
+        in said
+    )
+    enough = explain("configs/laptop-grpo.yaml", shop, "rollout.max_response_tokens=380")
+    assert "floor((max_response_tokens 380 + 60) / (50 + 60)) = 4\n" in enough

@@ -181,3 +181,13 @@ def test_a_run_with_too_few_nodes_says_what_fits_on_those_that_are_there(
     assert "What fits on 6 nodes is not known: " in capsys.readouterr().err
     assert main(["train", "configs/ppo-llama3.1-70b-8n8g.yaml"]) == 1
     assert "No layout of these models fits on 6 or fewer nodes of h100-80gb." in capsys.readouterr().err
+
+
+def test_turns_say_what_reading_them_again_would_cost(plan: Plan) -> None:
+    """Behind 1,024 tokens, three turns share 7,168: they begin at 1,024, at a third more, and at two thirds more."""
+    turns = ["agent.environments.calc={max_turns: 3, tools: {calc: {name: calculator}}}"]
+    text = plan(PRESET, *turns)[1]
+    assert "reads each of the 8,192 tokens of the longest conversation once; without it, 3 turns read 10,240." in text
+    text = plan(PRESET, *turns, "rollout.vllm.enable_prefix_caching=false")[1]
+    assert "without a prefix cache the 3 of the longest conversation read 10,240 tokens; with a prefix cache" in text
+    assert "Turns:" not in plan(PRESET)[1]

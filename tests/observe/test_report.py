@@ -13,19 +13,38 @@ def line(step: int, **figures: float) -> dict[str, Any]:
 
 def test_what_a_model_wrote_is_never_markup() -> None:
     sample = {"prompt": "<b>", "response": "<script>alert(1)</script>", "ground_truth": "&", "score": 1.0}
-    page = render_report("<run>", [line(1, **{"critic/score/mean": 0.5})], [sample], "a: <b>")
+    page = render_report(
+        "<run>",
+        [line(1, **{"critic/score/mean": 0.5})],
+        {"<step>": [sample], "a validation": [{"response": "<i>"}]},
+        "a: <b>",
+    )
     assert "<script>" not in page
+    assert "<h2>Samples of a validation</h2><table><tr><th>response</th></tr><tr><td><pre>&lt;i&gt;</pre>" in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "<title>&lt;run&gt;</title>" in page
     assert "http" not in page, "it needs nothing from anywhere"
 
 
+def test_a_sample_of_several_turns_is_shown_as_a_conversation() -> None:
+    said = {"response": "...", "turns": ["<search>x</search>", "<b>it</b>", "y"], "ended": "done"}
+    page = render_report("run", [], {"step 1": [said, {"response": "alone", "turns": ["alone"], "ended": "turns"}]}, "")
+    spoken = [
+        ("model", "&lt;search&gt;x&lt;/search&gt;"),
+        ("environment", "&lt;b&gt;it&lt;/b&gt;"),
+        ("model", "y"),
+    ]
+    boxes = "".join(f'<div class="{who}"><i>{who}</i><pre>{text}</pre></div>' for who, text in spoken)
+    assert f"<td>{boxes}</td><td><pre>done</pre></td>" in page
+    assert "<td><pre>alone</pre></td><td><pre>turns</pre></td>" in page, "a single turn is no conversation"
+
+
 def test_a_run_without_steps_has_a_report() -> None:
-    assert "No step has been done" in render_report("run", [], [], "")
+    assert "No step has been done" in render_report("run", [], {}, "")
 
 
 def test_phases_add_up_to_the_step() -> None:
-    page = render_report("run", [line(step) for step in range(1, 11)], [], "")
+    page = render_report("run", [line(step) for step in range(1, 11)], {}, "")
     assert "rollout: 75.0 %" in page
     assert "nothing of these: 25.0 %" in page
 
@@ -53,7 +72,7 @@ def test_each_finding_names_its_evidence() -> None:
 
 def test_what_never_changes_is_named_and_not_drawn() -> None:
     lines = [line(step, **{"critic/score/mean": step / 2, "reward/kl": 0.0}) for step in (1, 2, 3)]
-    page = render_report("run", lines, [], "")
+    page = render_report("run", lines, {}, "")
     assert "<figcaption>score: 1.5</figcaption>" in page
     assert "<figcaption>KL to the reference" not in page
     assert "The same in every step: KL to the reference 0." in page
@@ -62,7 +81,7 @@ def test_what_never_changes_is_named_and_not_drawn() -> None:
 
 def test_validation_is_drawn_where_it_was_measured() -> None:
     lines: list[dict[str, Any]] = [{"step": 0, "val/score/mean@4": 0.25}, line(1), line(2, **{"val/score/mean@4": 0.5})]
-    page = render_report("run", lines, [], "")
+    page = render_report("run", lines, {}, "")
     assert "<figcaption>val/score/mean@4: 0.5</figcaption>" in page
     assert "step 0 to 2" in page
 
@@ -84,7 +103,7 @@ def test_runs_lie_over_each_other() -> None:
 
 def test_what_names_a_run_or_a_phase_is_never_markup() -> None:
     lines = [line(step, **{"timing_s/<b>phase": 0.5, "val/<i>/solved/mean@1": 0.1 * step}) for step in (1, 2)]
-    page = render_report("<run>", lines, [], "")
+    page = render_report("<run>", lines, {}, "")
     assert "<b>phase" not in page
     assert "<i>" not in page
     assert "&lt;b&gt;phase" in page
