@@ -175,11 +175,15 @@ def _check_old(target: Path, made_from: str) -> None:
 def _rows_of(dataset: Published, part: str, made: Part) -> Iterator[dict[str, Any]]:
     for index, exercise in enumerate(made.exercises):
         yield {
-            "data_source": dataset.repository,
+            "data_source": exercise.data_source or dataset.repository,
             "prompt": [{"role": "user", "content": exercise.question}],
             "ability": exercise.ability,
             "reward_model": {"ground_truth": exercise.answer},
-            "extra_info": {"split": part, "index": index, **exercise.extra},
+            "extra_info": {
+                "split": part,
+                "index": index,
+                **exercise.extra,
+            },  # its own would begin anew with each source
         }
 
 

@@ -16,6 +16,17 @@ BOXED = "Reason step by step, and put the final answer into \\boxed{}."
 HASHES = "Reason step by step, and end with a line that has #### and then the answer as a number alone."
 TAGGED = "Think first, and end with the expression alone between tags, as in <answer>(1 + 2) / 3</answer>."
 
+SEARCH_R1 = (
+    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
+    "information. After reasoning, if you find you lack some knowledge, you can call a search engine by <search> query "
+    "</search> and it will return the top searched results between <information> and </information>. You can search as "
+    "many times as your want. If you find no further external knowledge needed, you can directly provide the answer "
+    "inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>. "
+    "Question: {}\n"
+)
+"""Search-R1's protocol: what its models are asked with, and their published figures hold for. Mistakes included, it is
+data, and not to be worded better."""
+
 _UNBRACED = re.compile(r"\\boxed ([^$]+)\$")  # two solutions of MATH end so
 _DAPO_FORM = re.compile(
     r'Solve the following math problem.*?\n\n(.+?)\s*Remember to put your answer on .*?"\.?', re.DOTALL
@@ -27,12 +38,14 @@ class Exercise:
     """A published row as mrl trains on it."""
 
     question: str
-    answer: str
+    answer: str | list[str]
     """What the reward function takes for the ground truth."""
     ability: str
     key: Hashable
     """The same for rows that ask the same."""
     extra: dict[str, Any] = field(default_factory=dict)
+    data_source: str = ""
+    """Where the data set consists of several; else its name."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +78,16 @@ class Published:
         return (*self.files, "test") if self.num_test else tuple(self.files)
 
 
-def _parser(prompt: str, truth: str, ability: str | None = None) -> RowParser:
+def _parser(prompt: str, truth: str, ability: str | None = None, source: str | None = None) -> RowParser:
     """Return what checks a published row as a run checks its own rows."""
-    columns = ColumnsConfig(prompt=prompt, ground_truth=truth, ability=ability, data_source=None, extra_info=None)
+    columns = ColumnsConfig(prompt=prompt, ground_truth=truth, ability=ability, data_source=source, extra_info=None)
     return RowParser(columns, "published")
 
 
 _GSM8K = _parser("question", "answer")
 _MATH = _parser("problem", "solution", "type")
 _DAPO17K = _parser("prompt", "reward_model.ground_truth")
+_NQ_HOTPOTQA = _parser("prompt", "reward_model.ground_truth.target", "ability", "data_source")
 
 
 def _gsm8k(raw: object, where: str) -> Exercise:
@@ -100,6 +114,18 @@ def _dapo17k(raw: object, where: str) -> Exercise:
     if not inner:
         raise BadRow("the prompt does not ask for its answer in the published words", where=where)
     return Exercise(f"{inner[1].strip()}\n\n{BOXED}", answer.strip(), "math", question)
+
+
+def _search_r1(raw: object, where: str) -> Exercise:
+    row = _NQ_HOTPOTQA.parse(raw, where)
+    asked = [message["content"] for message in row.messages]
+    before, after = SEARCH_R1.split("{}")
+    if len(asked) != 1 or not asked[0].startswith(before) or not asked[0].endswith(after):
+        raise BadRow("the prompt does not ask in the words of Search-R1", where=where)
+    truth = row.ground_truth
+    accepted = truth if isinstance(truth, list) else [str(truth)]
+    key = (row.data_source, asked[0])
+    return Exercise(asked[0], accepted, row.ability or "fact-reasoning", key, data_source=row.data_source)
 
 
 def _countdown(raw: object, where: str) -> Exercise:
@@ -191,5 +217,23 @@ PUBLISHED: Mapping[str, Published] = {
         _countdown,
         repeats=True,
         num_test=1_024,
+    ),
+    "search-r1": Published(
+        "PeterJinGo/nq_hotpotqa_train",
+        "b7d80abfee334a7a91cb377544f09180d58b34f6",
+        {
+            "train": HubFile(
+                "train.parquet",
+                "c3cc21e862a8469105de666101578cbff23cdc77e91a803cef102622c89cc4f6",
+                169_615,
+            ),
+            "test": HubFile(
+                "test.parquet",
+                "30aa887b6d47e06e8c0f6f5307c88fe4e13461ac25a20ec0a5433ad7a4fe25dc",
+                51_713,
+            ),
+        },
+        ("prompt", "data_source", "ability", "reward_model.ground_truth.target"),
+        _search_r1,
     ),
 }

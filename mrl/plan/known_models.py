@@ -46,6 +46,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 _SIZES: dict[str, tuple[str, tuple[int, ...]]] = {
     "Qwen2.5-0.5B": ("qwen2", (24, 896, 14, 2, 4864, 151936, True)),
     "Qwen2.5-1.5B": ("qwen2", (28, 1536, 12, 2, 8960, 151936, True)),
+    "Qwen2.5-3B": ("qwen2", (36, 2048, 16, 2, 11008, 151936, True)),
     "Qwen2.5-7B": ("qwen2", (28, 3584, 28, 4, 18944, 152064, False)),
     "Qwen2.5-32B": ("qwen2", (64, 5120, 40, 8, 27648, 152064, False)),
     "Qwen2.5-72B": ("qwen2", (80, 8192, 64, 8, 29568, 152064, False)),

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mrl.data.published import PUBLISHED, Published
+from mrl.data.published import PUBLISHED, SEARCH_R1, Published
 from mrl.files import sha256
 
 GSM8K = [
@@ -61,6 +61,20 @@ def dapo(question: str, answer: str, index: str = "0", form: str = _DAPO) -> dic
         "ability": "MATH",
         "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
         "extra_info": {"index": index},
+    }
+
+
+def search_r1(question: str, *accepted: str, source: str = "nq", index: int = 0) -> dict[str, Any]:
+    """A row of Search-R1's data, whose index begins anew with each source."""
+    return {
+        "id": f"train_{index}",
+        "question": question,
+        "golden_answers": list(accepted),
+        "data_source": source,
+        "prompt": [{"content": SEARCH_R1.format(question), "role": "user"}],
+        "ability": "fact-reasoning",
+        "reward_model": {"ground_truth": {"target": list(accepted)}, "style": "rule"},
+        "extra_info": {"index": index, "split": "train"},
     }
 
 

@@ -18,7 +18,8 @@ from mrl.data.rows import PromptRow, RowParser
 from mrl.data.sources import open_source
 from mrl.errors import DataError
 from mrl.files import sha256
-from tests.data.published_files import COUNTDOWN, EMPTY_BOX, GSM8K, MATH, dapo, resized, write_file
+from tests.data.conftest import OpenDataset
+from tests.data.published_files import COUNTDOWN, EMPTY_BOX, GSM8K, MATH, dapo, resized, search_r1, write_file
 from tests.hub import hub_service
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -123,6 +124,25 @@ def test_the_last_puzzles_of_countdown_are_its_test(here: Path) -> None:
         part: [row["extra_info"]["numbers"] for row in rows_of(Path(f"out/{part}.parquet"))] for part in dataset.parts
     }
     assert numbers == {"train": [[44, 19, 35], [1, 3, 4, 6]], "test": [[2, 3, 4]]}
+
+
+def test_questions_of_two_sources_with_equal_indices_stay_apart(here: Path, dataset_of: OpenDataset) -> None:
+    rows = [search_r1("who wrote it?", "Ann", "Ann Lee"), search_r1("who sang it?", "Bo", source="hotpotqa")]
+    odd = search_r1("why?", "so") | {"prompt": [{"role": "user", "content": "why?"}]}
+    files = [write_file(Path("train.parquet"), [*rows, odd]), write_file(Path("test.parquet"), rows[1:])]
+    dataset = resized("search-r1", train=files[0], test=files[1])
+    made = prepare(dataset, find_sources(dataset, files, {}), Path("data/search-r1"))
+    train, test = (made[Path(f"data/search-r1/{part}.parquet")] for part in ("train", "test"))
+    assert train.refused == {"the prompt does not ask in the words of Search-R1": ["train.parquet: row 2"]}
+    assert (len(train.exercises), len(test.exercises)) == (2, 1)
+    for preset in sorted(path.name for path in CONFIGS.glob("*search*")):
+        prompts = prompts_of(preset, "train")
+        assert [row.data_source for row in prompts] == ["nq", "hotpotqa"]
+        assert [row.ground_truth for row in prompts] == [["Ann", "Ann Lee"], ["Bo"]]
+        assert [row.extra_info["index"] for row in prompts] == [0, 1]
+        assert prompts[0].messages[0]["content"].endswith("<answer> Beijing </answer>. Question: who wrote it?\n")
+    batch = dataset_of(train="data/search-r1/train.parquet", max_prompt_tokens=4096).batch([0, 1])
+    assert len(set(batch["uid"])) == 2
 
 
 def test_lines_that_are_no_rows_are_counted_by_their_reason(here: Path) -> None:

@@ -8,12 +8,12 @@ import pytest
 
 from mrl.data.published import BOXED, HASHES, PUBLISHED, TAGGED
 from mrl.errors import BadRow
-from mrl.rewards.functions import countdown, gsm8k, math
+from mrl.rewards.functions import countdown, exact_match, gsm8k, math
 from mrl.rewards.sample import Sample
-from tests.data.published_files import COUNTDOWN, EMPTY_BOX, GSM8K, MATH, dapo
+from tests.data.published_files import COUNTDOWN, EMPTY_BOX, GSM8K, MATH, dapo, search_r1
 
 
-def sample(response: str, truth: str, **extra: Any) -> Sample:
+def sample(response: str, truth: str | list[str], **extra: Any) -> Sample:
     row = {"prompt": "?", "num_response_tokens": 1, "data_source": "test", "uid": "u", "row_id": 0}
     return Sample(response=response, ground_truth=truth, extra_info=extra, **row)
 
@@ -42,6 +42,15 @@ def test_dapo_is_asked_for_a_box_as_well() -> None:
     assert math.score(sample("\\boxed{34}", made.answer))["score"] == 1.0
 
 
+def test_search_r1_keeps_its_words_and_every_accepted_answer() -> None:
+    row = search_r1("who wrote it?", "Ann", "Ann Lee")
+    made = PUBLISHED["search-r1"].read(row, "here")
+    assert made.question == row["prompt"][0]["content"]
+    assert (made.answer, made.data_source, made.ability) == (["Ann", "Ann Lee"], "nq", "fact-reasoning")
+    asked = sample("<answer>ann lee</answer>", made.answer)
+    assert exact_match.score(asked, tag="answer")["score"] == 1.0
+
+
 def test_countdown_brings_its_numbers() -> None:
     made = [PUBLISHED["countdown"].read(row, "here") for row in COUNTDOWN]
     assert made[0].question == (
@@ -66,6 +75,12 @@ def test_countdown_brings_its_numbers() -> None:
         ("math", {**MATH[0], "solution": "So $\\boxed{2"}, "the solution boxes no answer"),
         ("math", {**MATH[0], "problem": "a\0b"}, "column `problem` holds the character NUL at position 1"),
         ("math", {**MATH[0], "type": 3}, "column `type` must be text, not the number 3"),
+        (
+            "search-r1",
+            search_r1("who?"),
+            "column `reward_model.ground_truth.target` is an empty list: no answer would be right",
+        ),
+        ("search-r1", search_r1("who?", " "), "column `reward_model.ground_truth.target[0]` is blank"),
         ("dapo17k", dapo("Find $n$.", "3", form="{}"), "the prompt does not ask for its answer in the published words"),
         ("dapo17k", dapo("Find $n$.", " "), "column `reward_model.ground_truth` is blank"),
         ("dapo17k", dapo("Find $n$.", "3") | {"prompt": dapo("a", "")["prompt"] * 2}, "the prompt must be one message"),

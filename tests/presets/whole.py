@@ -23,6 +23,7 @@ NOT_ON_A_CPU = {
     "gpu_memory_utilization": "it stays, but a CPU's engine is given its cache in bytes",
     "cluster.device": "a device is a CPU slot",
     "dtype": "float32, so that differences are rounding",
+    "agent.environments": "what a preset searches is no part of it, and twelve tokens are no conversation",
     "reward.functions": "a model that knows nothing is never right, and would learn nothing",
 }
 """What a preset sets and its whole twin does not, with the reason."""
@@ -57,6 +58,7 @@ def overrides(config: Config) -> Iterator[str]:
         yield f"{role}.dtype=float32"
         yield f"{role}.max_tokens_per_device=128"
         yield f"{role}.optimizer.lr=1e-3"
+    yield from (f"agent.environments.{name}=null" for name in config.agent.environments)
     yield f"rollout.tp={min(config.rollout.tp, devices, MAX_SIZE)}"
     yield "rollout.vllm.kv_cache_memory_bytes=67108864"
     yield "rollout.vllm.enforce_eager=true"
