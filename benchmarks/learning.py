@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.harness import Benchmark, parser
 from mrl.cli.demo import ALGORITHMS
 from mrl.controller import ray_cluster
-from mrl.demo.demo import GOAL, DemoSettings, learn, warm_model
+from mrl.demo.demo import DemoSettings, learn, warm_model
+from mrl.demo.tasks import SUMS
 from mrl.errors import MrlError
 from mrl.observe.console import Console
 
@@ -41,6 +42,7 @@ CHANGES: dict[str, tuple[str, list[str]]] = {name: (name, []) for name in ALGORI
     "overlong": ("grpo", ["algorithm.overlong={buffer_tokens: 4}"]),
 }
 """Name -> the demo's algorithm, and what is changed of it."""
+GOAL = SUMS.goals[SUMS.solved]
 
 
 def main() -> int:

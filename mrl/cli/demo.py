@@ -7,18 +7,22 @@ import time
 from pathlib import Path
 
 from mrl.cli.report import write_report
+from mrl.demo.tasks import SUMS, TASKS
 from mrl.errors import EXIT_STOPPED, SetupError
 
 EXAMPLE = "mrl demo --algorithm grpo --tp 2 --pp 2"
-ALGORITHMS = ("ppo", "grpo", "rloo", "reinforce_plus_plus", "remax", "dapo")  # a file each in mrl/demo
+ALGORITHMS = tuple(SUMS.algorithms)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--task", choices=TASKS, default="sums", help="to add, or to search in several turns (default sums)"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the model and of all that is drawn (default 1)")
-    parser.add_argument("--algorithm", choices=ALGORITHMS, default="ppo")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, help="default ppo; search is learned by grpo")
     parser.add_argument("--tp", type=int, default=2, help="tensor parallel size of the actor (default 2)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size of the actor (default 1)")
-    parser.add_argument("--steps", type=int, default=60, help="of reinforcement learning (default 60)")
+    parser.add_argument("--steps", type=int, help="of reinforcement learning (default 60, of search 50)")
     parser.add_argument("--dir", help="a new directory for its files (default runs/demo-DATE)")
 
 
@@ -27,11 +31,18 @@ def run(arguments: argparse.Namespace) -> int:
     directory = Path(arguments.dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
     if directory.exists():
         raise SetupError(f"{directory} exists already", fix="choose another --dir")
-    from mrl.demo.demo import GOAL, MAX_WARM_START, DemoSettings, run_demo
+    task = TASKS[arguments.task]
+    algorithm, steps = arguments.algorithm or next(iter(task.algorithms)), arguments.steps or task.steps
+    if algorithm not in task.algorithms:
+        raise SetupError(
+            f"{arguments.task} is not learned by {algorithm}", fix=f"--algorithm {', '.join(task.algorithms)}"
+        )
+    from mrl.demo.demo import DemoSettings, run_demo
     from mrl.observe.console import Console  # with what follows it loads torch and Ray
+    from mrl.observe.metrics import read_metrics
 
-    settings = DemoSettings(directory, arguments.seed, arguments.algorithm, arguments.tp, arguments.pp, arguments.steps)
-    result = run_demo(settings, Console(arguments.steps))
+    settings = DemoSettings(directory, arguments.seed, algorithm, arguments.tp, arguments.pp, steps, task)
+    result = run_demo(settings, Console(steps))
     if result.after is None:
         print(f"stopped and saved; it goes on with: mrl train {result.config}")
         return EXIT_STOPPED
@@ -39,8 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"\n{100 * result.before:.1f} % before, {100 * result.after:.1f} % after, in {total / 60:.1f} minutes:")
     for name, seconds in result.seconds.items():
         print(f"  {name:<18} {seconds:6.1f} s")
-    print(f"report: {write_report(directory / 'ppo')}")
+    last = read_metrics(directory / task.run / "metrics.jsonl")[-1]
+    for name, said in task.also.items():
+        print(f"{said}: {last[name]:.2f}")
+    print(f"report: {write_report(directory / task.run)}")
     print(f"next: mrl train {result.config} run.name=mine training.steps=100")
-    if not result.is_success:
-        print(f"goal missed: at most {100 * MAX_WARM_START:.0f} % before and at least {100 * GOAL:.0f} % after")
+    for missed in result.missed():
+        print(f"goal missed: {missed}")
     return 0 if result.is_success else 1

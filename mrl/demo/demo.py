@@ -1,4 +1,4 @@
-"""The demo: a tiny model learns to add numbers from 10 to 49, from a careless teacher first, then from rewards alone.
+"""The demo: a tiny model learns to add numbers, or to search, from a careless teacher first, then from rewards alone.
 
 SFT imitates the teacher, of whose answers more than half are wrong, so the model is wrong as often: however likely the
 right answer has become, it is sampled no more often than the teacher gave it. No example is ever corrected. Rewards
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +18,7 @@ from mrl.config.load import load_config, load_sft_config
 from mrl.config.schema import ClusterConfig
 from mrl.controller import ray_cluster
 from mrl.demo.model import make_model
+from mrl.demo.tasks import MAX_WARM_START, SUMS, DemoTask
 from mrl.errors import SetupError
 from mrl.observe.console import Console
 from mrl.trainer.ppo import RayPPOTrainer
@@ -27,13 +28,11 @@ from mrl.trainer.sft import train_sft
 Result = TypeVar("Result")
 
 CONFIGS = Path(__file__).parent
-MAX_WARM_START, GOAL = 0.40, 0.80
-SOLVED = "val/solved/mean@4"
 
 RUN = """\
 # Written by `mrl demo`. Run it again, with whatever you like to change: mrl train {path} run.name=mine
 extends: {algorithm}
-run: {{name: ppo, dir: {directory}}}
+run: {{name: {run}, dir: {directory}}}
 cluster: {{devices_per_node: {devices}}}
 placement: {{pools: {{laptop: {devices}}}}}
 model: {{path: {model}}}
@@ -55,6 +54,7 @@ class DemoSettings:
     tp: int = 2
     pp: int = 1
     steps: int = 60
+    task: DemoTask = SUMS
 
     @property
     def cluster(self) -> ClusterConfig:
@@ -67,15 +67,27 @@ class DemoResult:
     """How it went."""
 
     before: float
-    after: float | None
-    """None where it was told to stop before the end."""
+    figures: Mapping[str, float] | None
+    """Of the last validation; None where it was told to stop before the end."""
     seconds: dict[str, float]
     config: Path
+    task: DemoTask = SUMS
+
+    @property
+    def after(self) -> float | None:
+        return None if self.figures is None else self.figures[self.task.solved]
+
+    def missed(self) -> Iterator[str]:
+        """Yield what should have been otherwise: little was to be known before, and much after."""
+        if self.before > MAX_WARM_START:
+            yield f"{100 * self.before:.1f} % before; at most {100 * MAX_WARM_START:.0f} %"
+        for name, goal in self.task.goals.items():
+            if self.figures is not None and self.figures[name] < goal:
+                yield f"{name} is {100 * self.figures[name]:.1f} %; at least {100 * goal:.0f} %"
 
     @property
     def is_success(self) -> bool:
-        """Whether little was known before, and much after."""
-        return self.after is not None and self.before <= MAX_WARM_START and self.after >= GOAL
+        return self.figures is not None and not [*self.missed()]
 
 
 def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
@@ -89,9 +101,11 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
 
 def warm_model(settings: DemoSettings, console: Console, seconds: dict[str, float]) -> Path:
     """A new model after its SFT."""
-    console.print("making a model of 400,000 parameters that knows nothing")
-    initial = _timed(seconds, "model", lambda: make_model(settings.directory / "initial", settings.seed))
-    console.print("SFT on the answers of a teacher who is wrong in 64 % of them")
+    task = settings.task
+    console.print(f"making a model of {task.num_layers} layers that knows nothing")
+    initial = settings.directory / "initial"
+    _timed(seconds, "model", lambda: make_model(initial, settings.seed, task.num_layers))
+    console.print(f"SFT on the answers of {task.teacher}")
     return _timed(seconds, "sft", lambda: _warm_start(settings, initial, console))
 
 
@@ -99,21 +113,20 @@ def learn(
     settings: DemoSettings, model: Path, console: Console, seconds: dict[str, float], overrides: Sequence[str] = ()
 ) -> DemoResult:
     """Train a warmed-up model by rewards."""
+    task = settings.task
     config = settings.directory / "demo.yaml"
     config.write_text(demo_yaml(settings, model, config), encoding="utf-8")
-    console.print(f"{settings.algorithm}: {settings.steps} steps of 512 samples, as {config} says")
+    console.print(f"{settings.algorithm}: {settings.steps} steps of {task.samples_per_step} samples, as {config} says")
     resolved = load_config(str(config), overrides)
     with open_run(resolved, console) as run:
         trainer = RayPPOTrainer(run)
         began = time.monotonic()
         with trainer.init_workers():
             seconds["start of workers"] = time.monotonic() - began
-            before = _timed(seconds, "validation before", trainer.validate)[SOLVED]
-            console.print(
-                f"right before: {100 * before:.1f} % of sampled answers to problems that are never trained on"
-            )
-            after = _timed(seconds, settings.algorithm, trainer.fit).get(SOLVED)
-    return DemoResult(before, after if trainer.num_steps_done == settings.steps else None, seconds, config)
+            before = _timed(seconds, "validation before", trainer.validate)[task.solved]
+            console.print(f"right before: {100 * before:.1f} % of sampled answers to {task.unseen}")
+            figures = _timed(seconds, settings.algorithm, trainer.fit)
+    return DemoResult(before, figures if trainer.num_steps_done == settings.steps else None, seconds, config, task)
 
 
 def _timed(seconds: dict[str, float], name: str, work: Callable[[], Result]) -> Result:
@@ -132,7 +145,7 @@ def _warm_start(settings: DemoSettings, initial: Path, console: Console) -> Path
         if step % 40 == 0:
             console.print(f"  update {step}: loss {metrics['loss']:.3f}")
 
-    with open_run(load_sft_config(str(CONFIGS / "sft.yaml"), values), console) as run:
+    with open_run(load_sft_config(str(CONFIGS / settings.task.warm_up), values), console) as run:
         model = train_sft(run, on_update)
     if model is None:
         raise SetupError("the demo was asked to stop while its model was warmed up", fix="run it again")
@@ -143,13 +156,14 @@ def demo_yaml(settings: DemoSettings, model: Path, path: Path) -> str:
     """The configuration of the run: the algorithm's file, and what this demo was asked for."""
     return RUN.format(
         path=path,
-        algorithm=json.dumps(str(CONFIGS / f"{settings.algorithm}.yaml")),
+        algorithm=json.dumps(str(CONFIGS / settings.task.algorithms[settings.algorithm])),
+        run=settings.task.run,
         directory=json.dumps(str(settings.directory)),
         devices=settings.cluster.devices_per_node,
         model=json.dumps(str(model)),
         tp=settings.tp,
         pp=settings.pp,
-        updates=max(4 * settings.steps, 21),
+        updates=max(settings.task.updates_per_step * settings.steps, 21),
         steps=settings.steps,
         seed=settings.seed,
     )

@@ -1,4 +1,4 @@
-"""A model of 400,000 parameters with a tokenizer of bytes: made here, so that a demo downloads nothing."""
+"""A model of 400,000 parameters in two layers, with a tokenizer of bytes: made here, nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mrl.data.toy_tokenizer import save_toy_tokenizer
 MAX_LENGTH = 64
 
 
-def make_model(directory: Path, seed: int) -> Path:
+def make_model(directory: Path, seed: int, num_layers: int = 2) -> Path:
     """Write a random model like Qwen3 in Hugging Face format."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -21,7 +21,7 @@ def make_model(directory: Path, seed: int) -> Path:
         vocab_size=vocab,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,

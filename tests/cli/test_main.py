@@ -131,6 +131,11 @@ def test_a_demo_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == f"{tmp_path} exists already\n  fix: choose another --dir\n"
 
 
+def test_a_task_is_learned_by_its_algorithms_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--task", "search", "--algorithm", "ppo", "--dir", str(tmp_path / "new")]) == 1
+    assert capsys.readouterr().err == "search is not learned by ppo\n  fix: --algorithm grpo\n"
+
+
 @pytest.mark.needs
 def test_a_demo_that_was_stopped_claims_no_accuracy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

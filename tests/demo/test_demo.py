@@ -20,6 +20,7 @@ from mrl.config.sft import SftConfig
 from mrl.demo import demo
 from mrl.demo.demo import DemoResult, DemoSettings, demo_yaml, learn
 from mrl.demo.model import make_model
+from mrl.demo.tasks import SEARCH, SUMS
 from mrl.trainer.run import Run
 from tests.trainer.fakes import Screen
 
@@ -70,7 +71,19 @@ def test_every_algorithm_has_a_configuration(algorithm: str, model: Path, tmp_pa
 def test_a_demo_succeeds_if_little_was_known_before_and_much_after(
     before: float, after: float | None, success: bool, tmp_path: Path
 ) -> None:
-    assert DemoResult(before, after, {}, tmp_path).is_success is success
+    figures = None if after is None else {SUMS.solved: after}
+    result = DemoResult(before, figures, {}, tmp_path)
+    assert (result.after, result.is_success) == (after, success)
+    assert bool([*result.missed()]) == (not success and after is not None)
+
+
+@pytest.mark.parametrize(
+    ("two_hops", "missed"), [(0.75, []), (0.74, ["val/two_hops/solved/mean@1 is 74.0 %; at least 75 %"])]
+)
+def test_a_search_has_to_succeed_after_two_hops_as_well(two_hops: float, missed: list[str], tmp_path: Path) -> None:
+    figures = {"val/solved/mean@1": 0.85, "val/two_hops/solved/mean@1": two_hops}
+    result = DemoResult(0.4, figures, {}, tmp_path, SEARCH)
+    assert [*result.missed()] == missed
 
 
 class Trainer:
@@ -118,7 +131,7 @@ def test_the_warm_up_imitates_a_careless_teacher(model: Path, tmp_path: Path, mo
         return run.directory / "model"
 
     monkeypatch.setattr(demo, "train_sft", train_sft)
-    monkeypatch.setattr(demo, "make_model", lambda path, seed: shutil.copytree(model, path))
+    monkeypatch.setattr(demo, "make_model", lambda path, seed, num_layers: shutil.copytree(model, path))
     screen, seconds = Screen([]), dict[str, float]()
     warm = demo.warm_model(DemoSettings(tmp_path, seed=4), screen, seconds)
     (config,) = asked
