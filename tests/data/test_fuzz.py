@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mrl.config.schema import ColumnsConfig
+from mrl.data import template_process
+from mrl.data.chat_template import ChatTemplate, TemplateFailure
 from mrl.data.rlhf_dataset import Prompt
 from mrl.data.rows import PromptRow, RowParser
-from mrl.errors import BadRow
+from mrl.errors import BadRow, DataError
+from tests.data.chat_templates import TEMPLATES
 from tests.data.conftest import OpenDataset, good_row, jsonl
+from tests.fuzzing import SECONDS, changed, damaged, rounds
 
-NUM_LINES = 20_000
+NUM_LINES = 1000
+NASTY = ["{% for i in range(9**5) %}", "{{ 9 ** 9 ** 9 }}", "{{ x.y.z }}", "{{ 'a' * 10**9 }}", "{% break %}", "{#"]
 SPICE = (b"\0", b"\xff", b'"', b"{", b"}", b"[", b"\\ud800", b"\\u0000", b"null", b"1e999", b",", b"\r", b"<|end|>")
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 ANY = st.recursive(
@@ -33,23 +42,70 @@ def spoilt(line: bytes, chance: random.Random) -> bytes:
 
 
 def test_spoilt_lines(here: Path, dataset_of: OpenDataset) -> None:
-    chance = random.Random(5)
     good = json.dumps(good_row(3)).encode()
-    Path("rows.jsonl").write_bytes(b"\n".join(spoilt(good, chance) for _ in range(NUM_LINES)) + b"\n")
-    dataset = dataset_of(train="rows.jsonl", overlong="drop")
     kinds = {"prompt": 0, "bad": 0}
-    for found in dataset.read(dataset.draws(0, NUM_LINES)):
-        if isinstance(found, Prompt):
-            kinds["prompt"] += 1
-            assert found.text.startswith("<|user|>")
-        elif found.error is not None:
-            kinds["bad"] += 1
-            assert isinstance(found.error, BadRow)
-            assert found.error.where == f"rows.jsonl:{found.draw.row + 1}"
-    assert min(kinds.values()) > NUM_LINES / 10
+    for chance in rounds("jsonl"):
+        Path("rows.jsonl").write_bytes(b"\n".join(spoilt(good, chance) for _ in range(NUM_LINES)) + b"\n")
+        dataset = dataset_of(train="rows.jsonl", overlong="drop")
+        for found in dataset.read(dataset.draws(0, NUM_LINES)):
+            if isinstance(found, Prompt):
+                kinds["prompt"] += 1
+                assert found.text.startswith("<|user|>")
+            elif found.error is not None:
+                kinds["bad"] += 1
+                assert isinstance(found.error, BadRow)
+                assert found.error.where == f"rows.jsonl:{found.draw.row + 1}"
+    assert min(kinds.values()) > sum(kinds.values()) / 10
 
 
-@settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
+def test_damaged_tables(here: Path, dataset_of: OpenDataset) -> None:
+    """Pages, footers and types of a parquet file: rows or typed errors, and never the end of the process."""
+    pq.write_table(pa.Table.from_pylist([good_row(number) for number in range(50)]), "whole", row_group_size=20)
+    whole = Path("whole").read_bytes()
+    num_refused = 0
+    for chance in rounds("parquet"):
+        Path("rows.parquet").write_bytes(damaged(whole, chance))
+        try:
+            dataset = dataset_of(train="rows.parquet")
+            assert all(isinstance(found.error, DataError) for found in dataset.check())
+        except DataError:
+            num_refused += 1
+    assert num_refused
+
+
+def test_tables_of_any_type(here: Path, dataset_of: OpenDataset) -> None:
+    for chance in rounds("tables"):
+        try:
+            table = pa.Table.from_pylist([changed(good_row(number), chance) for number in range(3)])
+            pq.write_table(table, "rows.parquet")
+        except (pa.ArrowException, TypeError, ValueError, OverflowError, AttributeError):
+            continue  # no table holds that
+        try:
+            dataset = dataset_of(train="rows.parquet", overlong="drop")
+            assert all(found.error is None or isinstance(found.error, DataError) for found in dataset.check())
+        except DataError:
+            pass
+
+
+def test_damaged_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published chat templates with parts that are gone, doubled or of one another."""
+    monkeypatch.setattr(template_process, "COMPUTES_S", 0.5)
+    pieces = [piece for text, _, _ in TEMPLATES.values() for piece in re.split(r"(?<=[%}]})", text)] + NASTY
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c"}]
+    rendered = 0
+    for chance in rounds("templates"):
+        parts = chance.choice([text for text, _, _ in TEMPLATES.values()])
+        for _ in range(chance.randint(1, 4)):
+            at = chance.randrange(len(parts))
+            parts = parts[:at] + chance.choice(pieces) + parts[at + chance.randrange(40) :]
+        try:
+            ChatTemplate(parts, '{"bos_token": "<s>", "tools": null}').render(talk, calls_for_answer=True)
+            rendered += 1
+        except TemplateFailure:
+            pass
+
+
+@settings(max_examples=int(250 * SECONDS), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(sorted(good_row())), ANY | MESSAGES))
 def test_any_values(changes: dict[str, Any]) -> None:
     row = parsed(good_row() | changes)
