@@ -43,7 +43,7 @@ LIMITS_S = {"quick": 300.0, "slow": 600.0}
 CASES_PER_TEST = "25"
 MIN_SHARES = {"all": 0.95, "package": 0.9, FURTHER: 0.9}
 PASSED, FAILED, NO_TESTS = 0, 1, 5  # pytest's exit codes
-DEADLY = [-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGSEGV, -signal.SIGABRT]
+DEADLY = [-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGUSR1, -signal.SIGSEGV, -signal.SIGABRT]
 """By which a fault may end the tests themselves; SIGKILL may be the machine's, for lack of memory."""
 
 
