@@ -55,6 +55,12 @@ def test_every_block_says_whether_it_is_run(page: Path) -> None:
     assert [str(block) for block in blocks_of(page) if not block.has_known_kind] == []
 
 
+@pytest.mark.parametrize("page", pages(), ids=named)
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
+        assert f"\ndef {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
+
+
 def try_commands(block: Block, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Parse what mrl is asked in a block, load the presets in it, and return the verbs."""
     monkeypatch.chdir(ROOT)
