@@ -59,6 +59,8 @@ def ray_node(host: str, name: str, options: Sequence[str]) -> Iterator[RayNode]:
     directory = Path(tempfile.mkdtemp(prefix="mrl-"))  # 0700; Ray would leave them open to all
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     command += [f"--node-ip-address={host}", f"--node-name={name}", f"--temp-dir={directory}", *options]
+    # Its default is one port for all: a head that finds it taken lives on without this agent, and refuses every job.
+    command += [f"--dashboard-agent-listen-port={free_port()}"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=default_signals)
     try:
         yield RayNode(process, directory)

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -164,7 +166,7 @@ def test_a_job_of_a_ray_cluster_brings_its_configuration_and_code_along(
     options = head_options(free_port())
     dashboard = int(options[-1].partition("=")[2])
     address = f"http://127.0.0.1:{dashboard}"
-    with ray_node("127.0.0.1", "head", ["--num-cpus=2", *options]) as node:
+    with another_agent(), ray_node("127.0.0.1", "head", ["--num-cpus=2", *options]) as node:
         node.await_start(120)
         await_answer(dashboard)
         assert "shipped: config.yaml, own_rewards.py" in small.mrl(
@@ -182,6 +184,16 @@ def test_a_job_of_a_ray_cluster_brings_its_configuration_and_code_along(
         )
         assert refused.returncode != 0, "the cluster asks for its token"
     assert left_over(small.directory) == []
+
+
+@contextmanager
+def another_agent() -> Iterator[None]:
+    """Hold the port at which the agent of every Ray listens unless it is told otherwise, as another's job would."""
+    with socket.socket() as held:
+        with suppress(OSError):
+            held.bind(("", 52365))
+            held.listen()
+        yield
 
 
 def left_over(directory: Path) -> list[str]:
