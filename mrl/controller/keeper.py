@@ -60,6 +60,7 @@ def _start(directory: Path, num_cpus: int | None) -> str:
         include_dashboard=False,
         include_log_monitor=False,
         no_monitor=True,
+        dashboard_agent_listen_port=0,  # any; its default is one for all, which a Ray of the user's would miss
         temp_dir=str(directory),
         available_memory_bytes=memory,
         object_store_memory=resolve_object_store_memory(memory, None),

@@ -82,6 +82,8 @@ def test_nothing_outlives_a_run(target: str, number: int, said: str) -> None:
         word, orphan = run.stdout.readline().split()
         assert word == "ready"
         processes |= below(run.pid) | below(int(orphan))  # which may be below nothing of this run
+        starts_agent = Path(f"/proc/{named(processes, 'raylet')}/cmdline").read_text()
+        assert "--listen-port=0" in starts_agent, "a port of its own: the one of all Rays is for the user's"
         killed = {"driver": run.pid, "group": -run.pid}.get(target) or (named(processes, target) if number else 0)
         if number:
             os.kill(killed, number)
