@@ -45,6 +45,8 @@ _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _MAX_PATH_BYTES = 107
 _RETRY_S = 0.02
+_HELLO_S = 5.0
+"""A trainer says hello in the moment in which it connects."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -165,8 +167,8 @@ class IpcReceiver:
     def buckets(self) -> Iterator[Bucket]:
         """Yield what the sender sends, until it says that this was all; then it waits for `reply`."""
         self._hang_up()
-        self._line = line = _Channel(self._accept(), "the trainer")
-        hello, descriptors = line.receive("hello", self._deadline_s, NUM_SLOTS)
+        self._line, (hello, descriptors) = self._meet()
+        line = self._line
         if hello["protocol"] != _PROTOCOL:
             self.reject(f"protocol {hello['protocol']} of the trainer is not the rollout worker's {_PROTOCOL}")
             raise RolloutError(f"the trainer speaks protocol {hello['protocol']}, not {_PROTOCOL}")
@@ -202,15 +204,23 @@ class IpcReceiver:
         self._listener.close()
         self._path.unlink(missing_ok=True)
 
-    def _accept(self) -> socket.socket:
-        self._listener.settimeout(self._deadline_s)
-        try:
-            connection, _ = self._listener.accept()
-        except TimeoutError:
-            raise RolloutError(
-                f"no trainer sent weights within {self._deadline_s:g} s", where=str(self._path)
-            ) from None
-        return connection
+    def _meet(self) -> tuple[_Channel, tuple[dict[str, Any], list[int]]]:
+        """Return who says a trainer's hello, and that; whoever says something else, or nothing, is hung up on."""
+        until, other = time.monotonic() + self._deadline_s, ""
+        while (left := until - time.monotonic()) > 0:
+            self._listener.settimeout(left)
+            connection = None
+            try:
+                connection, _ = self._listener.accept()
+                line = _Channel(connection, "the trainer")
+                return line, line.receive("hello", min(_HELLO_S, left), NUM_SLOTS)
+            except TimeoutError:
+                break
+            except RolloutError as error:
+                other = f"; another process connected: {error.what}"
+                if connection is not None:
+                    connection.close()
+        raise RolloutError(f"no trainer sent weights within {self._deadline_s:g} s{other}", where=str(self._path))
 
     def _hang_up(self) -> None:
         if self._line is not None:
@@ -252,6 +262,8 @@ class _Channel:
             if length > _MAX_FRAME_BYTES:
                 raise RolloutError(f"{self._other} announced a frame of {length} bytes")
             frame: dict[str, Any] = json.loads(self._read(length, until))
+            if not isinstance(frame, dict) or "kind" not in frame:
+                raise ValueError("a frame of no kind")
         except TimeoutError:
             raise RolloutError(f"{self._other} sent no `{kind}` within {deadline_s:g} s") from None
         except (OSError, ValueError) as error:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mrl.errors import RolloutError
+from mrl.weight_sync import ipc
 from mrl.weight_sync.digest import Digests, digest
 from mrl.weight_sync.ipc import (
     _LENGTH,
@@ -155,22 +156,46 @@ def test_another_protocol_is_refused_with_both_numbers(listen: Callable[..., tup
     assert listening.errors == ["the trainer speaks protocol 2, not 1"]
 
 
-def test_what_comes_out_of_turn_is_refused(listen: Callable[..., tuple[Path, Listening]]) -> None:
-    path, listening = listen()
-    line = spoken_to(path)
-    line.send("bucket", {"slot": 0, "tensors": []})
-    listening.thread.join(LIMIT_S)
-    line.close()
-    assert listening.errors == ["the trainer sent `bucket` where `hello` was expected"]
+def framed(frame: str) -> bytes:
+    return _LENGTH.pack(len(frame)) + frame.encode()
 
 
-def test_a_frame_of_absurd_length_is_not_waited_for(listen: Callable[..., tuple[Path, Listening]]) -> None:
+@pytest.mark.parametrize(
+    "said",
+    [
+        *(framed('{"kind": "bucket", "slot": 0, "tensors": []}'), framed('["hello"]'), framed('{"hello": 1}')),
+        *(framed("no JSON"), _LENGTH.pack(1 << 30), b"GET / HTTP/1.1\r\n\r\n", b"\0", b""),
+    ],
+    ids=lambda said: repr(said[:24]),
+)
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_stranger_does_not_keep_the_trainer_from_its_receiver(
+    listen: Callable[..., tuple[Path, Listening]], said: bytes, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ipc, "_HELLO_S", 0.2)
     path, listening = listen()
-    line = spoken_to(path)
-    line._connection.sendall(_LENGTH.pack(1 << 30))
-    listening.thread.join(LIMIT_S)
-    line.close()
-    assert listening.errors == [f"the trainer announced a frame of {1 << 30} bytes"]
+    stranger = _connect(path, LIMIT_S)
+    stranger.sendall(said)
+    if not stays:
+        stranger.close()
+    sender = IpcSender(path, SLOT_BYTES, CPU, LIMIT_S)
+    sender.begin(1)
+    sender.send(sender.slot(), [])
+    assert sender.end() == {"number": "1"}
+    sender.close()
+    stranger.close()
+    assert listening.errors == []
+
+
+def test_where_only_strangers_come_the_last_is_told_of(tmp_path: Path) -> None:
+    receiver = IpcReceiver(tmp_path / "rollout-0-0.sock", 0.5)
+    stranger = _connect(tmp_path / "rollout-0-0.sock", LIMIT_S)
+    stranger.sendall(_LENGTH.pack(1 << 30))
+    what = r"no trainer sent weights within 0.5 s; another process connected: .* announced a frame of 1073741824 bytes"
+    with pytest.raises(RolloutError, match=what):
+        next(receiver.buckets())
+    stranger.close()
+    receiver.close()
 
 
 def test_the_end_is_only_told_after_every_slot_was_read(listen: Callable[..., tuple[Path, Listening]]) -> None:
