@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -58,7 +59,8 @@ def watched(verb: str, arguments: argparse.Namespace, resolved: Resolved[AnyType
     quiet: bool = getattr(arguments, "quiet", False)  # sft has no such flag
     if not arguments.attempt and config.training.max_restarts:
         again = [verb, arguments.config, *arguments.overrides, *(["--quiet"] if quiet else [])]
-        return supervise(again, directory, config.training.max_restarts, config.deadlines.resources_s)
+        resources_s, fallback = config.deadlines.resources_s, config.training.fallback
+        return supervise(again, directory, config.training.max_restarts, resources_s, fallback)
 
     def lost(error: WorkerDied) -> int:
         """Say and write down what ends this run, whose threads all wait for Ray."""
@@ -77,11 +79,13 @@ def watched(verb: str, arguments: argparse.Namespace, resolved: Resolved[AnyType
         return EXIT_NO_PLACE if isinstance(error, PlacementError) else EXIT_LOST
 
 
-def supervise(command: Sequence[str], directory: Path, max_restarts: int, resources_s: float) -> int:
+def supervise(
+    command: Sequence[str], directory: Path, max_restarts: int, resources_s: float, fallback: Sequence[str] = ()
+) -> int:
     """Run `mrl` with this verb and its arguments, again after each loss; the exit code of the last attempt.
 
     Restarts count from the newest checkpoint on: a run that gets further may be restarted as often again. One that
-    finds no cluster is made again until `resources_s` after the loss.
+    finds no cluster is made again until `resources_s` after the loss; from then on with the overrides of `fallback`.
     """
     num_restarts, newest, has_begun, lost_at = 0, _newest(directory), False, 0.0
     while True:
@@ -96,6 +100,12 @@ def supervise(command: Sequence[str], directory: Path, max_restarts: int, resour
         num_restarts = num_restarts + 1 if reached == newest else 1
         newest = reached
         lost = "found no place" if code == EXIT_NO_PLACE else "lost a worker or a node"
+        if code == EXIT_NO_PLACE and fallback:
+            command, lost, fallback = (
+                [*command, *fallback],
+                f"found no place, and goes on with {shlex.join(fallback)}",
+                (),
+            )
         why = f"was ended by {signal.Signals(-code).name}" if code < 0 else lost
         if num_restarts > max_restarts:
             print(f"the run {why}, and training.max_restarts={max_restarts} is used up", file=sys.stderr)

@@ -92,11 +92,12 @@ def rechecked(resolved: Resolved[AnyTyped], config: AnyTyped) -> Resolved[AnyTyp
 
 
 def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved[AnyTyped]:
+    given = list(overrides)
     try:
         file_layer = read_chain(path)
     except SourceError as error:
-        raise _config_error(error.problems + read_overrides(overrides)[1], Secrets()) from None
-    override_layer, problems = read_overrides(overrides)
+        raise _config_error(error.problems + read_overrides(given)[1], Secrets()) from None
+    override_layer, problems = read_overrides(given)
     layer = merge(file_layer, override_layer)
     if _root_of(layer.values) not in (root, None):
         verb, other = ("sft", "train") if root is Config else ("train", "sft")
@@ -117,6 +118,8 @@ def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved
         problems = [dataclasses.replace(problem, where=origin(tuple(problem.key.split(".")))) for problem in problems]
     if config is None or problems:
         raise _config_error(problems, interpolated.secrets)
+    if config.training.fallback:
+        _check_fallback(root, path, [*given, *config.training.fallback])
     hidden = tuple(interpolated.secrets.hide(warning) for warning in warnings)
     return Resolved(path, config, hidden, interpolated.secrets, ConfigLayer(interpolated.values, layer.origins))
 
@@ -147,6 +150,16 @@ def _check(config: AnyConfig) -> tuple[list[Problem], list[str]]:
         warnings += unchecked(path, shape)
         problems += check_model_rules(config, roles, shape) if shape is not None else ()
     return problems, warnings
+
+
+def _check_fallback(root: type[AnyTyped], path: str, overrides: Sequence[str]) -> None:
+    """Refuse a fallback that is wrong now, not after the loss for which it is meant."""
+    try:
+        _load(root, path, [*overrides, "training.fallback=[]"])
+    except ConfigError as error:
+        raise ConfigError(
+            [dataclasses.replace(problem, where="training.fallback") for problem in error.problems]
+        ) from None
 
 
 def _check_run_names(config: AnyConfig, secrets: Secrets) -> list[Problem]:

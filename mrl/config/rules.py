@@ -69,6 +69,17 @@ def schedules_are_whole(config: AnyConfig) -> Iterator[Problem]:
             yield problem(key, what, f"at least {key}={schedule.warmup_steps + 1}")
 
 
+def restarts_go_on(config: AnyConfig) -> Iterator[Problem]:
+    """Who restarts may resume, and who falls back restarts."""
+    if config.training.max_restarts and config.training.resume != "auto":
+        key = "training.max_restarts"
+        yield problem(key, "a run that never resumes cannot be restarted", f"{key}=0, or training.resume=auto")
+    if config.training.fallback and not config.training.max_restarts:
+        yield problem(
+            "training.fallback", "nothing is restarted: training.max_restarts is 0", "training.max_restarts=3"
+        )
+
+
 def optimizers_have_sane_numbers(config: AnyConfig) -> Iterator[Problem]:
     """Rates and weights are finite and not negative, betas below 1."""
     for role, model in config.trained_roles().items():
@@ -285,9 +296,6 @@ def settings_have_what_they_need(config: Config) -> Iterator[Problem]:
     if algorithm.overlong and algorithm.overlong.buffer_tokens > config.rollout.max_response_tokens:
         key, most = "algorithm.overlong.buffer_tokens", config.rollout.max_response_tokens
         yield problem(key, f"the buffer is longer than the longest response, {most}", f"{key}={most // 4 or 1}")
-    if config.training.max_restarts and config.training.resume != "auto":
-        key = "training.max_restarts"
-        yield problem(key, "a run that never resumes cannot be restarted", f"{key}=0, or training.resume=auto")
     if config.validation.every and not config.data.validation:
         yield problem("validation.every", "data.validation names no source", "add one, or validation.every=0")
 
@@ -333,6 +341,7 @@ _LAYOUT_RULES: tuple[Callable[[AnyConfig], Iterator[Problem]], ...] = (
     options_need_their_axis,
     uneven_stages_need_a_pipeline,
     schedules_are_whole,
+    restarts_go_on,
     optimizers_have_sane_numbers,
 )
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (

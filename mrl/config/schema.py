@@ -41,6 +41,9 @@ class TrainingConfig:
     max_restarts: NotNegative = 0
     """How often the run starts itself again after it lost a worker or a node, from its newest checkpoint; a new
     checkpoint begins the count anew. 0 stops at once."""
+    fallback: list[Text] = field(default_factory=list)
+    """Overrides with which a run goes on whose devices do not come back within deadlines.resources_s after a loss, as
+    `cluster.nodes=3` with the layout that fits there; they hold to the end of this command. Empty gives up then."""
     time_limit_s: Seconds | None = None
     """Wall-clock time after which the run saves and ends; null has none."""
     trackers: list[Text] = field(default_factory=list)

@@ -40,9 +40,6 @@ def check_sft_rules(config: SftConfig) -> Iterator[Problem]:
         yield problem("validation.every", "data.validation names no source", "add one, or validation.every=0")
     if config.validation.keep_best and not config.validation.every:
         yield problem("validation.keep_best", "nothing is validated: validation.every is 0", "validation.every=10")
-    if config.training.max_restarts and config.training.resume != "auto":
-        key = "training.max_restarts"
-        yield problem(key, "a run that never resumes cannot be restarted", f"{key}=0, or training.resume=auto")
 
 
 def _best_is_measured(config: Config) -> Iterator[Problem]:

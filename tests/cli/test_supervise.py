@@ -80,3 +80,24 @@ def test_a_cluster_that_is_lost_is_waited_for(
     assert time.monotonic() - began < 1
     assert list(left) == []
     assert capsys.readouterr().err.count(": restart ") == num_restarts
+
+
+def test_a_run_whose_devices_do_not_come_back_goes_on_with_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[list[str]] = []
+    codes = iter([EXIT_LOST, EXIT_NO_PLACE, EXIT_LOST, 0])
+
+    def attempt(command: list[str]) -> int:
+        made.append(command[3:])
+        return next(codes)
+
+    monkeypatch.setattr(module, "_attempt", attempt)
+    whole = ["train", "--quiet", "run.yaml", "run.name=a"]
+    assert supervise(whole, tmp_path, 5, 0.0, ["cluster.nodes=1", "actor.parallel={pp: 1}"]) == 0
+    fewer = [*whole, "cluster.nodes=1", "actor.parallel={pp: 1}", "--attempt"]
+    assert made == [[*whole, "--attempt"]] * 2 + [fewer] * 2
+    said = (
+        "the run found no place, and goes on with cluster.nodes=1 'actor.parallel={pp: 1}': restart 2 of 5, from step 0"
+    )
+    assert said in capsys.readouterr().err

@@ -191,6 +191,7 @@ training:
   keep: 2                                        # default
   resume: auto                                   # default
   max_restarts: 0                                # default
+  fallback: []                                   # default
   time_limit_s: null                             # default
   trackers: []                                   # default
   metrics: []                                    # default

@@ -36,7 +36,7 @@ class Known:
     bases: dict[str, list[str]] = field(default_factory=dict)
     returns: dict[str, Type] = field(default_factory=dict)
     type_variables: dict[str, str] = field(default_factory=dict)
-    """Each with the first class that it may be."""
+    """These and names of unions, each with the first class that it may be."""
 
     def lineage(self, name: str) -> list[str]:
         """A class of mrl with those that it inherits from, itself first."""
@@ -134,6 +134,8 @@ def declare(trees: list[ast.Module]) -> Known:
                     targets=[ast.Name(id=name)],
                     value=ast.Call(func=ast.Name(id="TypeVar"), args=[_, ast.Name(id=first), *_]),
                 ):
+                    known.type_variables[name] = first
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.BinOp(left=ast.Name(id=first), op=ast.BitOr())):
                     known.type_variables[name] = first
     for tree in trees:
         for node in tree.body:

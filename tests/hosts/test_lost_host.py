@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +22,21 @@ RESTARTS_S = 20.0
 """From the loss on: six heartbeats of two seconds, and what the end of a run takes."""
 
 
+RESTARTS = ("training.max_restarts=2", "deadlines.heartbeat_s=2", "--quiet")
+
+
+def _config(path: Path, model: Path) -> Path:
+    return write_run(
+        path,
+        model,
+        {"pools": {"all": 2}, "roles": {"actor": "all"}},
+        batch={"prompts_per_step": 8, "samples_per_prompt": 4, "samples_per_update": 16},
+        actor=TRAINED | {"parallel": {"pp": 2}},
+        rollout={"engine": "transformers", "max_prompt_tokens": 16, "max_response_tokens": 48},
+        training={"steps": 3, "save_every": 1},
+    )
+
+
 def _cut(host: Host) -> None:
     host.ip("link", "set", host.interface, "down")
 
@@ -29,19 +47,14 @@ def _cut(host: Host) -> None:
 def test_a_run_that_loses_a_host_waits_for_another(
     phase: str, lose: Callable[[Host], None], model: Path, tmp_path: Path
 ) -> None:
-    settings = {
-        "batch": {"prompts_per_step": 8, "samples_per_prompt": 4, "samples_per_update": 16},
-        "actor": TRAINED | {"parallel": {"pp": 2}},
-        "rollout": {"engine": "transformers", "max_prompt_tokens": 16, "max_response_tokens": 96},
-        "training": {"steps": 3, "save_every": 1},
-    }
-    config = write_run(tmp_path / "lost.yaml", model, {"pools": {"all": 2}, "roles": {"actor": "all"}}, **settings)
+    config = _config(tmp_path / "lost.yaml", model)
     run = tmp_path / "runs" / "lost"
     with hosts(["eth0", "ens7"]) as both, ray_on(both, tmp_path, "--num-cpus=1") as address, ThreadPoolExecutor(1) as t:
         cluster = f"cluster={{nodes: 2, devices_per_node: 1, ray_address: '{address}'}}"
-        restarts = ("training.max_restarts=2", "deadlines={resources_s: 120, heartbeat_s: 2}", "--quiet")
-        trains = t.submit(both[0].mrl, "train", str(config), cluster, *restarts, cwd=tmp_path)
-        _await(lambda: bool(steps_in(run / CHECKPOINTS)) and _has_begun(run, phase, step=2), 300)
+        trains = t.submit(
+            both[0].mrl, "train", str(config), cluster, *RESTARTS, "deadlines.resources_s=120", cwd=tmp_path
+        )
+        _await_second_step(run, phase, trains)
         lose(both[1])
         lost = time.time()
         _await(lambda: bool(_times(run, RunRestarted)) or trains.done(), 60)
@@ -57,6 +70,65 @@ def test_a_run_that_loses_a_host_waits_for_another(
     assert "node node2 (10.77.0.2)" in said or "on node node2" in said
     assert "the run lost a worker or a node: restart 1 of 2, from step" in said
     assert untimed(run) == metrics_alone(config)
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_a_run_whose_host_does_not_come_back_goes_on_with_the_one_that_is_left(model: Path, tmp_path: Path) -> None:
+    config = _config(tmp_path / "fewer.yaml", model)
+    run = tmp_path / "runs" / "fewer"
+    with hosts(["eth0", "ens7"]) as both, ray_on(both, tmp_path, "--num-cpus=1") as address, ThreadPoolExecutor(1) as t:
+        cluster = f"cluster={{nodes: 2, devices_per_node: 1, ray_address: '{address}'}}"
+        fewer = "training.fallback=[cluster.nodes=1, placement.pools.all=1, actor.parallel.pp=1]"
+        trains = t.submit(
+            both[0].mrl, "train", str(config), cluster, *RESTARTS, "deadlines.resources_s=20", fewer, cwd=tmp_path
+        )
+        _await_second_step(run, "rollout", trains)
+        both[1].kill_all()
+        said = trains.result()
+    goes_on = "goes on with cluster.nodes=1 placement.pools.all=1 actor.parallel.pp=1: restart 2 of 2, from step 1"
+    assert goes_on in said
+    alone = _figures(metrics_alone(config))
+    assert _figures(untimed(run)) == [pytest.approx(step, rel=1e-4) for step in alone], (
+        "another layout rounds otherwise"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_a_run_whose_cluster_is_lost_goes_on_with_the_next(model: Path, tmp_path: Path) -> None:
+    config = _config(tmp_path / "head.yaml", model)
+    run = tmp_path / "runs" / "head"
+    options = ["--head", f"--port={RAY_PORT}", "--include-dashboard=False", "--num-cpus=2"]
+    with hosts(["eth0"]) as (host,), ThreadPoolExecutor(1) as t:
+        with ray_on([host], tmp_path, "--num-cpus=2") as address:
+            cluster = f"cluster={{nodes: 1, devices_per_node: 2, ray_address: '{address}'}}"
+            trains = t.submit(
+                host.mrl, "train", str(config), cluster, *RESTARTS, "deadlines.resources_s=120", cwd=tmp_path
+            )
+            _await_second_step(run, "rollout", trains)
+            (head,) = host.processes("gcs_server")
+            os.kill(head, signal.SIGKILL)
+        (host.files / "ray_current_cluster").unlink(missing_ok=True)
+        _await(lambda: bool(_times(run, RunRestarted)) or trains.done(), 60)
+        assert not trains.done(), trains.result()
+        with ray_of(host, *options) as again:
+            again.await_start(120)
+            said = trains.result()
+    assert "restart 1 of 2, from step" in said
+    assert untimed(run) == metrics_alone(config)
+
+
+def _figures(metrics: list[dict[str, Any]]) -> list[list[float]]:
+    """What was drawn, what it scored, and how far it moved the model."""
+    names = ("reward/score/mean", "response_length/mean", "actor/grad_norm")
+    return [[step[name] for name in names] for step in metrics]
+
+
+def _await_second_step(run: Path, phase: str, trains: Future[str]) -> None:
+    """Return when this phase of it has begun, and the first is saved."""
+    _await(lambda: trains.done() or (bool(steps_in(run / CHECKPOINTS)) and _has_begun(run, phase, step=2)), 300)
+    assert not trains.done(), trains.result()
 
 
 def _has_begun(run: Path, phase: str, step: int) -> bool:
