@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import ray
 from ray import ObjectRef
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 from torch import Tensor
 
-from mrl.errors import BatchError, WireError
+from mrl.errors import BatchError, SetupError, WireError
 from mrl.protocol import DataProto, RemoteColumn
 from mrl.protocol.columns import AnyColumn, Column, Index, Jagged, gather
 from mrl.protocol.wire import Wire, decode, encode
@@ -56,7 +57,7 @@ def plan_shard(shard: DataProto, reads: Sequence[str]) -> tuple[ShardPlan, list[
         else:
             to_store[name] = list(wire)
     if to_store:
-        part = references.setdefault(ray.put(to_store), len(references))
+        part = references.setdefault(_put(to_store), len(references))
         plans |= {name: [[part]] for name in to_store}
     return [shard.row_ids.tobytes(), shard.meta_info, plans], list(references)
 
@@ -129,11 +130,24 @@ def store(batch: DataProto) -> DataProto:
         for name, column in columns.items()
         if not isinstance(column, RemoteColumn) and not _is_number_per_row(column)
     }
-    bundle = ray.put({name: list(encode(column, name)) for name, column in here.items()})
+    bundle = _put({name: list(encode(column, name)) for name, column in here.items()})
     for name, column in here.items():
         per_row = column.lengths if isinstance(column, Jagged) else None
         columns[name] = RemoteColumn.of_part(bundle, len(batch), per_row)
     return DataProto(columns, batch.row_ids, dict(batch.meta_info))
+
+
+def _put(columns: ColumnStore) -> ObjectRef:
+    try:
+        return ray.put(columns)
+    except (ObjectStoreFullError, OutOfDiskError) as error:
+        num_bytes = sum(len(body) for _, body in columns.values())
+        raise SetupError(
+            f"Ray's object store takes no more: {num_bytes / 2**20:.1f} MiB of {', '.join(columns)} found no room in it "
+            f"or on the disk behind it ({type(error).__name__})",
+            fix="more of /dev/shm (docker: --shm-size) and of the disk below TMPDIR; `ray start --object-store-memory` "
+            "where the cluster is not mrl's own",
+        ) from error
 
 
 def fetch(batch: DataProto, timeout_s: float) -> DataProto:

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ray.exceptions import ObjectStoreFullError
 
 from mrl.controller import transport
 from mrl.controller.transport import ColumnStore, assemble_shard, pack_result, plan_shard, unpack_result
-from mrl.errors import BatchError, WireError
+from mrl.errors import BatchError, SetupError, WireError
 from mrl.protocol import DataProto, RemoteColumn
 from mrl.protocol.columns import Jagged, from_rows
 from mrl.protocol.wire import encode
@@ -166,3 +167,13 @@ def test_parts_that_columns_share_are_sent_once() -> None:
 def _without_meta(batch: DataProto) -> DataProto:
     batch.meta_info = {}
     return batch
+
+
+def test_an_object_store_without_room_is_named_with_what_was_to_go_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(columns: ColumnStore) -> None:
+        raise ObjectStoreFullError("no room")
+
+    monkeypatch.setattr(transport.ray, "put", full)
+    batch = DataProto.from_dict({"hidden": torch.zeros(4, 1 << 18), "scores": torch.zeros(4)}, {})
+    with pytest.raises(SetupError, match=r"takes no more: 4\.0 MiB of hidden found no room.*ObjectStoreFullError"):
+        transport.store(batch)
