@@ -100,6 +100,7 @@ BANNED_CALLS = {
         ("yaml.unsafe_load", "yaml.unsafe_load_all", "yaml.full_load", "yaml.full_load_all"), "is not a safe loader"
     ),
 }
+WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.datetime.now", "datetime.datetime.utcnow"}
 MUST_BE_FALSE = {"shell", "allow_pickle", "trust_remote_code"}
 NEEDS_SAFE_LOADER = {"yaml.load", "yaml.load_all", "yaml.compose", "yaml.compose_all"}
 EMPTY_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
@@ -423,6 +424,17 @@ def machine_paths(path: str, text: str) -> Iterator[str]:
     for number, line in enumerate(text.splitlines(), start=1):
         for found in MACHINE_PATH.finditer(line):
             yield f"{path}:{number}: {found.group()} is a path of somebody's machine"
+
+
+def wall_clock(source: Source) -> Iterator[str]:
+    """The time of day stamps what happened; it measures nothing, as it jumps when a machine is set right."""
+    for node in ast.walk(source.tree):
+        # What is kept, compared or subtracted is a measurement; what is handed on at once is a stamp.
+        parts = [node.value] if isinstance(node, ast.Assign) else [*ast.iter_child_nodes(node)]
+        if isinstance(node, ast.Assign | ast.BinOp | ast.Compare) and any(
+            isinstance(part, ast.Call) and source.full_name(part.func) in WALL_CLOCKS for part in parts
+        ):
+            yield source.at(node.lineno, "measures by the time of day, which jumps: time.monotonic does not")
 
 
 # --- security ---------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ RULES_OF_MRL = (
     house_rules.broad_excepts,
     house_rules.prints_and_asserts,
     house_rules.names_and_leftovers,
+    house_rules.wall_clock,
     house_rules.security,
 )
 RULES_OF_THE_WHOLE = (
@@ -125,6 +126,9 @@ BAD = [
     ("mrl/engine/a.py", "x = 1  # TODO", "unfinished, without a reason"),
     ("mrl/engine/a.py", "x = 1  # FIXME: later", "unfinished, without a reason"),
     # security
+    ("mrl/controller/a.py", "import time\nif time.time() > deadline:\n    pass", "measures by the time of day"),
+    ("mrl/controller/a.py", "import time\nbegan = time.time()", "measures by the time of day"),
+    ("mrl/controller/a.py", "import time\nleft = until - time.time()", "measures by the time of day"),
     ("mrl/engine/a.py", "import pickle", "pickle runs what it reads"),
     ("mrl/engine/a.py", "from cloudpickle import dumps", "cloudpickle runs what it reads"),
     ("mrl/engine/a.py", "import dill, marshal", "marshal runs what it reads"),
