@@ -312,18 +312,24 @@ def without_sync(metrics: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_run_that_loses_a_worker_starts_itself_again(config: Path) -> None:
-    """A rank of the actor is killed in the second step: the run ends as if nothing had been."""
-    undisturbed, _ = train(config, "undisturbed", "training.steps=3")
+    """A rank of the actor is killed after the first step, one of the critic later: it ends as if nothing had been."""
+    undisturbed, _ = train(config, "undisturbed", "training.steps=4")
     run = config.parent / "runs" / "disturbed"
     with ThreadPoolExecutor(1) as threads:
-        disturbed = threads.submit(train, config, "disturbed", "training.steps=3", "training.max_restarts=1")
+        disturbed = threads.submit(train, config, "disturbed", "training.steps=4", "training.max_restarts=1")
         wait_until((run / "checkpoints" / "step-000001").exists)
         os.kill(process_with(run / "logs", "actor"), signal.SIGKILL)
+        wait_until(lambda: len(restarts(run)) == 1)
+        wait_until(lambda: max(steps_in(run / "checkpoints")) > restarts(run)[0].step)
+        os.kill(process_with(run / "logs", "critic"), signal.SIGKILL)
         lines, _ = disturbed.result()
     assert lines == undisturbed
-    restarts = [each.event for each in read_events(run / "events.jsonl") if isinstance(each.event, RunRestarted)]
-    assert [(event.why, event.number) for event in restarts] == [("lost a worker or a node", 1)]
-    assert restarts[0].step >= 1
+    assert [(event.why, event.number) for event in restarts(run)] == [("lost a worker or a node", 1)] * 2
+    assert 1 <= restarts(run)[0].step < restarts(run)[1].step
+
+
+def restarts(run: Path) -> list[RunRestarted]:
+    return [each.event for each in read_events(run / "events.jsonl") if isinstance(each.event, RunRestarted)]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
