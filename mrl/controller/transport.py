@@ -143,8 +143,8 @@ def _put(columns: ColumnStore) -> ObjectRef:
     except (ObjectStoreFullError, OutOfDiskError) as error:
         num_bytes = sum(len(body) for _, body in columns.values())
         raise SetupError(
-            f"Ray's object store takes no more: {num_bytes / 2**20:.1f} MiB of {', '.join(columns)} found no room in it "
-            f"or on the disk behind it ({type(error).__name__})",
+            f"Ray's object store takes no more: {num_bytes / 2**20:.1f} MiB of {', '.join(columns)} found no room there"
+            f" or on the disk behind it ({type(error).__name__})",
             fix="more of /dev/shm (docker: --shm-size) and of the disk below TMPDIR; `ray start --object-store-memory` "
             "where the cluster is not mrl's own",
         ) from error
