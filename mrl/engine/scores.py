@@ -1,4 +1,4 @@
-"""From hidden states to what a model says of each response token: log-probs and entropy, or values."""
+"""From hidden states to what a model says at each response token: log-probs, entropy, its own choice, or values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mrl.engine.model import TokenModel
 from mrl.engine.packed_rows import MicroBatch
-from mrl.engine.vocab_head import EntropyUse, HeadOptions, token_log_probs
+from mrl.engine.vocab_head import EntropyUse, HeadOptions, greedy_tokens, token_log_probs
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,21 @@ class ScoreRequest:
 
     temperature: float = 1.0
     entropy: EntropyUse = "none"
+    greedy: bool = False
+    """In place of log-probs: which token would have been the likeliest."""
 
 
 @dataclass(frozen=True)
 class Scores:
     """What the model says of each response token of a micro-batch, in row order, the same on every context rank.
 
-    A policy gives log-probs, and the entropy where it was asked for; a value model values.
+    A policy gives log-probs, and the entropy where it was asked for, or the likeliest tokens; a value model values.
     """
 
     log_probs_T: Tensor | None = None
     entropy_T: Tensor | None = None
     values_T: Tensor | None = None
+    greedy_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,9 @@ def score(model: TokenModel, batch: MicroBatch, hidden_1TH: Tensor, request: Sco
         temperature=request.temperature,
         entropy=request.entropy,
     )
+    if request.greedy:
+        tokens_S = greedy_tokens(hidden_SH, model.vocabulary_weight(), options)
+        return Scores(greedy_T=_gather_context_parallel(tokens_S, batch, model))
     log_probs_S, entropy_S = token_log_probs(hidden_SH, model.vocabulary_weight(), batch.labels, options)
     entropy_T = None if entropy_S is None else _gather_context_parallel(entropy_S, batch, model)
     return Scores(log_probs_T=_gather_context_parallel(log_probs_S, batch, model), entropy_T=entropy_T)

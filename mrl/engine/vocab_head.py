@@ -54,18 +54,36 @@ def token_log_probs(
     return log_probs_T, entropy_T
 
 
+@torch.no_grad()
+def greedy_tokens(hidden_TH: Tensor, weight_VH: Tensor, options: HeadOptions) -> Tensor:
+    """The likeliest token of each place, of equally likely ones that of the lowest id; with a group on every rank."""
+    tokens_T = torch.full(hidden_TH.shape[:1], options.vocab, device=hidden_TH.device)  # more than any token
+    tiles = _Tiles(hidden_TH, weight_VH, tokens_T, options)
+    highest_T = hidden_TH.new_full(tokens_T.shape, -torch.inf, dtype=tiles.dtype)
+    for columns in tiles:
+        logits_T, column_T = tiles.logits(tiles.weight(columns)).max(1)
+        tokens_T = torch.where(logits_T <= highest_T, tokens_T, tiles.first_id + columns.start + column_T)
+        highest_T = torch.maximum(highest_T, logits_T)
+    if options.group is not None:
+        mine_T = highest_T.clone()
+        dist.all_reduce(highest_T, dist.ReduceOp.MAX, group=options.group)
+        tokens_T = torch.where(mine_T < highest_T, options.vocab, tokens_T)
+        dist.all_reduce(tokens_T, dist.ReduceOp.MIN, group=options.group)
+    return tokens_T
+
+
 class _Tiles:
     """This rank's logits, a tile at a time."""
 
     def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, options: HeadOptions) -> None:
         rank = options.group.rank() if options.group else 0
-        first_id = rank * weight_VH.shape[0]
+        self.first_id = rank * weight_VH.shape[0]
         self.dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
         self.operand_dtype = _operand_dtype(hidden_TH, weight_VH, self.dtype)
         self.hidden_TH = hidden_TH.to(self.operand_dtype)
         self.weight_VH = weight_VH
-        self.labels_T = labels_T.long() - first_id
-        self.num_columns = min(max(options.vocab - first_id, 0), weight_VH.shape[0])
+        self.labels_T = labels_T.long() - self.first_id
+        self.num_columns = min(max(options.vocab - self.first_id, 0), weight_VH.shape[0])
         self.temperature = options.temperature
         self.tile_columns = options.tile_columns or _tile_columns(self.labels_T, self.dtype)
 

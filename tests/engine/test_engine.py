@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,18 @@ from mrl.errors import EngineError, ModelError, MrlError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.verify.spawn import run_distributed
-from tests.engine.tiny_training import build, log_probs, negative_score, on_host, share, step
+from tests.engine.tiny_training import LENGTHS, VOCAB, build, log_probs, negative_score, on_host, share, step
 
 LIMIT_S = 300.0
 Found = dict[str, Any]
+GREEDY_IN = [
+    Layout(),
+    Layout(tp=2),
+    Layout(tp=2, sequence_parallel=True),
+    Layout(cp=2),
+    Layout(pp=2),
+    Layout(pp=2, vpp=2),
+]
 CUTS = [[[0, 1, 2, 3]], [[3, 1], [0], [2]], [[2], [], [0, 3, 1]], [[3], [2], [1], [0]]]
 
 
@@ -209,6 +218,22 @@ def staged(path: str) -> Found:
         }
 
 
+def likeliest(path: str, layout: Layout) -> dict[int, list[int]]:
+    """Of each row of this rank the likeliest token at every place of its response; padding would be likelier."""
+    with model_parallel(layout, seed=1) as groups:
+        engine = build(path, layout, groups, trained=False)
+        if groups.is_last_stage:
+            weight_VH = engine.models[-1].vocabulary_weight()
+            weight_VH.data[VOCAB - groups.at.tp * len(weight_VH) :] = 50
+        rows, parts = share(engine)
+        scores = engine.forward(rows, parts, ScoreRequest(greedy=True))
+        if scores is None:
+            return {}
+        assert scores.greedy_T is not None
+        found = torch.split(scores.greedy_T, rows.response_lengths.tolist())
+        return {groups.at.dp + groups.mesh.dp * at: tokens.tolist() for at, tokens in enumerate(found)}
+
+
 def everything(llama: str, mixtral: str, directory: str) -> Found:
     found: Found = {"staged": staged(llama)}
     with model_parallel(Layout(tp=2), seed=1) as groups:
@@ -218,6 +243,7 @@ def everything(llama: str, mixtral: str, directory: str) -> Found:
         found["moving"] = moving(llama, directory, groups)
         found["tables"] = tables(llama, groups)
         found["new heads"] = new_heads(llama, groups)
+    found["likeliest"] = [likeliest(llama, layout) for layout in GREEDY_IN]
     found["marks"] = [marks(llama, Layout(tp=2))]
     for layout in (Layout(ep=2), Layout(tp=2, etp=2, sequence_parallel=True), Layout(tp=2, sequence_parallel=True)):
         found["marks"].append(marks(mixtral, layout))
@@ -225,11 +251,15 @@ def everything(llama: str, mixtral: str, directory: str) -> Found:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="module")
+def ranks(directory: Path) -> list[Found]:
     """What each of two ranks found."""
     from tests.models.tiny_models import make_tiny  # transformers is not for the ranks, which import this module
 
-    directory = tmp_path_factory.mktemp("engine")
     models = [str(make_tiny(family, directory / family)) for family in ("llama", "mixtral")]
     return run_distributed(2, everything, *models, str(directory / "saved"), timeout_s=LIMIT_S)
 
@@ -257,6 +287,18 @@ def test_scores_come_in_row_order_however_rows_were_grouped(ranks: list[Found]) 
                 np.testing.assert_allclose(other, found[kind][0], rtol=1e-4, atol=1e-5)
         assert all(plain == (True, True) for plain in found["plain"])
         assert min(found["entropy"][0]) > 0
+
+
+def test_the_likeliest_tokens_are_those_of_transformers_in_every_layout(ranks: list[Found], directory: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory / "llama", dtype=torch.float32)
+    tokens = torch.randint(0, VOCAB, (int(LENGTHS.sum()),), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        rows = [model(row[None]).logits[0, 1:-1].argmax(-1).tolist() for row in torch.split(tokens, LENGTHS.tolist())]
+    for number, layout in enumerate(GREEDY_IN):
+        found = ranks[0]["likeliest"][number] | ranks[1]["likeliest"][number]
+        assert [found[row] for row in range(len(rows))] == rows, layout
 
 
 def test_each_micro_batch_sees_its_own_rows_columns(ranks: list[Found]) -> None:

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from mrl.engine import vocab_head
-from mrl.engine.vocab_head import HeadOptions, token_log_probs
+from mrl.engine.vocab_head import HeadOptions, greedy_tokens, token_log_probs
 
 T, H, V, VOCAB = 13, 8, 40, 37  # the last three columns of the weight are padding
 NAMES = ("log_probs", "entropy", "d_hidden", "d_weight")
@@ -144,6 +144,36 @@ def test_a_label_that_is_no_token_has_no_chance(label: int) -> None:
     assert log_probs.isfinite().sum() == T - 1
 
 
+def tied() -> Case:
+    """Whole numbers, whose products are exact: many a place has several tokens that are likeliest."""
+    case = Case()
+    case.hidden, case.weight = case.hidden.sign(), case.weight.sign()
+    return case
+
+
+def greedy_of(case: Case, vocab: int = VOCAB) -> list[int]:
+    """The first of the likeliest tokens of each place, with Python's own maximum."""
+    logits = (case.hidden @ case.weight.t())[:, :vocab].tolist()
+    return [of_place.index(max(of_place)) for of_place in logits]
+
+
+@pytest.mark.parametrize("tile_columns", [1, 7, 36, 37, 40, None])
+def test_the_likeliest_token_is_the_first_of_equals_and_never_padding(tile_columns: int | None) -> None:
+    for case in (Case(), tied()):
+        case.weight[VOCAB:] = 1e6 * case.hidden.sum(0).sign()
+        options = case.options(tile_columns=tile_columns)
+        assert greedy_tokens(case.hidden, case.weight, options).tolist() == greedy_of(case)
+    logits = (tied().hidden @ tied().weight.t())[:, :VOCAB]
+    assert ((logits == logits.amax(1, keepdim=True)).sum(1) > 1).any(), "there are ties"
+    assert greedy_tokens(case.hidden[:0], case.weight, options).shape == (0,)
+
+
+def test_a_broken_model_still_names_a_token() -> None:
+    case = Case()
+    case.hidden[4] = torch.nan
+    assert 0 <= int(greedy_tokens(case.hidden, case.weight, case.options(tile_columns=7))[4]) < VOCAB
+
+
 def test_labels_may_be_int32() -> None:
     case = Case()
     expected = case.expected()
@@ -256,6 +286,11 @@ def _rank(rank: int, folder: str) -> None:
         whole = case.found(case.options(vocab=vocab))
         whole["d_weight"] = whole["d_weight"][rows]
         assert worst(found, whole) < 1e-12, f"{group.size()} ranks, {vocab} tokens: {worst(found, whole)}"
+        for case in (Case(), tied()):
+            case.weight[vocab:] = 1e6
+            options = case.options(vocab=vocab, group=group, tile_columns=tile_columns)
+            tokens = greedy_tokens(case.hidden, case.weight[rows], options).tolist()
+            assert tokens == greedy_of(case, vocab), f"{group.size()} ranks, {vocab} tokens: {tokens}"
     case = Case()
     nothing, _ = token_log_probs(
         case.hidden[:0], case.weight[: V // 4], case.labels[:0], case.options(group=dist.group.WORLD)
