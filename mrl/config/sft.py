@@ -74,12 +74,18 @@ class SftTrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SftValidationConfig:
-    """How the model is measured on data.validation: its loss, of all rows and of each source."""
+    """How the model is measured on data.validation: its loss, of all rows and of each source, and some answers."""
 
     every: NotNegative = 0
     """Updates between validations; 0 validates never. Before the first update and after the last there is one too."""
     keep_best: bool = False
     """Also save at every update whose `val/loss` is the lowest so far."""
+    samples: NotNegative = 4
+    """Prompts that the model answers greedily at each validation, always the same, of each source in turn; 0 asks none.
+    The first answer is printed, and all are written into `samples/validation-NNNNNN.parquet`."""
+    max_response_tokens: Count = 64
+    """Longest of these answers; batch.max_response_tokens and the room in a micro-batch bound them as well. Together
+    they take as many forward passes at most, and fewer where the model says what the data says."""
 
 
 @dataclass(frozen=True, kw_only=True)

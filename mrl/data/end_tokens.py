@@ -16,10 +16,16 @@ def end_tokens(tokenizer: ChatTokenizer, model: str, rollout: RolloutConfig) -> 
     size, key = len(tokenizer.get_vocab()), "rollout.stop_token_ids"
     if beyond := [token for token in rollout.stop_token_ids if token >= size]:
         raise DataError(f"there is no token {beyond[0]}: the tokenizer has {size}", where=key)
-    said = {key: rollout.stop_token_ids}
-    if not rollout.ignore_eos:
-        said["tokenizer"] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        said["generation_config.json"] = _of_generation(Path(model, "generation_config.json"))
+    own = {key: sorted(rollout.stop_token_ids)} if rollout.stop_token_ids else {}
+    return own if rollout.ignore_eos else own | model_end_tokens(tokenizer, model)
+
+
+def model_end_tokens(tokenizer: ChatTokenizer, model: str) -> dict[str, list[int]]:
+    """Return those that a model brings, by the file that says so."""
+    said = {
+        "tokenizer": [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id],
+        "generation_config.json": _of_generation(Path(model, "generation_config.json")),
+    }
     return {name: sorted(tokens) for name, tokens in said.items() if tokens}
 
 

@@ -65,7 +65,8 @@ class Panel:
         if curves:
             yield f"  {'   '.join(curves)}"
         if self.sample is not None:
-            yield f"  {_plain(self.sample.prompt)} -> {_plain(self.sample.response)}  (score {self.sample.score:.2f})"
+            sample = f"{printable(self.sample.prompt)} -> {printable(self.sample.response)}"
+            yield f"  {sample}  (score {self.sample.score:.2f})"
 
     def _left(self) -> str:
         recent = [seconds["step"] for seconds in self.seconds[-_AVERAGED:]]
@@ -88,7 +89,7 @@ def sparkline(values: list[float]) -> str:
     return "".join(_BARS[round((value - low) * scale)] for value in values)
 
 
-def _plain(text: str) -> str:
+def printable(text: str) -> str:
     """Return text of a model without control characters, which on a terminal could do anything."""
     return "".join(letter if letter.isprintable() else "·" for letter in text.strip())
 

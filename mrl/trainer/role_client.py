@@ -104,23 +104,36 @@ class RewardModelClient(RoleClient):
 class SftClient(RoleClient):
     """Calls the workers of supervised fine-tuning."""
 
+    @property
+    def capacity(self) -> int:
+        """The tokens of a micro-batch, and so of the longest row."""
+        return self._packing.capacity(self._max_tokens)
+
     def update_sft(self, batch: DataProto) -> Metrics:
         """One optimizer step, and how full its micro-batches are."""
         shards, sizes = self._shards(batch)
         num = sum(map(len, sizes))
         tokens = int(batch.lengths("prompts").sum() + batch.lengths("responses").sum()) / num
-        packing = {"micro_batches": num, "tokens": tokens, "fill": tokens / self._packing.capacity(self._max_tokens)}
+        packing = {"micro_batches": num, "tokens": tokens, "fill": tokens / self.capacity}
         metrics = self._update("update_sft", shards, sizes)
         return metrics | {f"packing/{name}": float(value) for name, value in packing.items()}
 
     def score_sft(self, batch: DataProto) -> DataProto:
-        """Return the rows with `sum_log_probs` and `num_learned`. Where some rank would have none, rows are scored
-        again for it."""
+        """Return the rows with `sum_log_probs` and `num_learned`."""
+        return self._of_any_number("score_sft", batch)
+
+    def predict_sft(self, batch: DataProto) -> DataProto:
+        """Return the rows with `greedy_tokens`, one for each token of their responses."""
+        return self._of_any_number("predict_sft", batch)
+
+    def _of_any_number(self, method: str, batch: DataProto) -> DataProto:
+        """Return the rows with the columns that a method writes. Where some rank would have none, it is given rows
+        again."""
         num = round_up(len(batch), self.row_multiple)
         times = -(-num // len(batch))
         by_copy = np.arange(times * len(batch)).reshape(-1, times).T.ravel()  # each row once, then each again
         padded = batch.repeat(times).take(by_copy[:num])
-        written, _ = _merged(self.group.score_sft(*self._shards(padded)))
+        written, _ = _merged(getattr(self.group, method)(*self._shards(padded)))
         return padded.union(written).take(np.arange(len(batch)))
 
 

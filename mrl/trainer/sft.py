@@ -19,18 +19,22 @@ from mrl.config.sft import SftConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.prompt_loader import PromptLoader, SkipLog, one_pass
+from mrl.data.sample_files import write_samples
 from mrl.data.sft_rows import open_sft_dataset
 from mrl.dtypes import torch_dtype
 from mrl.errors import DataError
 from mrl.events import EventLog
+from mrl.observe.console import printable
 from mrl.protocol import DataProto
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.role_client import Metrics, RoleClient, SftClient
 from mrl.trainer.run import Run
+from mrl.trainer.sft_samples import AnswerSampler
 from mrl.workers.messages import ModelSetup
 
 MODEL, ROLE = "model", "actor"
 _NUM_AVERAGED = 10
+_NUM_SHOWN = 60
 
 
 def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) -> Path | None:
@@ -42,14 +46,15 @@ def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) ->
         num_done = run.resume(components)
         every, keep_best = run.config.validation.every, run.config.validation.keep_best
         if every and not num_done:
-            run.record(0, components.validate())
+            run.record(0, _validated(run, components, 0))
         coming = thread.submit(components.read)
         while not components.is_done(num_done):
             rows, coming = coming.result(), thread.submit(components.read)  # read while the workers compute
             metrics = components.update(rows)
             num_done += 1
             is_last = components.is_done(num_done)
-            figures = components.validate() if every and (is_last or num_done % every == 0) else {}
+            is_due = bool(every) and (is_last or num_done % every == 0)
+            figures = _validated(run, components, num_done) if is_due else {}
             run.record(num_done, metrics | figures)
             on_update(num_done, metrics | figures)
             score = -figures["val/loss"] if figures else None
@@ -61,6 +66,16 @@ def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) ->
                 run.console.print(f"stopped after {num_done} updates; the same command goes on")
                 return None
     return _export(run, checkpoint_of(run.directory / CHECKPOINTS, num_done))
+
+
+def _validated(run: Run[SftConfig], components: _SftComponents, step: int) -> Metrics:
+    """Return the figures of a validation; what the model answers is printed and written down."""
+    if samples := components.sample():
+        prompt, response = (printable(samples[name][0]) for name in ("prompt", "response"))
+        run.console.print(f"sample of step {step}: {prompt[-_NUM_SHOWN:]} -> {response[:_NUM_SHOWN]}")
+        with run.may_be_lost("samples"):
+            write_samples(run.directory / "samples", step, samples, "validation")
+    return components.validate()
 
 
 def _export(run: Run[SftConfig], checkpoint: Path) -> Path:
@@ -86,9 +101,15 @@ class _SftComponents:
     """The reader of rows and the workers, with the losses by which a run may end early."""
 
     def __init__(
-        self, config: SftConfig, prompts: PromptLoader, validation: Sequence[DataProto], client: SftClient
+        self,
+        config: SftConfig,
+        prompts: PromptLoader,
+        validation: Sequence[DataProto],
+        client: SftClient,
+        sampler: AnswerSampler | None,
     ) -> None:
         self._config, self._prompts, self._validation, self.client = config, prompts, validation, client
+        self._sampler = sampler
         self._trained_on = prompts.state_dict()
         self._losses: deque[float] = deque(maxlen=_NUM_AVERAGED)
 
@@ -119,6 +140,10 @@ class _SftComponents:
                     sums[name] -= log_probs
                     nums[name] += num
         return {name: sums[name] / nums[name] for name in nums}
+
+    def sample(self) -> dict[str, list[Any]]:
+        """Return the model's answers to some validation prompts as columns; none where none are wanted."""
+        return {} if self._sampler is None else self._sampler.columns(self.client)
 
     def is_done(self, num_updates: int) -> bool:
         """Return whether all updates are done, or the loss is as low as it need be."""
@@ -163,12 +188,14 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
     )
     prompts = PromptLoader(open_sft_dataset(config.data.train, config, tokenizer), config.data, batch, run.events)
     validation = _validation_rows(config, tokenizer, run.events) if config.validation.every else []
+    has_samples = bool(validation) and config.validation.samples > 0
+    sampler = AnswerSampler(config, tokenizer, DataProto.concat(validation)) if has_samples else None
     with ExitStack() as stack:
         context = stack.enter_context(placed_run(config, run.directory, run.events))
         worker = RayClassWithInitArgs(config.actor.worker or "mrl.workers.sft:SftWorker", sft_setup(config))
         group = RayWorkerGroup(ROLE, worker, role_mesh(config, ROLE), context)
         stack.callback(group.shutdown)
-        yield _SftComponents(config, prompts, validation, SftClient(group, config.actor))
+        yield _SftComponents(config, prompts, validation, SftClient(group, config.actor), sampler)
 
 
 def _validation_rows(config: SftConfig, tokenizer: ChatTokenizer, events: EventLog) -> list[DataProto]:

@@ -11,6 +11,7 @@ from mrl.algos.rows import Rows
 from mrl.controller import Dispatch, register
 from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
 from mrl.protocol import DataProto
+from mrl.protocol.columns import jagged
 from mrl.workers.messages import MicroBatchSizes, UpdateReport
 from mrl.workers.model_worker import ModelWorker, token_rows
 
@@ -42,6 +43,16 @@ class SftWorker(ModelWorker):
         learned_T = torch.where(mask_T, scores.log_probs_T.double().cpu(), 0.0)
         sums, nums = (torch.stack([x.sum() for x in torch.split(x_T, lengths)]) for x_T in (learned_T, mask_T))
         return DataProto.from_dict({"sum_log_probs": sums, "num_learned": nums}, row_ids=batch.row_ids)
+
+    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("greedy_tokens",))
+    def predict_sft(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Return which token the model would have put at each place of the responses, behind the tokens before it."""
+        scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest(greedy=True))
+        if scores is None:
+            return None
+        assert scores.greedy_T is not None, "they were asked for"
+        tokens = jagged(scores.greedy_T.int().cpu(), batch.lengths("responses"))
+        return DataProto.from_dict({"greedy_tokens": tokens}, row_ids=batch.row_ids)
 
 
 def likelihood_loss(norm: LossNormalizer, batch: LossInput) -> LossOutput:

@@ -244,6 +244,8 @@ def test_an_unknown_key_of_an_override_is_the_command_lines_mistake(valid: str, 
         ("training={epochs: 1, steps: null}", "training.epochs: sources with weights have no epoch in common"),
         ("validation.every=5", "validation.every: data.validation names no source"),
         ("validation.keep_best=true", "validation.keep_best: nothing is validated: validation.every is 0"),
+        ("validation.samples=-1", "validation.samples: must be at least 0, not -1"),
+        ("validation.max_response_tokens=0", "validation.max_response_tokens: must be at least 1, not 0"),
     ],
 )
 def test_mistakes_in_an_sft_configuration(override: str, message: str) -> None:

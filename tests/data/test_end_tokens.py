@@ -10,7 +10,7 @@ import pytest
 
 from mrl.config.schema import RolloutConfig
 from mrl.data.chat import ChatTokenizer
-from mrl.data.end_tokens import end_tokens
+from mrl.data.end_tokens import end_tokens, model_end_tokens
 from mrl.errors import DataError
 
 
@@ -35,6 +35,7 @@ def test_generation_config_names_one_or_several(
 def test_the_configuration_adds_its_own_or_has_them_alone(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
     both = end_tokens(tokenizer, str(tmp_path), rollout(stop_token_ids=[5]))
     assert both == {"rollout.stop_token_ids": [5], "tokenizer": [tokenizer.eos_token_id]}
+    assert model_end_tokens(tokenizer, str(tmp_path)) == {"tokenizer": [tokenizer.eos_token_id]}
     alone = end_tokens(tokenizer, str(tmp_path), rollout(stop_token_ids=[5], ignore_eos=True))
     assert alone == {"rollout.stop_token_ids": [5]}
 

@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.cli.main import main
 from mrl.data.toy_tokenizer import save_toy_tokenizer
@@ -43,6 +44,7 @@ validation: {{every: 15}}
 """
 COLUMNS = "{data_source: null, ability: null, extra_info: null}"
 ROOT = Path(__file__).resolve().parents[2]
+RUNS = ("whole", "resumed")
 MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
 
 
@@ -103,6 +105,38 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def written_by_transformers(model: Path, held: Path) -> list[dict[str, Any]]:
+    """What a model answers to the first questions of a file, greedily and token by token."""
+    tokenizer, generator = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    written = []
+    for line in held.read_text().splitlines()[:4]:
+        question, answer, *_ = json.loads(line)["talk"]
+        prompt = tokenizer.apply_chat_template([question], add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        out = generator.generate(ids, do_sample=False, max_new_tokens=24, eos_token_id=tokenizer.eos_token_id)
+        said = out[0, ids.shape[1] :].tolist()
+        ended = said[-1] == tokenizer.eos_token_id
+        written.append(
+            {
+                "prompt": prompt,
+                "response": tokenizer.decode(said[:-1] if ended else said),
+                "ground_truth": answer["content"],
+                "num_tokens": len(said),
+                "truncated": not ended,
+            }
+        )
+    return written
+
+
+def check_samples(directory: Path, run: str, step: int, model: Path) -> list[dict[str, Any]]:
+    """Samples of a run's step are what transformers generates with this model."""
+    file = directory / run / "samples" / f"validation-{step:06d}.parquet"
+    rows: list[dict[str, Any]] = pq.read_table(file).to_pylist()
+    assert [(row.pop("uid"), row.pop("data_source")) for row in rows] == [(f"held/0/{row}", "held") for row in range(4)]
+    assert rows == written_by_transformers(model, directory / "held.jsonl")
+    return rows
+
+
 def last_step(run: Path) -> int:
     return int(read_metrics(run / "metrics.jsonl")[-1]["step"])
 
@@ -129,12 +163,21 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_model(stopped: Path) -> None
     measured = {line["step"]: line["val/loss"] for line in figures if "val/loss" in line}
     assert measured.keys() == {0, 15, 30, 40}
     assert measured[40] < 0.7 * measured[0]
+    samples = [{file.name: file.read_bytes() for file in (stopped / name / "samples").iterdir()} for name in RUNS]
+    assert samples[0] == samples[1], "a resumed run writes what the whole one did, and nothing twice"
+    assert samples[0].keys() == {f"validation-{step:06d}.parquet" for step in measured}
+    before, after = (
+        check_samples(stopped, "whole", step, model)
+        for step, model in ((0, stopped / "initial"), (40, stopped / "whole" / "model"))
+    )
+    assert any(row["truncated"] for row in before)
+    assert not any(row["truncated"] for row in after), "the model has learnt where an answer ends"
     assert main(["export", str(stopped / "whole"), str(stopped / "exported")]) == 0
     exported = load_file(stopped / "exported" / "model.safetensors")
     assert all(bool((exported[name] == tensor).all()) for name, tensor in expected_model.items())
     assert main(["export", str(stopped / "whole"), str(stopped / "before"), "--checkpoint=30"]) == 0
-    before = load_file(stopped / "before" / "model.safetensors")
-    assert any(bool((before[name] != tensor).any()) for name, tensor in expected_model.items())
+    exported = load_file(stopped / "before" / "model.safetensors")
+    assert any(bool((exported[name] != tensor).any()) for name, tensor in expected_model.items())
 
 
 @pytest.mark.slow
@@ -167,6 +210,7 @@ def test_a_run_goes_on_in_another_layout(parallel: str, stopped: Path) -> None:
                 assert line[figure] == pytest.approx(expected[figure], rel=2e-3, abs=1e-4), (figure, line["step"])
     for key, tensor in expected_model.items():
         assert float((model[key] - tensor).abs().max()) < 1e-3, key
+    check_samples(stopped, name, 40, stopped / name / "model")
 
 
 @pytest.mark.slow
@@ -198,4 +242,5 @@ def _learned(directory: Path, name: str, parallel: str) -> tuple[list[dict[str, 
     run = started(directory / "sft.yaml", name, *short, f"actor.parallel={parallel}")
     printed, _ = run.communicate(timeout=300)
     assert run.returncode == 0, printed
+    check_samples(directory, name, 8, directory / name / "model")
     return read_metrics(directory / name / "metrics.jsonl"), load_file(directory / name / "model" / "model.safetensors")

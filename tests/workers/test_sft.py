@@ -69,6 +69,26 @@ def test_a_row_is_scored_by_its_learned_tokens(with_holes: bool) -> None:
     assert worker.score_sft(batch, [[8]]) is None
 
 
+@pytest.mark.parametrize("with_holes", [True, False])
+def test_the_likeliest_token_stands_beside_each_token_of_the_responses(with_holes: bool) -> None:
+    rows, worker = make_rows(with_holes=with_holes), SftWorker(make_place(), SETUP)
+    lengths = [len(row.response) for row in rows]
+    greedy_T = torch.randint(0, 90, (sum(lengths),), generator=torch.Generator().manual_seed(6))
+    worker.engine = StubEngine(Scores(greedy_T=greedy_T))  # type: ignore[assignment]
+    batch = batch_of(rows).select("prompts", "responses")
+    answer = worker.predict_sft(batch, [[5, 3]])
+    assert answer is not None
+    assert answer.row_ids.tolist() == batch.row_ids.tolist()
+    expected = [tokens.tolist() for tokens in torch.split(greedy_T, lengths)]
+    assert [tokens.tolist() for tokens in answer["greedy_tokens"].rows()] == expected
+    (call,) = worker.engine.calls  # type: ignore[attr-defined]
+    assert call.request == ScoreRequest(greedy=True)
+    assert call.rows.before, "a token is foreseen, not judged in its turn"
+    assert call.rows.tokens.tolist() == [token for row in rows for token in row.prompt + row.response]
+    worker.engine = StubEngine(None)  # type: ignore[assignment]
+    assert worker.predict_sft(batch, [[8]]) is None
+
+
 def test_the_reward_model_judges_each_response_at_its_last_token() -> None:
     rows = make_rows("old_log_probs")
     batch, worker = batch_of(rows), RewardModelWorker(make_place(), SETUP)
@@ -92,5 +112,7 @@ def test_the_reward_model_judges_each_response_at_its_last_token() -> None:
 
 def test_what_is_declared_to_be_read_and_written() -> None:
     sft, judge = registered_methods(SftWorker)["update_sft"], registered_methods(RewardModelWorker)["compute_rm_score"]
+    predicted = registered_methods(SftWorker)["predict_sft"]
+    assert (set(predicted.reads), predicted.writes) == ({"prompts", "responses"}, ("greedy_tokens",))
     assert (set(sft.reads), sft.writes, sft.optional) == ({"prompts", "responses"}, (), ("response_mask",))
     assert (set(judge.reads), judge.writes, judge.optional) == ({"prompts", "responses"}, ("rm_scores",), ())
