@@ -138,6 +138,8 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
             key: [each for each in some if config.reward.scores(each.row.data_source)] for key, some in scored.items()
         }
     for part, reward in (("train", config.reward), ("validation", config.validation_reward())):
+        if part == "validation" and not reward.functions:
+            continue  # which has been said of training, whose functions it would have
         of_part = {key: prompts for key, prompts in scored.items() if key.startswith(f"data.{part}.")}
         others = config.reward_model is not None or bool(config.agent.environments)
         yield from guarded("rewards", _check_rewards(reward, of_part, tokenizer, others))

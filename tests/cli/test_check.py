@@ -212,6 +212,13 @@ def test_validation_is_checked_with_the_functions_that_score_it(
     assert "ok    rewards of data.train.sums" in said
 
 
+def test_that_no_function_scores_is_said_once(check: Callable[..., tuple[int, str]], model: Path) -> None:
+    sources = 'data.validation.held={dataset: "toy:addition", options: {part: validation}}'
+    agent = "agent.environments.world={name: tools, tools: {calc: {name: calculator}}}"
+    _, said = check(*small(model), sources, agent, "reward.functions.answer=null")
+    assert said.count("there is no reward function") == 1
+
+
 def test_what_asks_engines_of_the_run_is_left_out_and_the_rest_is_scored(
     check: Callable[..., tuple[int, str]], model: Path
 ) -> None:
