@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mrl.algos.kl import AdaptiveKLController
+from mrl.config.agent import AgentConfig, EnvironmentConfig
 from mrl.config.algorithm import KlConfig, OverlongConfig
 from mrl.config.reward import RewardFunctionConfig
 from mrl.errors import AuditFailed
@@ -342,3 +343,15 @@ def test_the_sampler_hears_what_was_solved(tmp_path: Path) -> None:
         found.trainer.step()
         prompts = found.components.prompts
     assert prompts.solved == [{"p0": 0.0, "p1": 1.0}], "a quarter of the row id each: 0 and 0.25, 0.5 and 0.75"
+
+
+def test_the_sampler_hears_what_an_environment_says_was_solved(tmp_path: Path) -> None:
+    agent = AgentConfig(environments={"world": EnvironmentConfig(name="tests.agents.worlds:Facts")})
+    heard = {}
+    for kind, more in (("alone", {}), ("before a model's score", {"reward_model": SCORER})):
+        config = make_config(tmp_path / kind, validation={"solved_at": 0.5}, agent=agent, **more)
+        (tmp_path / kind).mkdir()
+        with scene(config, tmp_path / kind) as found:
+            found.trainer.step()
+            heard[kind] = found.components.prompts.solved
+    assert heard == {"alone": [{"p0": 0.0, "p1": 1.0}], "before a model's score": []}
