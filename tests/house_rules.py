@@ -68,9 +68,9 @@ MEDIAN_FILE_LINES, SHORT_FUNCTION_LINES, SHORT_FUNCTIONS = 150, 35, 0.9
 CORE = {"algos", "protocol", "controller", "models", "rollout", "weight_sync", "engine", "workers", "agents", "trainer"}
 """What one reads to understand how mrl trains; the rest is the workbench around it."""
 # What stood, and what took more: validation, rewards by source, contained programs, a judge, own parts, SFT; then
-# whatever may happen to a run: its files, its processes, its nodes; then conversations of several turns; then what a
-# model of SFT answers, decoded in every layout without an engine.
-MAX_LINES = {"core": 13_750 + 870 + 350 + 150 + 2_800 + 150, "workbench": 13_700 + 3_550 + 800 + 950 + 100}
+# whatever may happen to a run: its files, its processes, its nodes; then conversations of several turns, and those
+# whose context an agent rewrites; then what a model of SFT answers, decoded in every layout without an engine.
+MAX_LINES = {"core": 13_750 + 870 + 350 + 150 + 2_800 + 150 + 200, "workbench": 13_700 + 3_550 + 800 + 950 + 100}
 MAX_FILES, MAX_CLASSES, MIN_MEDIAN_FILE_LINES = 240 + 45 + 27, 380 + 45 + 52, 105
 """A capability that needs more raises these lines in its own commit, and says why."""
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from mrl.agents.environment import Done, Observation, Start, Task, Turn, from_json, to_json
+from mrl.agents.environment import Answer, Task, Turn, from_json, to_json
 from mrl.errors import AgentError
 from mrl.events import Event, Warned
 from mrl.rewards.messages import GOES_ON
@@ -22,7 +22,7 @@ Asker = TypeVar("Asker")
 class EnvironmentAnswer:
     """What an environment says, and how long it took."""
 
-    said: Start | Observation | Done
+    said: Answer
     seconds: float
 
 

@@ -144,6 +144,11 @@ def turn_seed(seed: int, turn: int) -> int:
     return _derived(seed, "turn", turn) if turn else seed
 
 
+def segment_seed(seed: int, number: int) -> int:
+    """Return the seed of a segment: of the first the conversation's own."""
+    return _derived(seed, "segment", number) if number else seed
+
+
 def environment_seed(seed: int) -> int:
     """Return the seed of an environment's dice, which are not those that tokens are drawn with."""
     return _derived(seed, "environment", 0)

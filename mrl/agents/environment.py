@@ -45,7 +45,11 @@ class Task(_Plain):
 
 @dataclass(frozen=True, kw_only=True)
 class Start(_Plain):
-    """How the conversation begins."""
+    """How the conversation begins; as the answer to a turn, how a segment with a context of its own does.
+
+    What the model read and wrote before is no part of that context, but of the conversation: each segment is trained
+    on behind what stood before it, and all of them have the conversation's score.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = field(default_factory=list)
@@ -85,6 +89,9 @@ class Turn(_Plain):
     """`length`: it was cut off by a limit, and none of its calls may be executed."""
     left_turns: int
     left_tokens: int
+    num_read: int = 0
+    """How many tokens the model had before it."""
+    num_written: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +116,8 @@ class Observation(_Scored):
     """Of the turn's calls, in their order; all of them, or none."""
     text: str = ""
     """What it says beside: a message of the user, or text as it is where the format knows no roles."""
+    segment: int | None = None
+    """Which of several segments goes on, by their number from 0; None is that of the turn."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,6 +135,10 @@ class Done(_Scored):
     """What there is to say of it, for who reads the conversation; the model never does."""
 
 
+Answer = Observation | Done | Start
+"""What an environment says to a turn."""
+
+
 class Environment(ABC):
     """The world of one conversation; a class of yours is made with `agent.options` as its keywords.
 
@@ -139,7 +152,7 @@ class Environment(ABC):
         return Start(messages=task.messages)
 
     @abstractmethod
-    def step(self, turn: Turn) -> Observation | Done | Awaitable[Observation | Done]:
+    def step(self, turn: Turn) -> Answer | Awaitable[Answer]:
         """Answer a turn."""
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027  # not every environment has something to close

@@ -29,11 +29,12 @@ def dialog_metrics(dialogs: Sequence[Dialog]) -> dict[str, float]:
     spoken = [dialog for dialog in mine if dialog.failure is None]
     if not spoken:
         return figures
-    conversations = [dialog.ended_conversation for dialog in spoken]
-    turns = np.array([len(conversation.turns) for conversation in conversations])
+    turns = np.array([len(dialog.writers) for dialog in spoken])
     calls = [call for dialog in spoken for of_turn in dialog.calls for call in of_turn]
-    written = sum(int(conversation.mask.sum()) for conversation in conversations)
-    tokens = sum(len(conversation.mask) for conversation in conversations)
+    masks = [segment.mask for dialog in spoken for segment in dialog.segments]
+    written, tokens = sum(int(mask.sum()) for mask in masks), sum(map(len, masks))
+    figures["agent/segments/mean"] = len(masks) / len(spoken)
+    figures["agent/segments/max"] = float(max(len(dialog.segments) for dialog in spoken))
     figures |= {"agent/turns/mean": float(turns.mean()), "agent/turns/max": float(turns.max())}
     figures["agent/calls/mean"] = len(calls) / len(spoken)
     figures["agent/calls/invalid_share"] = sum(bool(call.problem) for call in calls) / max(len(calls), 1)
@@ -42,7 +43,7 @@ def dialog_metrics(dialogs: Sequence[Dialog]) -> dict[str, float]:
     figures["agent/observations/cut_share"] = sum(dialog.num_cut_characters > 0 for dialog in spoken) / len(spoken)
     figures["agent/observations/escaped"] = float(sum(dialog.num_escaped for dialog in spoken))
     for how in ENDS:
-        figures[f"agent/ended/{how}"] = sum(each.ended == how for each in conversations) / len(spoken)
+        figures[f"agent/ended/{how}"] = sum(each.ended_conversation.ended == how for each in spoken) / len(spoken)
     return figures
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -10,17 +10,21 @@ from typing import Any, Literal
 import numpy as np
 
 from mrl.agents.client import Again, EnvironmentAnswer, EnvironmentClient
-from mrl.agents.conversation import Conversation, Ids, environment_seed
-from mrl.agents.environment import Done, Message, Observation, Start, Task, ToolCall, Turn
+from mrl.agents.conversation import Conversation, Ids, WrittenTurn, environment_seed, segment_seed
+from mrl.agents.environment import Answer, Done, Message, Observation, Start, Task, ToolCall, Turn
 from mrl.agents.formats import Format, calls_of
 from mrl.agents.observation import ObservationEncoder
 from mrl.config.agent import AgentConfig
 from mrl.errors import AgentError
-from mrl.events import Event, Retried, SampleSkipped
+from mrl.events import Event, Retried, SampleSkipped, Warned
 from mrl.rewards.outcome import Failure
 from mrl.rollout.requests import Generated, GenerationRequest
 
 Ended = Literal["done", "turns", "length", "stop"]
+_HAS_SEGMENTS = (
+    "goes on behind another context than what was said before: such a segment is a row of its own, which is trained on "
+    "with the score of its conversation; agent/segments/mean counts them"
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Speaker:
     observations: ObservationEncoder
     render: Callable[[Start], tuple[str, list[int]]]
     """Makes a prompt of what an environment begins with, or raises `AgentError`."""
+    max_prompt_tokens: int
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,12 @@ class Dialog:
     """Which of the environments answers; None where nobody does."""
     prompt_text: str | None = None
     """Where the environment has begun with other messages than the data, or with tools."""
-    conversation: Conversation | None = None
+    segments: list[Conversation] = field(default_factory=list)
+    """More than one where the environment has begun with another context in between."""
+    current: int = 0
+    """Which of the segments the model writes, or has written last."""
+    writers: list[int] = field(default_factory=list)
+    """Which segment has each turn."""
     calls: list[list[ToolCall]] = field(default_factory=list)
     """Of each turn."""
     said: list[str] = field(default_factory=list)
@@ -97,19 +107,31 @@ class Dialog:
 
     @property
     def begun(self) -> Conversation:
-        assert self.conversation is not None, "its environment has begun it"
-        return self.conversation
+        assert self.segments, "its environment has begun it"
+        return self.segments[self.current]
 
     @property
     def ended_conversation(self) -> Conversation:
-        """The conversation of one that has not failed, as it ended."""
+        """The conversation of one that has not failed, as it ended: the segment with its last turn."""
         assert self.begun.ended, "it is over, and has not failed"
         return self.begun
 
     @property
+    def other_segments(self) -> list[Conversation]:
+        """All segments but that with the last turn."""
+        return [segment for at, segment in enumerate(self.segments) if at != self.current]
+
+    @property
     def prompt_ids(self) -> Ids:
-        """What the model has read first: of a failed one, the prompt of the data."""
-        return self.opening.prompt_ids if self.conversation is None else self.conversation.prompt_ids
+        """What the model has read before its last turn's segment: of a failed one, the prompt of the data."""
+        return self.begun.prompt_ids if self.segments else self.opening.prompt_ids
+
+    def written(self) -> Iterator[tuple[Ids, WrittenTurn]]:
+        """Yield what the model wrote, turn by turn, whichever segments they are in."""
+        turns = [iter(segment.turns) for segment in self.segments]
+        for at in self.writers:
+            turn = next(turns[at])
+            yield self.segments[at].response_ids[turn.start : turn.start + turn.length], turn
 
 
 class Dialogs:
@@ -133,6 +155,8 @@ class Dialogs:
         self._ready: list[GenerationRequest] = []
         self._writing: dict[str, Dialog] = {}
         self._ended: list[Dialog] = []
+        self._segmented: set[str] = set()
+        """Environments of which it has been said that they have segments."""
 
     @property
     def _client(self) -> EnvironmentClient[Dialog]:
@@ -144,7 +168,7 @@ class Dialogs:
         dialogs = [Dialog(each, self._config.name_for(each.data_source)) for each in openings]
         for dialog in dialogs:
             if dialog.environment is None:
-                self._converse(dialog, dialog.opening.prompt_ids)
+                self._converse(dialog, dialog.opening.prompt_ids, dialog.opening.max_tokens)
             else:
                 dialog.ticket = self._client.begin(dialog, dialog.environment, dialog.opening.task())
         return dialogs
@@ -168,7 +192,9 @@ class Dialogs:
     def written(self, generated: Generated) -> None:
         """Add a turn that an engine wrote, and ask its environment for an answer."""
         dialog = self._writing.pop(generated.key)
+        num_read = len(dialog.begun.context_ids)
         dialog.begun.write(generated.token_ids, generated.log_probs, generated.finish)
+        dialog.writers.append(dialog.current)
         dialog.home = generated.replica
         if dialog.environment is None:
             self._end(dialog, generated.finish)
@@ -184,6 +210,8 @@ class Dialogs:
             ended=generated.finish,
             left_turns=self._config.environments[dialog.environment].max_turns - len(dialog.calls),
             left_tokens=dialog.begun.room,
+            num_read=num_read,
+            num_written=len(ids),
         )
         self._client.step(dialog.ticket, dialog, turn)
 
@@ -195,55 +223,82 @@ class Dialogs:
     def _answered(self, dialog: Dialog, answer: EnvironmentAnswer) -> None:
         dialog.environment_s += answer.seconds
         try:
-            if isinstance(answer.said, Start):
-                self._start(dialog, answer.said)
-            else:
+            if dialog.segments:
                 self._hear(dialog, answer.said)
+            else:
+                self._begin(dialog, answer.said)
         except AgentError as error:
             self._client.let_go(dialog.ticket, dialog)
             self._failed(dialog, Failure("bad_result", str(error), answer.seconds))
 
-    def _start(self, dialog: Dialog, said: Start) -> None:
-        """Begin with what the environment says: with the prompt of the data, where it says nothing else."""
-        opening = dialog.opening
-        if not said.tools and list(said.messages) == list(opening.messages):
-            self._converse(dialog, opening.prompt_ids)
-        else:
-            dialog.prompt_text, ids = self._speakers[dialog.environment or ""].render(said)
-            self._converse(dialog, np.asarray(ids, np.int32))
+    def _begin(self, dialog: Dialog, said: Answer) -> bool:
+        """Begin a segment with what the environment says; return whether a turn fits behind it.
 
-    def _converse(self, dialog: Dialog, prompt_ids: Ids) -> None:
-        opening = dialog.opening
-        dialog.conversation = Conversation(
-            opening.key, opening.uid, prompt_ids, max_tokens=opening.max_tokens, seed=opening.seed
-        )
+        The first begins with the prompt of the data, where the environment says nothing else.
+        """
+        if not isinstance(said, Start):
+            raise AgentError(f"it begins with {type(said).__name__}, not Start", where=dialog.environment or "")
+        opening, name, is_first = dialog.opening, dialog.environment or "", not dialog.segments
+        if is_first and not said.tools and list(said.messages) == list(opening.messages):
+            self._converse(dialog, opening.prompt_ids, opening.max_tokens)
+            return True
+        text, ids = self._speakers[name].render(said)
+        longest = self._speakers[name].max_prompt_tokens
+        if is_first and len(ids) > longest:
+            what = f"the prompt has {len(ids)} tokens with what the environment adds; at most {longest}"
+            raise AgentError(what, where=f"agent.environments.{name}", fix="raise rollout.max_prompt_tokens")
+        room = min(opening.max_tokens, longest + opening.max_tokens - len(ids))
+        if room < 1:
+            return False
+        if is_first:
+            dialog.prompt_text = text
+        else:
+            dialog.said.append(text)
+            if name not in self._segmented:
+                self._segmented.add(name)
+                self._write(Warned("agent", f"environment {name} {_HAS_SEGMENTS}"))
+        self._converse(dialog, np.asarray(ids, np.int32), room)
+        return True
+
+    def _converse(self, dialog: Dialog, prompt_ids: Ids, max_tokens: int) -> None:
+        """Begin a segment, and ask for its first turn."""
+        opening, number = dialog.opening, len(dialog.segments)
+        key, seed = f"{opening.key}.{number}" if number else opening.key, segment_seed(opening.seed, number)
+        dialog.segments.append(Conversation(key, opening.uid, prompt_ids, max_tokens=max_tokens, seed=seed))
+        dialog.current = number
         self._request(dialog)
 
-    def _hear(self, dialog: Dialog, said: Observation | Done) -> None:
+    def _hear(self, dialog: Dialog, said: Answer) -> None:
         """Go on with what the environment answers, where there is a turn left and room for it."""
-        turns, limits = dialog.begun.turns, self._config.environments[dialog.environment or ""]
-        dialog.parts |= said.parts
-        if said.score is not None:
-            dialog.score = (dialog.score or 0.0) + said.score
-        cut_off = turns[-1].finish == "length"
+        limits = self._config.environments[dialog.environment or ""]
+        is_last = len(dialog.writers) >= limits.max_turns
+        if not isinstance(said, Start):
+            dialog.parts |= said.parts
+            if said.score is not None:
+                dialog.score = (dialog.score or 0.0) + said.score
+        cut_off = dialog.begun.turns[-1].finish == "length"
         if isinstance(said, Done):
             self._end(dialog, "length" if cut_off else "done")
-        elif len(turns) >= limits.max_turns or not self._observe(dialog, said):
+        elif is_last or not (self._begin(dialog, said) if isinstance(said, Start) else self._observe(dialog, said)):
             self._client.let_go(dialog.ticket, dialog)
-            self._end(dialog, "turns" if len(turns) >= limits.max_turns and not cut_off else "length")
-        else:
-            self._request(dialog)
+            self._end(dialog, "turns" if is_last and not cut_off else "length")
 
     def _observe(self, dialog: Dialog, said: Observation) -> bool:
-        """Add an observation, and return whether it and a turn behind it fit."""
-        encoder = self._speakers[dialog.environment or ""].observations
-        encoded = encoder.encode(dialog.begun, dialog.calls[-1], said)
-        if encoded is None or len(encoded.ids) >= dialog.begun.room:
+        """Add an observation and ask for a turn behind it; return whether both fit."""
+        at = dialog.current if said.segment is None else said.segment
+        if not 0 <= at < len(dialog.segments):
+            raise AgentError(f"it answers segment {at} of {len(dialog.segments)}", where=dialog.environment or "")
+        calls = dialog.calls[max(turn for turn, writer in enumerate(dialog.writers) if writer == at)]
+        segment, encoder = dialog.segments[at], self._speakers[dialog.environment or ""].observations
+        encoded = encoder.encode(segment, calls, said)
+        if encoded is None or len(encoded.ids) >= segment.room:
             return False
         dialog.said.append(encoded.text)
         dialog.num_cut_characters += encoded.num_cut_characters
         dialog.num_escaped += encoded.num_escaped
-        dialog.begun.observe(encoded.ids)
+        dialog.current = at
+        segment.observe(encoded.ids)
+        self._request(dialog)
         return True
 
     def _request(self, dialog: Dialog) -> None:
@@ -257,7 +312,8 @@ class Dialogs:
         self._ready.append(replace(request, home=dialog.home, stop=stops))
 
     def _end(self, dialog: Dialog, how: Ended) -> None:
-        dialog.begun.end(how)
+        for segment in dialog.segments:
+            segment.end(how)
         self._ended.append(dialog)
 
     def _failed(self, dialog: Dialog, failure: Failure) -> None:
@@ -278,6 +334,7 @@ class Dialogs:
     def _again(self, dialog: Dialog, why: str) -> None:
         """Begin a conversation anew with the same seeds: environments that do not throw dice answer the same."""
         self._write(Retried(dialog.opening.name, dialog.attempts, why))
-        dialog.conversation, dialog.score, dialog.parts = None, None, {}
+        dialog.segments, dialog.current, dialog.writers = [], 0, []
+        dialog.score, dialog.parts = None, {}
         dialog.calls, dialog.said = [], []
         dialog.ticket = self._client.begin(dialog, dialog.environment or "", dialog.opening.task())

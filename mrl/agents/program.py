@@ -1,7 +1,7 @@
 """The environment `program`: an agent that nobody here wrote, which finds its model at an OpenAI-compatible address.
 
-What it asks of the model is a turn of one conversation: messages that it adds are the environment's answer. It may not
-change what was said before, for that would be another conversation than the one that is trained on.
+What it asks of the model is a turn. Messages that it adds behind one that it has had are its environment's; where it
+asks behind anything else, a history that it has cut or summarized or a second agent's, a segment begins.
 """
 
 from __future__ import annotations
@@ -11,15 +11,24 @@ import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mrl.agents.chat_server import ChatRequest, ChatServer, Session
-from mrl.agents.environment import Done, Environment, Message, Observation, Start, Task, Turn
+from mrl.agents.environment import Answer, Done, Environment, Message, Observation, Start, Task, Turn
 from mrl.errors import AgentError
 
 _TASK_VARIABLE = "MRL_TASK"
-_OURS = ("temperature", "top_p", "top_k", "n", "seed", "stop", "max_tokens", "max_completion_tokens", "logprobs")
-"""What the run decides, whatever a client asks for."""
+_OURS = {
+    **dict.fromkeys(("temperature", "top_p", "top_k", "seed", "stop", "max_tokens", "max_completion_tokens"), None),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "logit_bias", "reasoning_effort", "top_logprobs"), None),
+    "n": 1,
+    "logprobs": False,
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+}
+"""What the run decides or leaves to the model, whatever a client asks for, and what of it is nothing to speak of."""
 _MAX_SAID_BYTES = 2000
 _SERVER = ChatServer()
 
@@ -28,7 +37,7 @@ class Program(Environment):
     """Runs a command for each conversation, with `OPENAI_BASE_URL`, `OPENAI_API_KEY` and the task in its environment.
 
     Its end ends the conversation; a status other than 0 is a failure. It scores itself by a POST of `{"score": 1.0}` to
-    `$OPENAI_BASE_URL/score`, or reward functions score what was written. The part `overridden` counts the parameters
+    `$OPENAI_BASE_URL/score`, or reward functions score what was written. Parts `overridden/NAME` are 1 for parameters
     that it asked for and the run decides: temperature, seed, n and the like.
     """
 
@@ -42,7 +51,9 @@ class Program(Environment):
         """Done with the last words of the program, when it has ended."""
         self._session: Session | None = None
         self._pending: ChatRequest | None = None
-        self._messages: list[Message] = []
+        self._segments: list[_Segment] = []
+        self._current = 0
+        """Whose turn was asked for."""
         self._overridden: set[str] = set()
 
     async def reset(self, task: Task) -> Start:
@@ -62,20 +73,20 @@ class Program(Environment):
         request = await self._next()
         if request is None:
             raise AgentError("the program ended before it asked anything", where=self._command[0])
-        self._pending, self._messages = request, _messages(request)
-        return Start(messages=self._messages, tools=request.body.get("tools") or [])
+        started = self._answer(request)
+        assert isinstance(started, Start), "there is nothing yet that goes on"
+        return started
 
-    async def step(self, turn: Turn) -> Observation | Done:
+    async def step(self, turn: Turn) -> Answer:
         assert self._pending is not None, "it has asked for this turn"
         assert self._session is not None, "it has begun"
-        message = _message(turn)
-        self._pending.answer(_completion(turn, message, self._pending.body.get("model", "")))
+        written = self._segments[self._current].written = _message(turn)
+        self._pending.answer(_completion(turn, written, self._pending.body.get("model", "")))
         request = await self._next()
         if request is None:
-            parts = {**self._session.parts, "overridden": float(len(self._overridden))}
-            return Done(score=self._session.score, parts=parts, final=_said_of(self._overridden))
-        self._pending = request
-        return self._observation(message, _messages(request))
+            parts = {**self._session.parts, **{f"overridden/{name}": 1.0 for name in sorted(self._overridden)}}
+            return Done(score=self._session.score, parts=parts)
+        return self._answer(request)
 
     async def close(self) -> None:
         if self._session is not None:
@@ -102,33 +113,53 @@ class Program(Environment):
             request = asked.result()
         finally:
             asked.cancel()
-        self._overridden |= {name for name in _OURS if request.body.get(name) is not None}
+        asked_for = request.body
+        self._overridden |= {name for name, usual in _OURS.items() if asked_for.get(name) not in (None, usual)}
         return request
 
-    def _observation(self, written: Message, messages: list[Message]) -> Observation:
-        """Return what the program adds behind the turn; refuse one that has changed what stood before."""
-        before, added = messages[: len(self._messages)], messages[len(self._messages) + 1 :]
-        turn = messages[len(self._messages) : len(self._messages) + 1]
-        if before != self._messages or not turn or not _is_same(turn[0], written):
-            assert self._pending is not None, "it has just asked"
-            at = next(
-                (at for at, pair in enumerate(zip(before, self._messages, strict=False)) if pair[0] != pair[1]),
-                len(before),
-            )
-            what = f"message {at} is another than it was: a conversation is continued, and not rewritten"
-            self._pending.refuse(409, what)
-            raise AgentError(what, where=self._command[0])
-        self._messages = messages
-        results = {
-            str(message.get("tool_call_id")): str(message["content"]) for message in added if message["role"] == "tool"
-        }
-        texts = [str(message["content"]) for message in added if message["role"] == "user"]
-        calls = [call["id"] for call in written.get("tool_calls") or ()]
-        if len(results) + len(texts) != len(added) or len(texts) > 1 or (results and list(results) != calls):
-            roles = ", ".join(str(message["role"]) for message in added)
-            what = f"behind a turn with {len(calls)} calls come {roles or 'no messages'}: one tool message for each "
-            raise AgentError(what + "call in their order, and one of the user at most", where=self._command[0])
-        return Observation(results=list(results.values()), text="".join(texts))
+    def _answer(self, request: ChatRequest) -> Start | Observation:
+        """Return what the program adds behind a turn, of the segment that shares most with it, or with what it begins.
+
+        The program waits for one answer after the other, also where it asks for several at once.
+        """
+        self._pending, messages, tools = request, _messages(request), request.body.get("tools") or []
+        continued = {at: segment.added(messages, tools) for at, segment in enumerate(self._segments)}
+        behind = [at for at, added in continued.items() if added]
+        if not behind:
+            self._segments.append(_Segment(messages, tools))
+            self._current = len(self._segments) - 1
+            return Start(messages=messages, tools=tools)
+        self._current = at = max(behind, key=lambda at: len(self._segments[at].messages))
+        self._segments[at].messages = messages
+        added = continued[at]
+        results = [str(message["content"]) for message in added if message["role"] == "tool"]
+        text = "".join(str(message["content"]) for message in added if message["role"] == "user")
+        return Observation(results=results, text=text, segment=at)
+
+
+@dataclass(eq=False)
+class _Segment:
+    """What the program has asked behind, and what the model wrote then."""
+
+    messages: list[Message]
+    tools: list[Mapping[str, Any]]
+    written: Message | None = None
+
+    def added(self, messages: list[Message], tools: list[Mapping[str, Any]]) -> list[Message]:
+        """Return the answer to the turn: a message of role tool for each call, in their order, and one of the user at
+        most; nothing, where these messages are not this segment continued so.
+        """
+        num = len(self.messages)
+        if self.written is None or tools != self.tools or messages[:num] != self.messages:
+            return []
+        turn, added = messages[num : num + 1], messages[num + 1 :]
+        if not turn or not _is_same(turn[0], self.written):
+            return []
+        calls = [call["id"] for call in self.written.get("tool_calls") or ()]
+        results = [message.get("tool_call_id") for message in added if message["role"] == "tool"]
+        roles, tools_first = [message["role"] for message in added], ["tool"] * len(results)
+        is_answer = results in (calls, []) and roles in (tools_first, [*tools_first, "user"])
+        return added if is_answer else []
 
 
 async def _last_words(process: asyncio.subprocess.Process) -> str:
@@ -143,10 +174,31 @@ async def _last_words(process: asyncio.subprocess.Process) -> str:
 
 def _messages(request: ChatRequest) -> list[Message]:
     messages = request.body.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
-        request.refuse(400, "there is no list of messages")
-        raise AgentError("the program asked without messages")
-    return [{**message, "content": _text(message.get("content"))} for message in messages]
+    if not isinstance(messages, list) or not messages or not all(map(_has_role, messages)):
+        request.refuse(400, "there is no list of messages with roles")
+        raise AgentError("the program asked without messages, or with some that have no role")
+    return [_as_template_reads(message) for message in messages]
+
+
+def _has_role(message: object) -> bool:
+    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
+
+
+def _as_template_reads(message: Mapping[str, Any]) -> Message:
+    """Return a message of a client: with text, with arguments that are no text, and with a role that templates know."""
+    said = {**message, "content": _text(message.get("content"))}
+    if message["role"] == "developer":
+        said["role"] = "system"
+    if calls := message.get("tool_calls"):
+        said["tool_calls"] = [{**call, "function": _function(call.get("function") or {})} for call in calls]
+    return said
+
+
+def _function(called: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        return {**called, "arguments": json.loads(called["arguments"])}
+    except (KeyError, TypeError, ValueError):
+        return called  # as it is: whoever wrote it did not mean JSON
 
 
 def _text(content: Any) -> str:
@@ -163,7 +215,7 @@ def _message(turn: Turn) -> Message:
         return {"role": "assistant", "content": turn.text}
     listed = [
         {
-            "id": f"call_{turn.number}_{at}",
+            "id": f"call{turn.number:03}{at:02}",
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
         }
@@ -175,7 +227,10 @@ def _message(turn: Turn) -> Message:
 def _completion(turn: Turn, message: Message, model: str) -> dict[str, Any]:
     finish = "length" if turn.ended == "length" else "tool_calls" if message.get("tool_calls") else "stop"
     choice = {"index": 0, "message": dict(message), "finish_reason": finish}
-    return {"id": f"turn-{turn.number}", "object": "chat.completion", "created": 0, "model": model, "choices": [choice]}
+    usage = {"prompt_tokens": turn.num_read, "completion_tokens": turn.num_written}
+    usage["total_tokens"] = turn.num_read + turn.num_written
+    told = {"id": f"turn-{turn.number}", "object": "chat.completion", "created": 0, "model": model}
+    return {**told, "choices": [choice], "usage": usage}
 
 
 def _is_same(message: Message, written: Message) -> bool:
@@ -186,7 +241,3 @@ def _is_same(message: Message, written: Message) -> bool:
         and ids[0] == ids[1]
         and (bool(ids[0]) or message["content"] == written["content"])
     )
-
-
-def _said_of(overridden: set[str]) -> str:
-    return f"the run decided {', '.join(sorted(overridden))}, not the program" if overridden else ""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from mrl.agents.environment import Done, Environment, Observation, Start, Task, Turn, from_json, to_json
+from mrl.agents.environment import Answer, Done, Environment, Observation, Start, Task, Turn, from_json, to_json
 from mrl.config.agent import AgentConfig, EnvironmentConfig, ToolConfig
 from mrl.config.names import ENVIRONMENTS
 from mrl.errors import MrlError, NameUnknown
@@ -58,7 +58,7 @@ class Environments:
         self._held.pop(ticket, None)
         return failure_reply(kind, detail, time.monotonic() - began)
 
-    async def _ask(self, ticket: int, asked: dict[str, Any]) -> Start | Observation | Done | None:
+    async def _ask(self, ticket: int, asked: dict[str, Any]) -> Answer | None:
         if "begin" in asked:
             environment = self._held[ticket] = self._makers[asked["begin"]]()
             task = from_json(asked["task"])
@@ -69,7 +69,7 @@ class Environments:
             return None
         turn = from_json(asked["step"])
         assert isinstance(turn, Turn), "the run goes on with a turn"
-        answer: Observation | Done = _expect(await _result(self._held[ticket].step(turn)), Observation, Done)
+        answer: Answer = _expect(await _result(self._held[ticket].step(turn)), Observation, Done, Start)
         return answer
 
     async def _close(self, ticket: int) -> None:

@@ -37,9 +37,9 @@ class AdvantageInputs:
     baseline_scores_B: Tensor | None = None
     """ReMax: the score of the greedy answer to each row's prompt."""
     batch: Outcomes | None = None
-    """All rows of all shards, scores after the KL penalty if there is one."""
+    """All samples of all shards, scores after the KL penalty if there is one."""
     position_B: Tensor | None = None
-    """Where this shard's rows stand in `batch`; None: this shard is the batch."""
+    """Which of `batch` each of this shard's rows is of, several where a sample has several; None: it is the batch."""
     sum_over_ranks: Reduce = identity
 
 

@@ -50,17 +50,13 @@ def _speaker(name: str, config: Config, tokenizer: ChatTokenizer) -> Speaker:
     form, options = load_format(environment.format), template_options(config.data)
     template = None if config.data.raw_text else TurnTemplate(tokenizer, options)
     limit = environment.max_observation_tokens or config.rollout.max_response_tokens
-    max_prompt_tokens = config.rollout.max_prompt_tokens
 
     def render(start: Start) -> tuple[str, list[int]]:
         if config.data.raw_text:
             what = "the environment begins with messages of its own, and data.raw_text has no template for them"
             raise AgentError(what, where=f"agent.environments.{name}")
         text = TurnTemplate(tokenizer, options, start.tools).render(start.messages, calls_for_answer=True)
-        ids: list[int] = tokenizer([text], add_special_tokens=False)["input_ids"][0]
-        if len(ids) > max_prompt_tokens:
-            what = f"the prompt has {len(ids)} tokens with what the environment adds; at most {max_prompt_tokens}"
-            raise AgentError(what, where=f"agent.environments.{name}", fix="raise rollout.max_prompt_tokens")
-        return text, ids
+        return text, tokenizer([text], add_special_tokens=False)["input_ids"][0]
 
-    return Speaker(form, ObservationEncoder(tokenizer, form, template, max_tokens=limit), render)
+    observations = ObservationEncoder(tokenizer, form, template, max_tokens=limit)
+    return Speaker(form, observations, render, config.rollout.max_prompt_tokens)

@@ -154,12 +154,11 @@ class Generator:
         return Score(value, parts, dialog.environment_s)
 
     def _sample(self, batch: DataProto, dialog: Dialog) -> Sample:
-        row, conversation = dialog.opening.row, dialog.ended_conversation
-        written = [conversation.response_ids[turn.start : turn.start + turn.length] for turn in conversation.turns]
+        row = dialog.opening.row
         return Sample(
             prompt=dialog.prompt_text or batch["prompt_text"][row],
-            response="\n".join(self._text(ids, turn) for ids, turn in zip(written, conversation.turns, strict=True)),
-            num_response_tokens=int(conversation.mask.sum()),
+            response="\n".join(self._text(ids, turn) for ids, turn in dialog.written()),
+            num_response_tokens=sum(int(segment.mask.sum()) for segment in dialog.segments),
             ground_truth=batch["ground_truth"][row],
             data_source=batch["data_source"][row],
             extra_info=batch["extra_info"][row],
@@ -173,10 +172,10 @@ class Generator:
         return self._tokenizer.decode((ids[:-1] if has_end else ids).tolist())
 
     def _with_prompts(self, batch: DataProto, dialogs: Sequence[Dialog]) -> DataProto:
-        """Return the batch with what environments have begun with in the place of the data's prompts."""
-        texts = {dialog.opening.row: dialog.prompt_text for dialog in dialogs if dialog.prompt_text is not None}
-        if not texts:
+        """Return the batch with what stood before the model's last segment in the place of the data's prompts."""
+        if not self._dialogs.has_environments:
             return batch
+        texts = {dialog.opening.row: dialog.prompt_text for dialog in dialogs if dialog.prompt_text is not None}
         prompts = [dialog.prompt_ids for dialog in dialogs]
         batch = batch.with_column("prompts", from_rows([torch.tensor(ids) for ids in prompts]))
         return batch.with_column("prompt_text", [texts.get(row, text) for row, text in enumerate(batch["prompt_text"])])
@@ -200,4 +199,5 @@ class Generator:
             objects["turns"] = [dialogs[row].said or [samples[row].response] for row in scores]
             objects["response_text"] = ["".join(turns) for turns in objects["turns"]]
             objects["ended"] = [each.ended for each in conversations]
+            objects["other_segments"] = [dialogs[row].other_segments for row in scores]
         return DataProto.from_dict(tensors=tensors, non_tensors=objects, row_ids=row_ids)

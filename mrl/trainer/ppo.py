@@ -31,6 +31,7 @@ from mrl.trainer.own_metrics import OwnMetrics
 from mrl.trainer.role_client import Metrics, mean_of
 from mrl.trainer.run import Run
 from mrl.trainer.samples import preview, sample_columns, tensor_columns
+from mrl.trainer.segments import trained_rows
 from mrl.trainer.start_progress import show_start_progress
 from mrl.workers.messages import WholeBatch
 
@@ -110,7 +111,8 @@ class RayPPOTrainer:
             with self.clock("reward_model"):
                 rm_scores = self.reward_model.compute_rm_score(samples.batch)
                 samples = add_model_scores(self.config, samples, rm_scores)
-        batch, metrics = store(samples.batch.select(*self._train_columns(samples.batch))), dict(samples.metrics)
+        rows = trained_rows(samples.batch)
+        batch, metrics = store(rows.batch.select(*self._train_columns(rows.batch))), dict(samples.metrics)
         if step_calls.LOG_PROB in self.calls:
             with self.clock("old_log_prob"):
                 old_log_probs, mismatch = self.actor.compute_log_prob(batch)
@@ -122,7 +124,8 @@ class RayPPOTrainer:
             with self.clock("values"):
                 batch = batch.union(self.critic.compute_values(batch))
         with self.clock("advantage"):
-            advantages, figures = self.estimate_advantages(batch, list(samples.batch["uid"]))
+            whole = WholeBatch(list(samples.batch["uid"]), self.components.kl.coef, rows.sample_of_row)
+            advantages, figures = self.estimate_advantages(batch, whole)
             batch, metrics = batch.union(advantages), metrics | figures
         if step in self.config.training.dump_steps:
             with self.run.may_be_lost("tensors"):
@@ -130,26 +133,26 @@ class RayPPOTrainer:
         updates: dict[str, list[Metrics]] = {}
         if self.critic is not None:
             with self.clock("update_critic"):
-                updates["critic"] = self.train(self.critic.update_critic, batch)
+                updates["critic"] = self.train(self.critic.update_critic, batch, len(samples.batch))
         if step > self.config.training.critic_warmup_steps:
             with self.clock("update_actor"):
-                updates["actor"] = self.train(self.actor.update_actor, batch)
+                updates["actor"] = self.train(self.actor.update_actor, batch, len(samples.batch))
             self.hybrid.weights_changed()
         for role, of_role in updates.items():
             metrics |= mean_of(of_role, role)
-        check_invariants(
-            self.config, step, metrics, updates.get("actor", []), int(step_metrics.written_lengths(samples.batch).sum())
-        )
+        num_written = int(step_metrics.written_lengths(rows.batch).sum())
+        check_invariants(self.config, step, metrics, updates.get("actor", []), num_written)
         self.components.kl.update(metrics["reward/kl"], len(batch))
         self.num_steps_done = step
-        return StepReport(step, samples.batch, metrics | self._measured(samples.batch) | self.hybrid.metrics())
+        measured = self._measured(samples.batch, rows.batch)
+        return StepReport(step, samples.batch, metrics | measured | self.hybrid.metrics())
 
-    def _measured(self, batch: DataProto) -> Metrics:
+    def _measured(self, batch: DataProto, trained: DataProto) -> Metrics:
         """Return the lengths, seconds and speed of the step that ends now."""
         longest, solved_at = self.config.rollout.max_response_tokens, self.config.validation.solved_at
         metrics = step_metrics.batch_metrics(batch, longest, solved_at) | self.own_metrics.of(batch)
         seconds = self.clock.pop_seconds()
-        metrics |= step_metrics.timing_metrics(seconds, batch, self.config.cluster)
+        metrics |= step_metrics.timing_metrics(seconds, trained, self.config.cluster)
         num_trained = int(metrics["perf/total_num_tokens"]) * self.config.batch.epochs_per_step
         for name, role in self.components.roles.items():
             metrics |= step_metrics.training_metrics(role, name, seconds.get(f"update_{name}", 0.0), num_trained)
@@ -218,24 +221,27 @@ class RayPPOTrainer:
         kept = kept.with_column("baseline_scores", scores)
         return ScoredBatch(kept, scored.metrics | {"reward/greedy/mean": float(scores.mean())})
 
-    def estimate_advantages(self, batch: DataProto, uids: list[str]) -> tuple[DataProto, Metrics]:
+    def estimate_advantages(self, batch: DataProto, whole: WholeBatch) -> tuple[DataProto, Metrics]:
         """Compute advantages, on the critic's ranks where there is one: its values are there."""
         batch = batch.with_column("position", torch.arange(len(batch)))
         role = self.critic or self.actor
-        return role.compute_advantages(batch, WholeBatch(uids, self.components.kl.coef))
+        return role.compute_advantages(batch, whole)
 
-    def train(self, update: Callable[[DataProto], Metrics], batch: DataProto) -> list[Metrics]:
+    def train(self, update: Callable[[DataProto], Metrics], batch: DataProto, num_samples: int) -> list[Metrics]:
         """Make all optimizer steps of a role; what each reports."""
-        parts = self.updates(batch)
+        parts = self.updates(batch, num_samples)
         reports: list[Metrics] = []
         for rows in parts:
             self.clock.progress(len(reports), len(parts))
             reports.append(update(rows))
         return reports
 
-    def updates(self, batch: DataProto) -> list[DataProto]:
-        """Return the rows of each optimizer step, drawn anew in each epoch over the batch."""
-        num_updates = max(1, round(len(batch) / self.config.batch.samples_per_update))
+    def updates(self, batch: DataProto, num_samples: int) -> list[DataProto]:
+        """Return the rows of each optimizer step, drawn anew in each epoch over the batch.
+
+        There are as many steps as samples call for, whatever the number of their rows.
+        """
+        num_updates = max(1, round(num_samples / self.config.batch.samples_per_update))
         parts = []
         for epoch in range(self.config.batch.epochs_per_step):
             chance = np.random.default_rng([self.config.training.seed, self.num_steps_done, epoch])

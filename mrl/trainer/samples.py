@@ -48,4 +48,5 @@ def sample_columns(batch: DataProto) -> dict[str, Any]:
         "num_tokens": written_lengths(batch).tolist(),
         "truncated": batch["truncated"].tolist(),
         **{name: batch[name] for name in ("turns", "ended") if name in columns},
+        **({"segments": [1 + len(more) for more in batch["other_segments"]]} if "other_segments" in columns else {}),
     }

@@ -34,17 +34,19 @@ def shard_advantages(
         rewards_T = apply_kl_penalty(rewards_T, kl_T, mask_T, whole.kl_coef)
         scores_B = kl_penalized_scores(scores_B, kl_T, rows, mask_T, whole.kl_coef)
         kl = mean_row_kl(kl_T, rows, mask_T, sum_over_shards)
-    mine = torch.zeros(2, len(whole.uids), dtype=torch.float64)
-    mine[:, position_B] = torch.stack([scores_B.double(), rows.count(mask_T).double()])
-    everyone = sum_over_shards(mine)
+    sample_B = torch.tensor(whole.sample_of_row)[position_B]
+    mine = torch.zeros(3, len(whole.uids), dtype=torch.float64)
+    of_rows = torch.stack([scores_B.double(), rows.count(mask_T).double(), torch.ones_like(scores_B).double()])
+    mine.index_add_(1, sample_B, of_rows)
+    scores_S, num_tokens_S, num_rows_S = sum_over_shards(mine)
     inputs = AdvantageInputs(
         rows,
         mask_T,
         rewards_T,
         columns.get("values"),
         batch["baseline_scores"] if "baseline_scores" in batch.columns() else None,
-        Outcomes(everyone[0], whole.uids, everyone[1]),
-        position_B,
+        Outcomes(scores_S / num_rows_S, whole.uids, num_tokens_S),
+        sample_B,
         sum_over_shards,
     )
     found = estimate_advantages(inputs, config)

@@ -42,10 +42,17 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """What a shard must know of the other shards' rows: the uids by position, and the KL coefficient of this step."""
+    """What a shard must know of the other shards' rows, and the KL coefficient of this step.
+
+    What is compared are samples. The score of one is the mean of its rows' with their KL penalty, and its rows, the
+    segments of a conversation, all have its advantage: a sample counts once in its group, whatever it is cut into.
+    """
 
     uids: Sequence[str]
+    """Of each sample."""
     kl_coef: float
+    sample_of_row: Sequence[int]
+    """By position."""
 
 
 @dataclass(frozen=True)

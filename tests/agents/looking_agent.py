@@ -1,6 +1,6 @@
 """An agent that knows nothing of mrl: it asks a model at an OpenAI-compatible address, and runs the tools it calls.
 
-python looking_agent.py [well|rewrites|fails|streams|asks|forever]
+python looking_agent.py [well|rewrites|delegates|at once|fails|streams|forever]
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 
@@ -34,11 +35,22 @@ def score(value: float) -> None:
     urllib.request.urlopen(request).read()
 
 
+def said(client: openai.OpenAI, text: str) -> str | None:
+    """What the model says to a question beside the conversation."""
+    messages = [{"role": "user", "content": text}]
+    return client.chat.completions.create(model="any", messages=messages).choices[0].message.content
+
+
 def main() -> None:
     """Look up until the model says something."""
     if HOW == "fails":
         sys.exit("there is no shelf")
     client = openai.OpenAI(max_retries=0)
+    if HOW == "at once":
+        with ThreadPoolExecutor(3) as pool:
+            answers = [*pool.map(lambda number: said(client, f"Is {number} an ocean?"), range(3))]
+        score(float(answers == ["ocean"] * 3))
+        return
     messages = list(TASK["messages"])
     while True:
         if HOW == "streams":
@@ -66,7 +78,10 @@ def main() -> None:
             found = TASK["extra_info"]["facts"].get(key, "nothing")
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": found})
         if HOW == "rewrites":
-            messages[0] = {"role": "user", "content": "Something else?"}
+            messages[0] = {"role": "developer", "content": "Look it up."}
+            messages[1:1] = [{"role": "user", "content": TASK["messages"][0]["content"]}] if len(messages) == 3 else []
+        if HOW == "delegates" and calls:
+            messages[-1]["content"] += "\n" + (said(client, f"Is {found} an ocean?") or "")
         if HOW == "forever":
             messages.append({"role": "user", "content": "And?"})
 

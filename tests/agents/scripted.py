@@ -37,10 +37,10 @@ class Stage:
     """Conversations of one rollout."""
 
     def __init__(self, directory: Path, script: Script, world: str = "Facts", **settings: Any) -> None:
-        options = settings.pop("options", {})
+        options, max_prompt_tokens = settings.pop("options", {}), settings.pop("max_prompt_tokens", 400)
         turns = {
             name: settings.pop(name)
-            for name in ("max_turns", "max_observation_tokens", "max_turn_tokens", "weight")
+            for name in ("max_turns", "max_observation_tokens", "max_turn_tokens", "weight", "tools")
             if name in settings
         }
         name = world if world in ENVIRONMENTS else f"tests.agents.worlds:{world}"
@@ -55,12 +55,16 @@ class Stage:
         limit = environment.max_observation_tokens or 400
         observations = ObservationEncoder(self.tokenizer, form, template, max_tokens=limit)
         self.prompts = template
-        speaker = Speaker(form, observations, self._render)
+        speaker = Speaker(form, observations, self._render, max_prompt_tokens)
         self.pool = environment_pool(self.config)
         environments: EnvironmentClient[Dialog] = EnvironmentClient(self.pool, self.events.append)
         self.dialogs = Dialogs(self.config, environments, {"world": speaker}, self.tokenizer.decode, self.events.append)
         self.stack.callback(environments.close)
         self.contexts: list[str] = []
+        self.spoken: list[tuple[Ids, Ids]] = []
+        """What was read before each turn, and what was written."""
+        self.seeds: list[int] = []
+        self.limits: list[int] = []
 
     def _render(self, start: Any) -> tuple[str, list[int]]:
         text = TurnTemplate(self.tokenizer, {}, start.tools).render(start.messages, calls_for_answer=True)
@@ -111,4 +115,7 @@ class Stage:
         ids = self.ids(self.script(context))
         finish = "stop" if len(ids) <= request.max_tokens else "length"
         ids = ids[: request.max_tokens]
+        self.spoken.append((request.prompt_ids, ids))
+        self.seeds.append(request.seed)
+        self.limits.append(request.max_tokens)
         return Generated(request.key, ids, np.full(len(ids), -0.5, np.float32), finish, 1, replica=0)  # type: ignore[arg-type]

@@ -16,6 +16,8 @@ from mrl.protocol.columns import from_rows
 from mrl.rewards.outcome import Score
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer.generation import Generator, ScoredBatch
+from mrl.trainer.samples import sample_columns
+from mrl.trainer.segments import trained_rows
 from mrl.trainer.step_metrics import batch_metrics, written_lengths
 from tests.agents.scripted import Stage, call
 from tests.trainer.fakes import Rewards, make_config
@@ -177,3 +179,32 @@ def test_alone_is_told_the_engines(made: Any) -> None:
     trainer = made(deterministic=True)
     trainer.run({})
     assert [sampling.alone for sampling in trainer.engines.samplings] == [True]
+
+
+def test_every_segment_is_a_row_that_is_trained_on_with_its_conversations_score(made: Any) -> None:
+    trainer = made("Forgetful")
+    scored = trainer.run({}, {"facts": {"a": "sea"}}, {})
+    assert (len(scored.batch), scored.metrics["agent/segments/mean"]) == (3, 2)
+    assert all("a is" in text for text in scored.batch["response_text"])
+    rows = trained_rows(scored.batch)
+    assert rows.sample_of_row == [0, 1, 2, 0, 1, 2]
+    assert len(set(rows.batch.row_ids.tolist())) == 6
+    assert rows.batch["scores"].tolist() == scored.batch["scores"].tolist() * 2
+    assert list(rows.batch["uid"]) == ["p"] * 6
+    columns = [rows.batch.columns()[name].rows() for name in ("prompts", "responses", "response_mask")]
+    trained = {}
+    for prompt, response, mask in zip(*columns, strict=True):
+        for at in [0, *(torch.nonzero(mask[1:] & ~mask[:-1]).flatten() + 1).tolist()]:
+            end = at + int(mask[at:].int().cumprod(0).sum())
+            trained[tuple(prompt.tolist() + response[:at].tolist())] = response[at:end].tolist()
+    read = {tuple(context.tolist()): written.tolist() for context, written in trainer.stage.spoken}
+    assert trained == read, "each turn once, behind what the engine has read"
+    assert int(rows.batch.values("response_mask").sum()) == sum(map(len, [each for _, each in trainer.stage.spoken]))
+    assert sample_columns(scored.batch)["segments"] == [2, 2, 2]
+
+
+def test_rows_without_segments_are_the_samples(made: Any) -> None:
+    batch = made().run({}, {}).batch
+    rows = trained_rows(batch)
+    assert rows.batch is batch
+    assert rows.sample_of_row == [0, 1]

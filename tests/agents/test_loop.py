@@ -201,3 +201,38 @@ def test_nothing_is_left_of_the_processes(stage: Made, tmp_path: Path) -> None:
     on.stack.close()
     with pytest.raises(ProcessLookupError):
         os.kill(on.pool._supervisor.pid, 0)
+
+
+def test_an_environment_begins_a_segment_with_seeds_of_its_own(stage: Made) -> None:
+    on = stage(two_hops, "Forgetful")
+    (dialog,) = on.run(on.opening(0, "ocean", facts=FACTS))
+    assert dialog.failure is None
+    assert (dialog.score, dialog.writers, dialog.current) == (1.0, [0, 1, 1], 1)
+    first, second = dialog.segments
+    assert (dialog.ended_conversation, dialog.other_segments) == (second, [first])
+    assert on.tokenizer.decode(first.response_ids.tolist()) == call("a"), "its answer is in no context"
+    assert len(dict.fromkeys(on.seeds)) == 3
+    assert [text.count("a is") for text in dialog.said] == [0, 1, 0, 0, 0], "whoever reads it sees the new context"
+
+
+def test_a_segment_goes_on_and_one_that_is_not_there_is_a_failure(stage: Made) -> None:
+    on = stage(lambda context: call("a"), "Forgetful", options={"segment": 0}, max_turns=3)
+    (dialog,) = on.run(on.opening(0, "ocean", facts=FACTS))
+    assert dialog.writers == [0, 1, 0]
+    on = stage(lambda context: call("a"), "Forgetful", options={"segment": 2}, retries=0)
+    (dialog,) = on.run(on.opening(0, "ocean", facts=FACTS))
+    assert dialog.failure is not None
+    assert "it answers segment 2 of 2" in dialog.failure.detail
+
+
+def test_a_segment_has_the_room_that_its_context_leaves(stage: Made) -> None:
+    on = stage(two_hops, "Forgetful", options={"length": 25}, max_prompt_tokens=100)
+    (dialog,) = on.run(on.opening(0, "ocean", facts=FACTS))
+    (_, _), (read, _), (later, written) = on.spoken
+    assert len(read) > 100, "longer than a prompt may be, for what was said stands in it"
+    assert len(later) + len(written) <= 100 + 400
+    assert on.limits[1] == 500 - len(read)
+    on = stage(two_hops, "Forgetful", options={"length": 700})
+    (dialog,) = on.run(on.opening(0, "ocean", facts=FACTS))
+    assert dialog.failure is None, "who makes a context too long has come to no end, which is no failure"
+    assert ([segment.ended for segment in dialog.segments], dialog.score) == (["length"], None)

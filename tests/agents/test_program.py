@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mrl.agents.figures import dialog_metrics
 from mrl.agents.loop import Dialog
+from mrl.events import Warned
 from tests.agents.scripted import Stage, call
 from tests.agents.test_loop import FACTS, two_hops
 
@@ -39,7 +41,8 @@ def test_a_program_makes_a_trajectory_as_an_environment_does(spoken: Spoken, how
     assert dialog.failure is None
     conversation = dialog.ended_conversation
     assert (dialog.score, conversation.ended) == (1.0, "done")
-    assert dialog.parts == {"exact": 1.0, "overridden": 2.0 if how == "well" else 0.0}
+    asked_for = {"overridden/temperature": 1.0, "overridden/seed": 1.0} if how == "well" else {}
+    assert dialog.parts == {"exact": 1.0} | asked_for
     assert '"name": "look"' in stage.contexts[0], "its tools stand in the prompt"
     ours = Stage(tmp_path / "ours", two_hops, "WithTools")
     try:
@@ -52,11 +55,60 @@ def test_a_program_makes_a_trajectory_as_an_environment_does(spoken: Spoken, how
     np.testing.assert_array_equal(conversation.log_probs, other.log_probs)
 
 
-def test_history_that_is_rewritten_is_another_conversation_and_refused(spoken: Spoken) -> None:
-    _, dialog = spoken("rewrites")
-    assert dialog.failure is not None
-    assert dialog.failure.kind == "raised"
-    assert "message 0 is another than it was" in dialog.failure.detail
+def doubts(context: str) -> str:
+    """Look up, but say no where nothing but an ocean is asked for."""
+    return "no<|im_end|>" if "user\nIs " in context else two_hops(context)
+
+
+def check_segments(stage: Stage, dialog: Dialog, *texts: list[str]) -> None:
+    """See that each segment is what the engine read and wrote, token for token, and that nothing else is trained on."""
+    assert dialog.failure is None
+    turns = [(at, *turn) for at, turn in zip(dialog.writers, stage.spoken, strict=True)]
+    for number, (segment, wanted) in enumerate(zip(dialog.segments, texts, strict=True)):
+        mine = [(read, written) for at, read, written in turns if at == number]
+        assert [stage.tokenizer.decode(written.tolist()) for _, written in mine] == wanted
+        np.testing.assert_array_equal(segment.prompt_ids, mine[0][0])
+        for turn, (read, written) in zip(segment.turns, mine, strict=True):
+            begin = len(segment.prompt_ids) + turn.start
+            np.testing.assert_array_equal(segment.context_ids[:begin], read)
+            np.testing.assert_array_equal(segment.context_ids[begin : begin + turn.length], written)
+            assert segment.mask[turn.start : turn.start + turn.length].all()
+        assert int(segment.mask.sum()) == sum(len(written) for _, written in mine)
+        assert (segment.log_probs[segment.mask] == -0.5).all()
+        assert np.isnan(segment.log_probs[~segment.mask]).all()
+        assert segment.ended == "done"
+
+
+def test_history_that_is_rewritten_begins_a_segment(spoken: Spoken) -> None:
+    stage, dialog = spoken("rewrites")
+    check_segments(stage, dialog, [call("a")], [call("b"), "ocean<|im_end|>"])
+    assert dialog.score == 1.0
+    rewritten = stage.tokenizer.decode(dialog.segments[1].prompt_ids.tolist())
+    assert "system\nLook it up." in rewritten
+    assert f"{call('a')}\n<|im_start|>user\n<tool_response>\nb\n</tool_response>" in rewritten
+    assert [event.about for event in stage.events if isinstance(event, Warned)] == ["agent"], "it is said"
+    assert dialog_metrics([dialog])["agent/segments/mean"] == 2
+
+
+def test_conversations_beside_each_other_are_segments_that_each_go_on(spoken: Spoken) -> None:
+    stage, dialog = spoken("delegates", doubts, max_turns=5)
+    check_segments(stage, dialog, [call("a"), call("b"), "ocean<|im_end|>"], ["no<|im_end|>"], ["no<|im_end|>"])
+    assert dialog.writers == [0, 1, 0, 2, 0]
+    assert "\nb\nno" in stage.tokenizer.decode(dialog.segments[0].response_ids.tolist())
+    assert dialog.score == 1.0
+
+
+def test_questions_at_once_are_segments(spoken: Spoken) -> None:
+    stage, dialog = spoken("at once", lambda context: "ocean<|im_end|>")
+    check_segments(stage, dialog, *[["ocean<|im_end|>"]] * 3)
+    assert dialog.score == 1.0
+    assert len({segment.context_ids.tobytes() for segment in dialog.segments}) == 3
+
+
+def test_turns_are_counted_over_all_segments(spoken: Spoken) -> None:
+    _, dialog = spoken("delegates", doubts, max_turns=3)
+    assert dialog.failure is None
+    assert ([segment.ended for segment in dialog.segments], dialog.writers) == (["turns", "turns"], [0, 1, 0])
 
 
 def test_a_program_that_fails_is_a_failure_with_its_last_words(spoken: Spoken) -> None:

@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from mrl.agents.environment import Done, Environment, Observation, Start, Task, Turn
+from mrl.agents.environment import Answer, Done, Environment, Observation, Start, Task, Turn
 
 
 class Facts(Environment):
@@ -49,6 +50,31 @@ class WithTools(Facts):
         super().reset(task)
         function = {"name": "look", "description": "Look a key up.", "parameters": {"type": "object", "properties": {}}}
         return Start(messages=task.messages, tools=[{"type": "function", "function": function}])
+
+
+class Forgetful(Facts):
+    """Begins anew with what was found out, after the first result."""
+
+    def __init__(self, length: int = 1, segment: int | None = None) -> None:
+        super().__init__()
+        self._length, self._segment = length, segment
+
+    async def step(self, turn: Turn) -> Answer:  # type: ignore[override]
+        answer = await super().step(turn)
+        if turn.number == 0 and isinstance(answer, Observation):
+            return Start(messages=[{"role": "user", "content": f"a is\n{answer.results[0]}\n" * self._length}])
+        if self._segment is not None and isinstance(answer, Observation):
+            return replace(answer, segment=self._segment)
+        return answer
+
+
+class Anew(Environment):
+    """Asks twice, and begins anew in between; the longer what was written, the better."""
+
+    def step(self, turn: Turn) -> Answer:
+        if turn.number == 0:
+            return Start(messages=[{"role": "user", "content": "and"}])
+        return Done(score=float(turn.num_written))
 
 
 class Troubled(Facts):

@@ -166,7 +166,7 @@ class Conversations:
         )
         facts = Facts(key, HOPS[source], opening.task().seed)
         (dialog,) = self.dialogs.begin([opening])
-        while not dialog.failure and not (dialog.conversation and dialog.conversation.ended):
+        while not dialog.failure and not (dialog.segments and dialog.begun.ended):
             for request in self.dialogs.take():
                 text = player(self._tokenizer.decode(request.prompt_ids.tolist()), facts)
                 ids = self.ids(f"{text}<|end|>")

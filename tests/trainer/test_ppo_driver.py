@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from mrl.agents.conversation import Conversation
 from mrl.algos.kl import AdaptiveKLController
 from mrl.config.agent import AgentConfig, EnvironmentConfig
 from mrl.config.algorithm import KlConfig, OverlongConfig
@@ -18,11 +19,12 @@ from mrl.config.reward import RewardFunctionConfig
 from mrl.errors import AuditFailed
 from mrl.events import Warned, read_events
 from mrl.protocol import DataProto
-from mrl.protocol.columns import from_rows
+from mrl.protocol.columns import Jagged, from_rows
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
 from mrl.trainer.generation import ScoredBatch
+from mrl.trainer.ppo import RayPPOTrainer
 from tests.trainer.fakes import CRITIC, END, SCORER, Role, Scene, make_config, scene
 
 KL = KlConfig(where="both", coef=0.1, target=4e-5, horizon_samples=100)
@@ -193,7 +195,7 @@ def test_steps_are_numbered_from_one_and_draw_other_seeds(tmp_path: Path) -> Non
 
 def test_a_step_that_learns_from_too_few_tokens_is_refused(tmp_path: Path) -> None:
     with scene(make_config(tmp_path, batch=TWO_BY_TWO), tmp_path) as found:
-        found.trainer.updates = lambda batch: [batch.take([0, 1])] * 2  # type: ignore[method-assign]
+        found.trainer.updates = lambda batch, num_samples: [batch.take([0, 1])] * 2  # type: ignore[method-assign]
         with pytest.raises(AuditFailed, match="every response token is learned from once: 10 of 22"):
             found.trainer.step()
         assert found.trainer.num_steps_done == 0
@@ -210,7 +212,7 @@ def updates_of(found: Scene, done: int, num_rows: int = 8) -> list[list[int]]:
     """The row ids of each update, that many steps being done."""
     found.trainer.num_steps_done = done
     batch = DataProto.from_dict({"scores": torch.zeros(num_rows)}, row_ids=np.arange(num_rows) + 40)
-    return [rows.row_ids.tolist() for rows in found.trainer.updates(batch)]
+    return [rows.row_ids.tolist() for rows in found.trainer.updates(batch, num_rows)]
 
 
 def test_each_epoch_and_step_has_an_order_of_its_own(tmp_path: Path) -> None:
@@ -355,3 +357,35 @@ def test_the_sampler_hears_what_an_environment_says_was_solved(tmp_path: Path) -
             found.trainer.step()
             heard[kind] = found.components.prompts.solved
     assert heard == {"alone": [{"p0": 0.0, "p1": 1.0}], "before a model's score": []}
+
+
+def test_segments_are_rows_of_the_step_but_call_for_no_more_updates(tmp_path: Path) -> None:
+    segment = Conversation("2.1", "p1", np.array([7, 8], np.int32), max_tokens=4, seed=1)
+    segment.write(np.array([9, 9, END], np.int32), np.full(3, -0.5, np.float32), "stop")
+    batch = {"samples_per_update": 2}
+    with scene(make_config(tmp_path, batch=batch, algorithm={"kl": KL}), tmp_path) as found:
+        collected: list[DataProto] = []
+
+        def collect(step: int) -> ScoredBatch:
+            scored = RayPPOTrainer.collect(found.trainer, step)
+            rows = scored.batch.with_column("response_mask", _all_written(scored.batch))
+            collected.append(rows.with_column("other_segments", [[], [], [segment], []]))
+            return ScoredBatch(collected[0], scored.metrics)
+
+        found.trainer.collect = collect  # type: ignore[method-assign]
+        report = found.trainer.step()
+        actor: Any = found.components.actor
+        (whole,) = actor.whole
+        assert (len(whole.uids), whole.sample_of_row) == (4, [0, 1, 2, 3, 2])
+        (rows,) = actor.batches["compute_advantages"]
+        assert rows["position"].tolist() == [0, 1, 2, 3, 4]
+        assert rows.columns()["responses"].rows()[-1].tolist() == [9, 9, END]
+        assert rows["scores"].tolist()[-1] == rows["scores"].tolist()[2]
+        assert [len(part) for part in actor.batches["update_actor"]] == [3, 2], "two updates, as without"
+        assert len(report.batch) == 4, "what is shown are samples"
+        num_tokens = int(report.batch.lengths("prompts").sum() + report.batch.lengths("responses").sum())
+        assert report.metrics["perf/total_num_tokens"] == num_tokens + 5
+
+
+def _all_written(batch: DataProto) -> Jagged:
+    return from_rows([torch.ones(length, dtype=torch.bool) for length in batch.lengths("responses").tolist()])

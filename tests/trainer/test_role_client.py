@@ -107,7 +107,7 @@ def test_what_all_shards_say_alike_is_said_once() -> None:
 
 def test_a_method_without_a_model_is_given_the_batch_as_it_is() -> None:
     group = Group(written(**{"reward/kl": [0.25, 0.25]}))
-    batch, whole = batch_of(*LENGTHS), WholeBatch(["a"], 0.5)
+    batch, whole = batch_of(*LENGTHS), WholeBatch(["a"], 0.5, [0])
     _, metrics = role_of(group).compute_advantages(batch, whole)
     assert group.calls == [(batch, whole)]
     assert metrics == {"reward/kl": 0.25}

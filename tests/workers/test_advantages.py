@@ -27,6 +27,7 @@ COLUMNS = ("values", "old_log_probs", "ref_log_probs")
 WHERES = ("none", "reward", "loss", "both")
 KL_COEF = 0.3
 """Of this step; the configuration's own has been steered away from."""
+WHOLE = WholeBatch(UIDS, KL_COEF, range(len(UIDS)))
 
 
 class ActorOfShards(OfShards, ActorRolloutRefWorker):
@@ -53,7 +54,11 @@ def shards_of(rows: list[Row], num_shards: int) -> list[DataProto]:
 
 
 def advantages_by_worker(
-    rows: list[Row], config: AlgorithmConfig, num_shards: int, worker_class: type = ActorOfShards
+    rows: list[Row],
+    config: AlgorithmConfig,
+    num_shards: int,
+    worker_class: type = ActorOfShards,
+    whole: WholeBatch = WHOLE,
 ) -> tuple[list[DataProto], dict[str, list[list[float]]], list[float]]:
     """The shards' answers, their columns in the order of all rows, and each shard's mean KL."""
     shards, batches = Shards(num_shards), shards_of(rows, num_shards)
@@ -62,7 +67,7 @@ def advantages_by_worker(
         arguments = (0.7, 50) if worker_class is ActorOfShards else (50,)
         worker = worker_class(make_place(), SETUP, config, *arguments)
         worker.shards, worker.shard = shards, shard
-        answer: DataProto = worker.compute_advantages(batches[shard], WholeBatch(UIDS, KL_COEF))
+        answer: DataProto = worker.compute_advantages(batches[shard], whole)
         return answer
 
     answers = shards.run(work)
@@ -133,13 +138,32 @@ def test_group_estimators_feel_the_coefficient_of_this_step() -> None:
     rows, config = make_rows(*COLUMNS), config_of("grpo", "reward")
     batch = shards_of(rows, 1)[0]
     found = [
-        shard_advantages(batch, WholeBatch(UIDS, coef), config, _same, _same)[0].advantages_T for coef in (0.0, 0.3)
+        shard_advantages(batch, WholeBatch(UIDS, coef, range(len(UIDS))), config, _same, _same)[0].advantages_T
+        for coef in (0.0, 0.3)
     ]
     assert not torch.allclose(*found)
     assert torch.equal(
         found[0],
-        shard_advantages(batch, WholeBatch(UIDS, 0.3), config_of("grpo", "loss"), _same, _same)[0].advantages_T,
+        shard_advantages(batch, WholeBatch(UIDS, 0.3, range(len(UIDS))), config_of("grpo", "loss"), _same, _same)[
+            0
+        ].advantages_T,
     )
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_a_sample_of_several_rows_counts_once_in_its_group(num_shards: int) -> None:
+    rows = make_rows(with_holes=False)
+    for row, score in zip(rows, (1.0, 0.0, 1.0), strict=False):
+        row.score = score
+    whole = WholeBatch(["a", "a", *"bcdef"], 0.0, [0, 1, 0, 2, 3, 4, 5, 6])  # rows 0 and 2 are of one conversation
+    found = {}
+    for name in ("dr_grpo", "opo"):
+        _, columns, _ = advantages_by_worker(rows, config_of(name, "none"), num_shards, whole=whole)
+        found[name] = [values[0] for values in columns["advantages"]]
+        assert all(len(set(values)) == 1 for values in columns["advantages"])
+    assert found["dr_grpo"] == [0.5, -0.5, 0.5, *[0.0] * 5]
+    mean = 6 / 9  # by tokens: 5 + 1 of the first sample, 3 of the second
+    assert found["opo"] == pytest.approx([1 - mean, -mean, 1 - mean, *[0.0] * 5])
 
 
 def test_scores_keep_their_precision_on_the_way_between_shards() -> None:
@@ -155,7 +179,7 @@ def test_a_score_per_token_is_refused() -> None:
     column = jagged(torch.zeros(int(batch.lengths("responses").sum())), batch.lengths("responses"))
     wrong = wrong.union(DataProto.from_dict({"scores": column}, row_ids=batch.row_ids))
     with pytest.raises(AssertionError, match="`scores` has one number per row"):
-        shard_advantages(wrong, WholeBatch(UIDS, 0.0), config_of("grpo", "none"), _same, _same)
+        shard_advantages(wrong, WholeBatch(UIDS, 0.0, range(len(UIDS))), config_of("grpo", "none"), _same, _same)
 
 
 def _same(x: Tensor) -> Tensor:

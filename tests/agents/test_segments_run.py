@@ -1,0 +1,92 @@
+"""Whole runs, real engines and a real trainer, of conversations in segments and of an agent framework's agent."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.data.sample_files import read_newest_samples
+from mrl.demo.model import make_model
+from mrl.events import Warned, read_events
+from mrl.observe.metrics import read_metrics
+from tests.apart import ROOT, run_mrl
+
+SAME = 1e-5
+"""How far a log-prob of the engine may be from the trainer's, in float32."""
+SAMPLES = 16
+CONFIG = """\
+run: {{name: agents, dir: {directory}}}
+cluster: {{devices_per_node: 2, device: cpu}}
+placement: {{pools: {{all: 2}}, roles: {{actor: all}}}}
+model: {{path: {model}}}
+algorithm: {{advantage: grpo, correction: {{upper: 1.0}}}}
+batch: {{prompts_per_step: 4, samples_per_prompt: 4, samples_per_update: 8}}
+actor: {{parallel: {{tp: 1}}, dtype: float32, max_tokens_per_device: 256, optimizer: {{lr: 1e-3}}}}
+rollout:
+  replicas: 1
+  max_prompt_tokens: 16
+  max_response_tokens: 8
+  vllm: {{enforce_eager: true, kv_cache_memory_bytes: 67108864}}
+data: {{train: {{sums: {{dataset: "toy:addition", options: {{part: train}}}}}}}}
+agent: {{environments: {{world: {world}}}, num_workers: 1}}
+training: {{steps: 2, dump_steps: [1], save_every: 0}}
+"""
+
+
+def trained(directory: Path, world: str, *overrides: str, **variables: str) -> Path:
+    model = make_model(directory / "model", seed=1)
+    config = directory / "run.yaml"
+    config.write_text(CONFIG.format(directory=directory, model=model, world=world))
+    run_mrl("train", str(config), *overrides, **variables)
+    return directory / "agents"
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_every_segment(tmp_path: Path) -> None:
+    run = trained(tmp_path, '{name: "tests.agents.worlds:Anew", max_turns: 2}')
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [(line["batch/samples"], line["agent/segments/mean"]) for line in lines] == [(SAMPLES, 2.0)] * 2
+    assert all(line["mismatch/log_prob_abs_diff_mean"] <= SAME for line in lines)
+    rows: list[dict[str, Any]] = read_newest_samples(run / "tensors", 2 * SAMPLES)
+    assert len(rows) == 2 * SAMPLES
+    for last, first in zip(rows[:SAMPLES], rows[SAMPLES:], strict=True):
+        assert first["prompts"] != last["prompts"]
+        assert first["scores"] == last["scores"] == sum(last["response_mask"])
+        advantages = {value for row in (first, last) for value in row["advantages"]}
+        assert len(advantages) == 1, "of the conversation, in each of its segments"
+        for row in (first, last):
+            for trainer, engine in zip(row["old_log_probs"], row["rollout_log_probs"], strict=True):
+                assert math.isfinite(engine)
+                assert abs(trainer - engine) <= SAME
+    said = [each.event.message for each in read_events(run / "events.jsonl") if isinstance(each.event, Warned)]
+    assert sum("goes on behind another context" in message for message in said) == 1
+    (sample, *_) = read_newest_samples(run / "samples", SAMPLES)
+    assert (sample["segments"], len(sample["turns"])) == (2, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_a_run_trains_an_agent_of_a_framework(tmp_path: Path) -> None:
+    found = importlib.util.find_spec("agents")
+    if found is None or found.origin is None:
+        pytest.skip("openai-agents is in none of mrl's requirements: make test-extras")
+    path = os.pathsep.join([str(ROOT), str(Path(found.origin).parents[1])])
+    options = f'{{command: ["{sys.executable}", -m, tests.agents.framework_agent, talks]}}'
+    overrides = (
+        "batch={prompts_per_step: 2, samples_per_prompt: 2, samples_per_update: 4}",
+        'reward.functions={length: {name: "tests.trainer.rewards:shortness"}}',
+        "agent.limit_s=120",  # to load the framework, four at once
+        "training.steps=3",
+    )
+    run = trained(tmp_path, f"{{name: program, options: {options}, max_turns: 2}}", *overrides, PYTHONPATH=path)
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [line["batch/samples"] for line in lines] == [4] * 3, "no conversation was lost"
+    assert all(line["mismatch/log_prob_abs_diff_mean"] <= SAME for line in lines)
+    (sample, *_) = read_newest_samples(run / "samples", 4)
+    assert sample["segments"] == 1
