@@ -54,7 +54,7 @@ test-extras: install ## the tests of what is optional, with all of it installed 
 	@cmp -s requirements-extras.txt .venv-extras/complete || { rm -rf .venv-extras && $(BIN)/python -m pip install --quiet --no-deps \
 	  --disable-pip-version-check --target .venv-extras --requirement requirements-extras.txt \
 	  && cp requirements-extras.txt .venv-extras/complete; }
-	PYTHONPATH=.venv-extras $(BIN)/python -m pytest tests/rewards/test_functions.py tests/data/test_reasoning_gym.py tests/observe/test_trackers.py
+	PYTHONPATH=.venv-extras $(BIN)/python -m pytest tests/rewards/test_functions.py tests/data/test_reasoning_gym.py tests/observe/test_trackers.py tests/agents/test_frameworks.py
 
 test-py312: ## parity table, engine and twins of presets once more: Python 3.12, megatron-core 0.19, torch for CUDA
 	@$(PYTHON312) -I launch/install.py .venv-py312

@@ -14,6 +14,8 @@ from typing import Any
 
 MAX_REQUEST_BYTES = 8 << 20
 _MAX_HEAD_BYTES = 64 << 10
+_MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "mrl"}
+"""The one that there is, whatever a client calls it."""
 _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 409: "Conflict", 413: "Too Large"}
 
 
@@ -80,7 +82,7 @@ class ChatServer:
     async def _answer(self, reader: asyncio.StreamReader) -> tuple[int, dict[str, Any], bool]:
         """Return the status and the body for a request, and whether it is to be streamed."""
         try:
-            path, headers = _head(await reader.readuntil(b"\r\n\r\n"))
+            method, path, headers = _head(await reader.readuntil(b"\r\n\r\n"))
             length = int(headers.get("content-length", "0"))
         except (asyncio.LimitOverrunError, ValueError) as error:
             return 400, _error(f"not a request with a length: {error}"), False
@@ -92,6 +94,14 @@ class ChatServer:
         session = self._sessions.get(key)
         if session is None or not secrets.compare_digest(headers.get("authorization", ""), f"Bearer {session.key}"):
             return 401, _error("no conversation has this address and key"), False
+        if (method, call) == ("GET", "models"):
+            return 200, {"object": "list", "data": [_MODEL]}, False
+        if method != "POST" or call not in ("chat/completions", "score"):
+            return (
+                404,
+                _error(f"there are POST chat/completions, POST score and GET models, not {method} {call:.40}"),
+                False,
+            )
         try:
             body = json.loads(content)
             if not isinstance(body, dict):
@@ -100,20 +110,16 @@ class ChatServer:
             return 400, _error(f"the body is not JSON: {error}"), False
         if call == "score":
             return (*_score(session, body), False)
-        if call != "chat/completions":
-            return 404, _error(f"there are chat/completions and score, not {call:.40}"), False
         request = ChatRequest(body, asyncio.get_running_loop().create_future())
         session.requests.put_nowait(request)
         return (*await request.answered, bool(body.get("stream")))
 
 
-def _head(head: bytes) -> tuple[str, Mapping[str, str]]:
+def _head(head: bytes) -> tuple[str, str, Mapping[str, str]]:
     first, *lines = head.decode("latin-1").split("\r\n")
     method, path, _ = first.split(" ")
-    if method != "POST":
-        raise ValueError(f"{method} is not POST")
     pairs = (line.partition(":") for line in lines if line)
-    return path, {name.strip().lower(): value.strip() for name, _, value in pairs}
+    return method, path, {name.strip().lower(): value.strip() for name, _, value in pairs}
 
 
 def _score(session: Session, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

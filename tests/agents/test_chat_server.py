@@ -46,7 +46,7 @@ def test_nobody_asks_without_address_and_key() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
-        ("/models", b"{}", 404, "there are chat/completions and score, not models"),
+        ("/responses", b"{}", 404, "there are POST chat/completions, POST score and GET models, not POST responses"),
         ("/chat/completions", b"[1]", 400, "not an object"),
         ("/chat/completions", b"{", 400, "not JSON"),
         ("/chat/completions", b"[" * 100_000, 400, "not JSON"),
@@ -63,10 +63,19 @@ def test_what_is_no_request_is_told_so(path: str, body: bytes, status: int, said
     served(act)
 
 
-@pytest.mark.parametrize("head", ["GET / HTTP/1.1", "POST / HTTP/1.1\r\nContent-Length: many", "nonsense"])
+@pytest.mark.parametrize("head", ["POST / HTTP/1.1\r\nContent-Length: many", "nonsense"])
 def test_what_is_no_http_is_told_so(head: str) -> None:
     async def act(session: Session, address: str) -> None:
         assert (await post(address, "", b"", head=head))[0] == 400
+
+    served(act)
+
+
+def test_there_is_one_model() -> None:
+    async def act(session: Session, address: str) -> None:
+        head = f"GET {address[address.index('/c/') :]}/models HTTP/1.1\r\nAuthorization: Bearer {session.key}"
+        status, body = await post(address, "", b"", head=head)
+        assert (status, [each["id"] for each in body["data"]]) == (200, ["policy"])
 
     served(act)
 
