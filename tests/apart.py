@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +41,15 @@ def run_python(*arguments: str, cwd: Path = ROOT, exit_code: int = 0, **variable
     )
     assert ran.returncode == exit_code, ran.stdout + ran.stderr
     return ran.stdout + ran.stderr if exit_code else ran.stdout
+
+
+@contextmanager
+def retriever(corpus: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that answers at that port, or at any for 0, and its address."""
+    command = [sys.executable, "-c", MAIN, "retriever", str(corpus), "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().split()[-1]
+        finally:
+            process.kill()

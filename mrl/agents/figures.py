@@ -48,15 +48,16 @@ def dialog_metrics(dialogs: Sequence[Dialog]) -> dict[str, float]:
 
 
 def check_failed_share(config: AgentConfig, dialogs: Sequence[Dialog]) -> None:
-    """Stop the run where the environments of too many conversations have failed."""
+    """Stop the run where the environments of too many conversations have failed: of all of them in any case."""
     failed = [(dialog, dialog.failure) for dialog in dialogs if dialog.failure is not None]
-    if len(failed) <= config.max_failed_share * len(dialogs):
+    if not failed or len(failed) <= min(config.max_failed_share * len(dialogs), len(dialogs) - 1):
         return
     counted = ", ".join(f"{num} {kind}" for kind, num in sorted(_failures(dialogs).items()))
     examples = [f"  {dialog.opening.name}: {_said(failure)}" for dialog, failure in failed[:_NUM_EXAMPLES]]
     share = f"the environments of {len(failed)} of {len(dialogs)} conversations have failed ({counted})"
+    allowed = f"at most {100 * config.max_failed_share:g} % may fail, and one has to be left"
     raise AgentError(
-        "\n".join([f"{share}; at most {100 * config.max_failed_share:g} % may fail", *examples]),
+        "\n".join([f"{share}; {allowed}", *examples]),
         where="agent",
         fix="mend the environment, or raise agent.max_failed_share",
     )

@@ -11,7 +11,7 @@ from mrl.data.toy_tokenizer import save_toy_tokenizer
 MAX_LENGTH = 64
 
 
-def make_model(directory: Path, seed: int, num_layers: int = 2) -> Path:
+def make_model(directory: Path, seed: int, num_layers: int = 2, max_length: int = MAX_LENGTH) -> Path:
     """Write a random model like Qwen3 in Hugging Face format."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -25,7 +25,7 @@ def make_model(directory: Path, seed: int, num_layers: int = 2) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=MAX_LENGTH,
+        max_position_embeddings=max_length,
         tie_word_embeddings=False,
         dtype="float32",
     )

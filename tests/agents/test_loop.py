@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,11 @@ def test_too_many_failures_stop_the_run_with_their_kinds(stage: Made, tmp_path: 
     dialogs = on.run(*[on.opening(row, facts=FACTS, trouble="raises" if row else "") for row in range(3)])
     with pytest.raises(AgentError, match=r"2 of 3 conversations have failed \(2 raised\); at most 5 % may fail"):
         check_failed_share(on.config, dialogs)
+    lenient = replace(on.config, max_failed_share=1.0)
+    check_failed_share(lenient, dialogs)
+    failed = [dialog for dialog in dialogs if dialog.failure is not None]
+    with pytest.raises(AgentError, match=r"2 of 2 .* at most 100 % may fail, and one has to be left"):
+        check_failed_share(lenient, failed)
 
 
 def test_nothing_is_left_of_the_processes(stage: Made, tmp_path: Path) -> None:
