@@ -167,12 +167,15 @@ def test_tools_stand_in_the_prompt_that_is_trained_on(made: Any) -> None:
 
 
 def test_figures_of_turns_calls_and_ends(made: Any) -> None:
-    metrics = made().run({}, {}).metrics
+    scored = made().run({}, {})
+    metrics = scored.metrics
     assert metrics["agent/turns/mean"] == 3.0
     assert metrics["agent/calls/mean"] == 2.0
     assert metrics["agent/calls/invalid_share"] == 0.0
+    written = written_lengths(scored.batch).sum()
+    assert metrics["agent/turn_tokens/mean"] == written / 6
+    assert metrics["agent/observed_share"] == pytest.approx(1 - written / len(scored.batch.values("response_mask")))
     assert metrics["agent/ended/done"] == 1.0
-    assert 0 < metrics["agent/observed_share"] < 1
 
 
 def test_alone_is_told_the_engines(made: Any) -> None:

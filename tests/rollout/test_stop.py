@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,3 +82,25 @@ def test_texts_and_tokens_end_responses_in_both_engines_alike(
             assert not set(ids[:-1]) & set(sampling.stop_token_ids)
     assert any(stop in tokenizer.decode(sample.token_ids.tolist()) for sample in found.values())
     assert len(found["1"].token_ids) <= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["transformers", "vllm"])
+def test_a_text_of_the_prompt_ends_no_response(
+    started: Callable[[str], RolloutEngine], tokenizer: ChatTokenizer, kind: str
+) -> None:
+    """The text is among the last tokens of the prompt, which vLLM reads again to show the first one that is drawn.
+
+    Were the last of them half a character, vLLM would find the text there, and end the response. Prompts and what is
+    observed are encoded from text, so that they end with whole ones.
+    """
+    ids = np.asarray(tokenizer(["12]\u00e9"], add_special_tokens=False)["input_ids"][0], np.int32)
+    asked = [replace(request, prompt_ids=ids) for request in wanted(tokenizer)]
+    engine = started(kind)
+    free = run(engine, asked, Sampling())
+    found = run(engine, [replace(request, stop=("]",)) for request in asked], Sampling())
+    for key, sample in free.items():
+        drawn = sample.token_ids.tolist()
+        ends = [at for at in range(1, len(drawn) + 1) if "]" in tokenizer.decode(drawn[:at])]
+        assert found[key].token_ids.tolist() == drawn[: ends[0] if ends else None]
+        assert found[key].finish == ("stop" if ends else "length")

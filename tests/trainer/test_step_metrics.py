@@ -77,6 +77,9 @@ def test_tokens_per_second_and_device() -> None:
         }
     )
     assert "perf/generated_per_s" not in step_metrics.timing_metrics({"step": 1.0}, BATCH, CLUSTER)
+    mask = from_rows([[number != 1 for number in range(length)] for length in BATCH.lengths("responses")])
+    figures = step_metrics.timing_metrics(seconds, BATCH.with_column("response_mask", mask), CLUSTER)
+    assert figures["perf/generated_per_s"] == 25 / 1.5 / 8, "what it was answered is not generated"
 
 
 def role_on(device: str) -> Any:
