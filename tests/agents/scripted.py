@@ -50,7 +50,7 @@ class Stage:
         self.script = script
         self.events: list[Event] = []
         self.stack = ExitStack()
-        form = load_format("hermes")
+        self.form = form = load_format("hermes")
         template = TurnTemplate(self.tokenizer, {})
         limit = environment.max_observation_tokens or 400
         observations = ObservationEncoder(self.tokenizer, form, template, max_tokens=limit)
@@ -65,6 +65,7 @@ class Stage:
         """What was read before each turn, and what was written."""
         self.seeds: list[int] = []
         self.limits: list[int] = []
+        self.requests: list[GenerationRequest] = []
 
     def _render(self, start: Any) -> tuple[str, list[int]]:
         text = TurnTemplate(self.tokenizer, {}, start.tools).render(start.messages, calls_for_answer=True)
@@ -112,6 +113,7 @@ class Stage:
     def _written(self, request: GenerationRequest) -> Generated:
         context = self.tokenizer.decode(request.prompt_ids.tolist())
         self.contexts.append(context)
+        self.requests.append(request)
         ids = self.ids(self.script(context))
         finish = "stop" if len(ids) <= request.max_tokens else "length"
         ids = ids[: request.max_tokens]

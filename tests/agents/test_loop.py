@@ -61,8 +61,24 @@ def test_a_conversation_grows_by_what_each_says_and_knows_who_said_it(stage: Mad
     observed = on.tokenizer.decode(conversation.response_ids[~conversation.mask].tolist())
     for text in ("b", "ocean"):
         assert f"\n<|im_start|>user\n<tool_response>\n{text}\n</tool_response><|im_end|>\n" in observed
-    assert (dialog.score, dialog.parts, conversation.ended) == (1.0, {"turns": 3}, "done")
+    assert (dialog.score, dialog.parts, conversation.ended) == (1.0, {"turns": 3, "left_turns": 1}, "done")
     assert "".join(dialog.said) == on.tokenizer.decode(conversation.response_ids.tolist())
+
+
+def test_a_turn_is_asked_of_the_replica_of_the_last_with_the_texts_that_end_it(stage: Made) -> None:
+    on = stage(two_hops)
+    on.form.stops = ("</end>",)
+    on.run(on.opening(0, "ocean", facts=FACTS))
+    assert [request.stop for request in on.requests] == [("</end>",)] * 3
+    assert [request.home for request in on.requests] == [None, 0, 0]
+
+
+def test_scores_of_turns_add_up_without_those_of_an_attempt_that_failed(stage: Made, tmp_path: Path) -> None:
+    options = {"directory": str(tmp_path), "once": True, "per_answer": 0.25}
+    on = stage(two_hops, "Troubled", options=options)
+    dialogs = on.run(*[on.opening(row, "ocean", facts=FACTS, trouble="raises" if row else "") for row in range(2)])
+    assert sorted(dialog.attempts for dialog in dialogs) == [1, 2]
+    assert [dialog.score for dialog in dialogs] == [1.5, 1.5]
 
 
 def test_nobody_waits_for_anybody_else(stage: Made) -> None:
@@ -91,6 +107,12 @@ def test_a_turn_that_is_cut_off_runs_no_tool_and_ends_by_length(stage: Made, tmp
     assert (conversation.ended, len(conversation.mask)) == ("length", 12)
     assert all(each.problem and each.arguments is None for each in dialog.calls[0])
     assert (tmp_path / "log").read_text().splitlines() == ["begin p0/0", "close p0/0"]
+
+
+def test_an_answer_that_is_cut_off_ends_by_length(stage: Made) -> None:
+    on = stage(lambda context: "the ocean is wide<|im_end|>")
+    (dialog,) = on.run(on.opening(0, "ocean", facts=FACTS, max_tokens=3))
+    assert (dialog.ended_conversation.ended, dialog.score) == ("length", 0.0)
 
 
 def test_a_turn_that_only_its_own_limit_cuts_off_is_answered(stage: Made) -> None:
@@ -158,7 +180,7 @@ def test_trouble_costs_its_own_conversation_and_is_typed(stage: Made, tmp_path: 
     assert [dialog.score for dialog in dialogs if not dialog.failure] == [1.0] * 5
     assert sum(isinstance(event, SampleSkipped) for event in on.events) == 1
     figures = dialog_metrics(dialogs)
-    assert figures[f"agent/failed/{TROUBLES[trouble]}"] == 1
+    assert (figures[f"agent/failed/{TROUBLES[trouble]}"], figures["agent/retried"]) == (1, 1)
     if trouble == "forks":
         child = int(json.loads((tmp_path / "child").read_text()))
         on.stack.close()

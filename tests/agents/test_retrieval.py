@@ -215,6 +215,19 @@ def test_an_answer_of_the_wrong_shape_is_a_failure_that_says_so(moody: Any, mood
     assert len(moody.RequestHandlerClass.asked) == 1
 
 
+def test_requests_that_fail_leave_their_connections_to_others(moody: Any) -> None:
+    moody.RequestHandlerClass.script += [422] * 4
+
+    async def many() -> list[str]:
+        client = client_of(moody)
+        for number in range(4):
+            with pytest.raises(AgentError, match="status 422"):
+                await client.search(str(number))
+        return await asyncio.wait_for(client.search("a"), 10)
+
+    assert asyncio.run(many()) == ["t\na"]
+
+
 def test_a_service_that_is_down_or_silent_is_a_failure(moody: Any) -> None:
     moody.RequestHandlerClass.script += [0.5] * 2
     with pytest.raises(AgentError, match="gave no answer in 2 attempts; the last: TimeoutError"):

@@ -17,8 +17,10 @@ from mrl.agents.environment import Answer, Done, Environment, Observation, Start
 class Facts(Environment):
     """Knows what the task's `facts` say; the answer is right where it is the ground truth."""
 
-    def __init__(self, delay_s: float = 0.0, log: str = "", scores: bool = True) -> None:
-        self._delay_s, self._log, self._scores = delay_s, log, scores
+    def __init__(
+        self, delay_s: float = 0.0, log: str = "", scores: bool = True, per_answer: float | None = None
+    ) -> None:
+        self._delay_s, self._log, self._scores, self._per_answer = delay_s, log, scores, per_answer
 
     def reset(self, task: Task) -> Start:
         self._task = task
@@ -29,10 +31,10 @@ class Facts(Environment):
         await asyncio.sleep(self._delay_s)
         if not turn.calls:
             score = float(turn.text.strip() == self._task.ground_truth) if self._scores else None
-            return Done(score=score, parts={"turns": turn.number + 1})
+            return Done(score=score, parts={"turns": turn.number + 1, "left_turns": turn.left_turns})
         facts = self._task.extra_info["facts"]
         results = [call.problem or facts.get((call.arguments or {})["key"], "nothing") for call in turn.calls]
-        return Observation(results=results)
+        return Observation(results=results, score=self._per_answer)
 
     def close(self) -> None:
         self._say(f"close {self._task.uid}/{self._task.sample}")
@@ -80,8 +82,8 @@ class Anew(Environment):
 class Troubled(Facts):
     """Does at its second turn what the task's `trouble` says; in the first attempt alone, where that is `once`."""
 
-    def __init__(self, directory: str, once: bool = False) -> None:
-        super().__init__()
+    def __init__(self, directory: str, once: bool = False, per_answer: float | None = None) -> None:
+        super().__init__(per_answer=per_answer)
         self._directory, self._once = Path(directory), once
 
     async def step(self, turn: Turn) -> Observation | Done:  # type: ignore[override]
