@@ -162,6 +162,8 @@ class Supervisor:
         self._parent = os.getppid()
         self._queue: deque[tuple[int, bytes]] = deque()
         self._workers: set[WorkerHandle] = set()
+        self._lost: dict[int, str] = {}
+        """Tickets that would go on in a worker that has ended, and how it did: the answer to their next frame."""
         self._outgoing = bytearray()
         self._selector = selectors.DefaultSelector()
         self._is_closing = False
@@ -220,7 +222,10 @@ class Supervisor:
             if not body.startswith(GOES_ON):
                 self._queue.append((ticket, body))
             elif holder := next((worker for worker in self._workers if ticket in worker.open), None):
-                holder.assign(ticket, body)  # where nobody has it any more, the run was told so
+                holder.assign(ticket, body)
+            else:
+                why = self._lost.pop(ticket, "its process does not hold it")
+                self._outgoing += frame(ticket, to_json({"again": why}))
 
     def _write_run(self) -> None:
         try:
@@ -295,6 +300,7 @@ class Supervisor:
     def _fail_sample(self, worker: WorkerHandle, kind: FailureKind, detail: str) -> None:
         """End a worker; what it ended for has failed, and what else it had in hand is tried again.
 
+        What it held open for its next frame is answered when that comes: each frame of the run has one answer.
         Between two samples it costs nobody anything.
         """
         culprits = worker.culprits
@@ -302,8 +308,7 @@ class Supervisor:
         for ticket, clock in worker.clocks.items():
             failed = failure_reply(kind, detail, clock.seconds)
             self._outgoing += frame(ticket, to_json(failed if ticket in culprits else {"again": detail}))
-        for ticket in worker.open:
-            self._outgoing += frame(ticket, to_json({"again": detail}))
+        self._lost |= dict.fromkeys(worker.open, detail)
         if not worker.clocks and not worker.started and self._failed_starts < _MAX_FAILED_STARTS:
             self._failed_starts += 1
             if self._failed_starts == _MAX_FAILED_STARTS:

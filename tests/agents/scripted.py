@@ -45,7 +45,7 @@ class Stage:
         }
         name = world if world in ENVIRONMENTS else f"tests.agents.worlds:{world}"
         environment = EnvironmentConfig(name=name, options=options, **turns)
-        self.config = AgentConfig(environments={"world": environment}, num_workers=2, **settings)
+        self.config = AgentConfig(environments={"world": environment}, **{"num_workers": 2} | settings)
         self.tokenizer: ChatTokenizer = tokenizer_with_tools("qwen2.5", directory / "tokenizer")
         self.script = script
         self.events: list[Event] = []

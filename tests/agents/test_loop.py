@@ -205,6 +205,28 @@ def test_what_fails_once_is_begun_again_with_the_same_seeds(stage: Made, tmp_pat
     assert [type(event) for event in on.events] == [Retried]
 
 
+def test_an_environment_may_be_lost_while_its_turn_is_being_written(stage: Made, tmp_path: Path) -> None:
+    """Another conversation kills the process that they share, and an engine writes for longer than that takes."""
+    on = stage(two_hops, "Troubled", num_workers=1, options={"directory": str(tmp_path), "once": True})
+    held: list[Any] = []
+    take = on.dialogs.take
+
+    def slow_for_one() -> Any:
+        held.extend(take())
+        others = [request for request in held if request.key != "0"]
+        ready = others if others or on.dialogs.arriving() is not None else list(held)
+        held[:] = [request for request in held if request not in ready]
+        return ready
+
+    on.dialogs.take = slow_for_one  # type: ignore[method-assign]
+    one, other = on.opening(0, "ocean", facts=FACTS), on.opening(7, "ocean", facts=FACTS, trouble="killed")
+    dialogs = on.run(one, other)
+    assert [(dialog.opening.row, dialog.score, dialog.attempts) for dialog in dialogs] == [(7, 1.0, 2), (0, 1.0, 1)]
+    retried = [(event.what, event.reason) for event in on.events if isinstance(event, Retried)]
+    assert [what for what, _ in retried] == [other.name, one.name]
+    assert all("signal 9" in why for _, why in retried)
+
+
 def test_a_run_that_wants_no_failure_stops(stage: Made, tmp_path: Path) -> None:
     on = stage(two_hops, "Troubled", retries=0, on_failure="stop", options={"directory": str(tmp_path)})
     with pytest.raises(AgentError, match=r"conversation p0/0: the environment failed: raised: .*no such shelf"):
