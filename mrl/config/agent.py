@@ -104,3 +104,8 @@ class AgentConfig:
     def name_for(self, data_source: str) -> str | None:
         """Return what the environment is called that takes the prompts of a data source."""
         return next((name for name, each in self.environments.items() if each.takes(data_source)), None)
+
+    def scores(self, data_source: str) -> bool:
+        """Return whether an environment with a weight takes the prompts of a data source."""
+        name = self.name_for(data_source)
+        return name is not None and self.environments[name].weight != 0

@@ -162,6 +162,10 @@ def _scored_late(config: Config) -> Iterator[Problem]:
     if config.algorithm.advantage == "remax":
         what = "remax needs the score of a greedy answer too, which the reward model does not see"
         yield problem("algorithm.advantage", what, "algorithm.advantage=rloo, or reward_model=null")
+    by_functions = any(function.weight for function in config.reward.functions.values())
+    if config.data.sampler == "difficulty" and not by_functions and not _environments_score(config):
+        what = "difficulty goes by what functions or environments count as solved, and a reward model scores alone"
+        yield problem("data.sampler", what, "data.sampler=shares, or a reward function with a weight")
 
 
 def is_path(name: str) -> bool:

@@ -315,7 +315,8 @@ class DataConfig:
     """Decides the order of the rows."""
     sampler: Text = "shares"
     """Which row comes next: by the `shares` of the sources, or by `difficulty` too, which leaves out prompts that were
-    too easy or too hard; or your own as `package.module:class`, a `PromptSampler`."""
+    too easy or too hard by what functions and environments score; or your own as `package.module:class`, a
+    `PromptSampler`."""
     sampler_options: dict[str, Any] = field(default_factory=dict)
     """Passed on to the sampler (`difficulty`: between, rest)."""
     overlong: Literal["error", "drop", "left", "right", "middle"] = "error"

@@ -43,10 +43,15 @@ def full_batch(config: Config, prompts: PromptLoader, generate: Callable[[DataPr
     return ScoredBatch(DataProto.concat([batch for batch in kept if len(batch)]), metrics)
 
 
-def solved_shares(batch: DataProto, solved_at: float) -> dict[str, float]:
-    """Return the share of each prompt's samples that were solved, by its uid."""
+def solved_shares(config: Config, batch: DataProto) -> dict[str, float]:
+    """Return the share of each prompt's samples that were solved, by its uid.
+
+    Prompts that a reward model alone scores are not there: its scores have no mark from which they are right.
+    """
+    sources = [config.reward.scores(name) or config.agent.scores(name) for name in batch["data_source"]]
+    batch = batch.take(np.flatnonzero(sources))
     uids, group = np.unique(batch["uid"].astype(str), return_inverse=True)
-    solved = np.bincount(group, weights=np.asarray(batch["scores"]) >= solved_at)
+    solved = np.bincount(group, weights=np.asarray(batch["scores"]) >= config.validation.solved_at)
     return dict(zip(uids.tolist(), (solved / np.bincount(group)).tolist(), strict=True))
 
 

@@ -208,9 +208,7 @@ class RayPPOTrainer:
         """Generate samples of these prompts; for ReMax also the greedy answer, whose score is the baseline."""
         generator = self.components.generator
         scored = generator.run(prompts.repeat(self.config.batch.samples_per_prompt), generator.training, step)
-        if self.config.reward.functions or (self.config.agent.environments and self.reward_model is None):
-            # else a model scores later
-            self.components.prompts.learn(solved_shares(scored.batch, self.config.validation.solved_at))
+        self.components.prompts.learn(solved_shares(self.config, scored.batch))
         if self.config.algorithm.advantage != "remax":
             return scored
         greedy = generator.run(prompts, generator.greedy, step).batch

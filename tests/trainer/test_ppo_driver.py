@@ -347,16 +347,27 @@ def test_the_sampler_hears_what_was_solved(tmp_path: Path) -> None:
     assert prompts.solved == [{"p0": 0.0, "p1": 1.0}], "a quarter of the row id each: 0 and 0.25, 0.5 and 0.75"
 
 
-def test_the_sampler_hears_what_an_environment_says_was_solved(tmp_path: Path) -> None:
-    agent = AgentConfig(environments={"world": EnvironmentConfig(name="tests.agents.worlds:Facts")})
-    heard = {}
-    for kind, more in (("alone", {}), ("before a model's score", {"reward_model": SCORER})):
-        config = make_config(tmp_path / kind, validation={"solved_at": 0.5}, agent=agent, **more)
-        (tmp_path / kind).mkdir()
-        with scene(config, tmp_path / kind) as found:
-            found.trainer.step()
-            heard[kind] = found.components.prompts.solved
-    assert heard == {"alone": [{"p0": 0.0, "p1": 1.0}], "before a model's score": []}
+WORLD = AgentConfig(environments={"world": EnvironmentConfig(name="tests.agents.worlds:Facts")})
+ONE_SOURCE = {"functions": {"rule": RewardFunctionConfig(name="digits", sources=["source 1"])}}
+
+
+@pytest.mark.parametrize("more", [{}, {"reward_model": SCORER}], ids=["alone", "before a model's score"])
+def test_the_sampler_hears_what_an_environment_says_was_solved(tmp_path: Path, more: dict[str, Any]) -> None:
+    with scene(make_config(tmp_path, validation={"solved_at": 0.5}, agent=WORLD, **more), tmp_path) as found:
+        found.trainer.step()
+        prompts = found.components.prompts
+    assert prompts.solved == [{"p0": 0.0, "p1": 1.0}]
+
+
+@pytest.mark.parametrize(("reward", "heard"), [({}, {}), (ONE_SOURCE, {"p1": 1.0})], ids=["no source", "one source"])
+def test_the_sampler_hears_nothing_of_what_a_reward_model_alone_scores(
+    tmp_path: Path, reward: Any, heard: dict[str, float]
+) -> None:
+    config = make_config(tmp_path, validation={"solved_at": 0.5}, reward=reward, reward_model=SCORER)
+    with scene(config, tmp_path) as found:
+        found.trainer.step()
+        prompts = found.components.prompts
+    assert prompts.solved == [heard], "a score of 0 is no score, and a model's has no mark from which it is solved"
 
 
 def test_segments_are_rows_of_the_step_but_call_for_no_more_updates(tmp_path: Path) -> None:
