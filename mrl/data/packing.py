@@ -88,21 +88,47 @@ class StepPlan:
         return len(self.micro_batches[0])
 
 
-def plan_step(lengths: npt.ArrayLike, num_ranks: int, max_tokens: int, rules: PackingRules) -> StepPlan:
-    """Spread rows over ranks by their work, and pack each rank's rows into micro-batches, none of them empty."""
+def plan_step(
+    lengths: npt.ArrayLike, num_ranks: int, max_tokens: int, rules: PackingRules, groups: npt.ArrayLike | None = None
+) -> StepPlan:
+    """Spread rows over ranks by their work, and pack each rank's rows into micro-batches, none of them empty.
+
+    With `groups`, numbers of rows that follow each other, the rows of a group stay together and in order.
+    """
     checked = checked_lengths(lengths)
     stored, costs = rules.stored(checked, max_tokens), rules.cost.of(checked)
-    tight = _best_fit(stored, rules.capacity(max_tokens))
-    count = round_up(-(-len(tight) // num_ranks), rules.count_multiple)
-    if num_ranks * count > len(checked):
-        raise BatchError(
-            f"{len(checked)} rows cannot fill {count} micro-batches on each of {num_ranks} data-parallel ranks",
-            fix="more rows in an update, a larger max_tokens_per_device, or fewer data-parallel ranks",
+    if groups is not None:
+        sizes = np.asarray(groups, dtype=np.int64)
+        starts = np.cumsum(sizes) - sizes
+        plan = _plan(
+            *(np.add.reduceat(each, starts) for each in (stored, costs)), num_ranks, max_tokens, rules, "groups"
         )
-    ranks = _placed(stored, costs, (num_ranks, count), rules.capacity(max_tokens)) or _dealt(
-        tight, costs.tolist(), (num_ranks, count)
-    )
-    return StepPlan([[np.sort(np.asarray(rows)) for rows in _small_ends(bins, costs)] for bins in ranks])
+        rows = np.split(np.arange(len(checked)), starts[1:])
+        return StepPlan([[np.concatenate([rows[group] for group in batch]) for batch in rank] for rank in plan])
+    return StepPlan(_plan(stored, costs, num_ranks, max_tokens, rules))
+
+
+def _plan(
+    stored: Integers, costs: Floats, num_ranks: int, max_tokens: int, rules: PackingRules, what: str = "rows"
+) -> list[list[Integers]]:
+    """Return for every rank its micro-batches, of rows or of groups of rows."""
+    capacity = rules.capacity(max_tokens)
+    for group in np.flatnonzero(stored > capacity)[:1].tolist():  # a row alone has been looked at
+        raise BatchError(
+            f"group {group} has {stored[group]} tokens in all, which go into one micro-batch of {capacity} "
+            f"(max_tokens_per_device is {max_tokens})",
+            fix=f"set max_tokens_per_device to at least {-(-int(stored.max()) // rules.context_size)}, or limit the "
+            "lengths of prompts and responses",
+        )
+    tight = _best_fit(stored, capacity)
+    count = round_up(-(-len(tight) // num_ranks), rules.count_multiple)
+    if num_ranks * count > len(stored):
+        raise BatchError(
+            f"{len(stored)} {what} cannot fill {count} micro-batches on each of {num_ranks} data-parallel ranks",
+            fix=f"more {what} in an update, a larger max_tokens_per_device, or fewer data-parallel ranks",
+        )
+    ranks = _placed(stored, costs, (num_ranks, count), capacity) or _dealt(tight, costs.tolist(), (num_ranks, count))
+    return [[np.sort(np.asarray(rows)) for rows in _small_ends(bins, costs)] for bins in ranks]
 
 
 def checked_lengths(lengths: npt.ArrayLike) -> Integers:

@@ -16,6 +16,7 @@ from benchmarks.packing import pipeline_makespan, stage_order
 from mrl.data import packing
 from mrl.data.packing import PackingRules, RowCost, StepPlan, plan_step
 from mrl.errors import BatchError
+from mrl.rounding import round_up
 
 COST = RowCost(linear=24576, quadratic=1)
 QUADRATIC = RowCost(linear=0, quadratic=1)
@@ -70,6 +71,48 @@ def test_a_plan_keeps_its_rules_and_is_refused_only_where_there_is_none(
 
 
 @settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=8), st.integers(1, 4), RULES)
+def test_groups_stay_whole_and_in_order(groups: list[list[int]], num_ranks: int, rules: PackingRules) -> None:
+    lengths, sizes = [length for group in groups for length in group], [len(group) for group in groups]
+    capacity = 400
+    try:
+        plan = plan_step(lengths, num_ranks, capacity, rules, sizes)
+    except BatchError:
+        assume(False)
+    ends = np.cumsum(sizes)
+    whole = {tuple(range(end - size, end)) for end, size in zip(ends.tolist(), sizes, strict=True)}
+    seen: list[int] = []
+    for batches in plan.micro_batches:
+        assert len(batches) == plan.num_micro_batches
+        for batch in batches:
+            assert round_up(np.asarray(lengths)[batch], rules.row_multiple).sum() <= rules.capacity(capacity)
+            left = batch.tolist()
+            while left:
+                (group,) = (each for each in whole if each[0] == left[0])
+                assert tuple(left[: len(group)]) == group
+                seen += group
+                left = left[len(group) :]
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+@given(LENGTHS, st.integers(1, 4), RULES)
+def test_groups_of_one_are_rows(lengths: list[int], num_ranks: int, rules: PackingRules) -> None:
+    def planned(groups: list[int] | None) -> object:
+        try:
+            plan = plan_step(lengths, num_ranks, 700, rules, groups)
+        except BatchError as error:
+            return error.what.replace("groups", "rows")
+        return [[batch.tolist() for batch in rank] for rank in plan.micro_batches]
+
+    assert planned([1] * len(lengths)) == planned(None)
+
+
+def test_a_group_above_the_budget_is_named_with_the_budget_that_would_do() -> None:
+    with pytest.raises(BatchError, match=r"group 1 has 130 tokens in all, .* one micro-batch of 100 ") as raised:
+        plan_step([10, 20, 60, 70], 1, 100, PackingRules(COST), [2, 2])
+    assert raised.value.fix.startswith("set max_tokens_per_device to at least 130")
+
+
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=9))
 def test_hardly_more_micro_batches_than_there_must_be(lengths: list[int]) -> None:
     """Within the proven bound of best-fit decreasing, 11/9 of the optimum + 2/3; the optimum by trying everything."""
