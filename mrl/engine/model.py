@@ -106,7 +106,7 @@ class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no typ
             self.output_layer.forward = _pass_through
         elif last:
             self.output_layer: Any = _PassThrough()
-            self.score = torch.nn.Linear(spec.hidden, 1, bias=False, dtype=config.params_dtype, device=groups.device)
+            self.score = _ScoreHead(spec.hidden, 1, bias=False, dtype=config.params_dtype, device=groups.device)
 
     def run(self, batch: MicroBatch) -> Tensor:
         """Return the hidden states of the micro-batch; on the last stage of all its tokens [1, tokens, hidden]."""
@@ -135,6 +135,13 @@ class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no typ
             return weight
         weight = self.output_layer.weight
         return weight
+
+
+class _ScoreHead(torch.nn.Linear):
+    """Multiplies in float32 whatever the weights are kept in: bfloat16 would round scores to ties."""
+
+    def forward(self, hidden_SH: Tensor) -> Tensor:
+        return torch.nn.functional.linear(hidden_SH.float(), self.weight.float())[:, 0]
 
 
 def _pass_through(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:

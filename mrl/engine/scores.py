@@ -64,7 +64,7 @@ def score(model: TokenModel, batch: MicroBatch, hidden_1TH: Tensor, request: Sco
     """Return the scores of a micro-batch's response tokens, whole on every context rank."""
     hidden_SH = model.head_input(hidden_1TH, batch.score_at)
     if model.head == "score":
-        return Scores(values_T=_gather_context_parallel(model.score(hidden_SH)[:, 0].float(), batch, model))
+        return Scores(values_T=_gather_context_parallel(model.score(hidden_SH), batch, model))
     tp = model.pg_collection.tp
     options = HeadOptions(
         vocab=model.vocab,

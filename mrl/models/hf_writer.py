@@ -117,6 +117,8 @@ class HfWriter:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype_name(dtype)
         if head == "score":
             config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # how transformers says: one label
+            if (padding := padding_token(self._staged)) is not None:
+                config["pad_token_id"] = padding
         self._write_json("config.json", config)
 
     def _make_files(self, dtype: torch.dtype, max_file_bytes: int) -> dict[str, torch.Tensor]:
@@ -136,6 +138,34 @@ class HfWriter:
 
     def _write_json(self, name: str, values: Any) -> None:
         (self._staged / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def padding_token(model: Path) -> int | None:
+    """Return a token of a model directory that stands for padding alone, where there is one.
+
+    transformers reads a score at the last token that is no padding: where the end of a response pads as well, that is
+    the token before it.
+    """
+    config, generation, settings, tokenizer = (
+        _read_json(model / name)
+        for name in ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+    )
+    added = {int(number): each.get("content") for number, each in settings.get("added_tokens_decoder", {}).items()}
+    added |= {each["id"]: each["content"] for each in tokenizer.get("added_tokens", [])}
+    taken = {
+        added_id for added_id, text in added.items() if text in (settings.get("eos_token"), settings.get("bos_token"))
+    }
+    for ends in (config.get("eos_token_id"), generation.get("eos_token_id"), config.get("bos_token_id")):
+        taken |= set(ends if isinstance(ends, list) else [ends])
+    named = [number for number, text in added.items() if text == settings.get("pad_token")]
+    like = [number for number, text in added.items() if text is not None and "pad" in text.lower()]
+    candidates = [config.get("pad_token_id"), *named, *like]
+    return next((each for each in candidates if isinstance(each, int) and each not in taken), None)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(files.read_text(path)) if path.is_file() else {}
+    return found
 
 
 def _grouped(shapes: Mapping[str, Shape], item_bytes: int, max_file_bytes: int) -> list[dict[str, Shape]]:

@@ -16,7 +16,7 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import MegatronModelConfig, ParallelConfig
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.layer_spec import RmsNorm, _has_experts
-from mrl.engine.model import ModelRequest, transformer_config
+from mrl.engine.model import ModelRequest, _ScoreHead, transformer_config
 from mrl.engine.packed_rows import SequenceSharding
 from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.models.families import read_spec
@@ -201,3 +201,14 @@ def test_micro_batches_keep_to_what_the_layout_needs(
     for num_tokens in (1, 10, 1000):
         expected = num_tokens * spec.flops_per_token + num_tokens * (num_tokens + 1) // 2 * pairs
         assert rules.cost.of(np.array([num_tokens])) == pytest.approx([expected])
+
+
+def test_scores_are_not_rounded_to_what_weights_are_kept_in() -> None:
+    chance = torch.Generator().manual_seed(1)
+    hidden_SH = torch.randn(500, 64, generator=chance).bfloat16()
+    head = _ScoreHead(64, 1, bias=False, dtype=torch.bfloat16)
+    scores = head(hidden_SH)
+    exact = hidden_SH.double() @ head.weight.detach().double()[0]
+    assert scores.dtype == torch.float32
+    assert float((scores.double() - exact).abs().max()) < 1e-5
+    assert len(scores.unique()) == 500, "rounded to bfloat16 many of them would be equal"

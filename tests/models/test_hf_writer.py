@@ -16,7 +16,7 @@ from mrl.config.schema import ParallelConfig as Layout
 from mrl.errors import ModelError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader, load_shard
-from mrl.models.hf_writer import HfWriter
+from mrl.models.hf_writer import HfWriter, padding_token
 from mrl.models.layout import RankPlace
 from mrl.models.regions import slices
 from mrl.models.table import shards_of
@@ -207,3 +207,33 @@ def test_what_does_not_belong_is_refused(
 def test_weights_are_not_written_as_integers(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot be written as torch\.int8"):
         HfWriter(tmp_path / "written", read_spec(tiny("llama")), tiny("llama"), "lm", torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "settings", "tokens", "expected"),
+    [
+        ({"pad_token_id": 7, "eos_token_id": 2}, {}, {}, {}, 7),
+        ({"pad_token_id": 2, "eos_token_id": 2}, {}, {}, {}, None),
+        ({"pad_token_id": 5, "eos_token_id": [2, 5]}, {}, {}, {}, None),
+        ({"pad_token_id": 5, "eos_token_id": 2}, {"eos_token_id": [2, 5]}, {}, {}, None),
+        ({"eos_token_id": 2}, {}, {"pad_token": "<pad>"}, {"<pad>": 9}, 9),
+        ({"eos_token_id": 2}, {}, {"pad_token": "</s>", "eos_token": "</s>"}, {"</s>": 3}, None),
+        ({"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 1}, {}, {}, {"<|right_pad_id|>": 11}, 11),
+        ({}, {}, {}, {}, None),
+    ],
+)
+def test_padding_is_a_token_that_ends_nothing(
+    tmp_path: Path,
+    config: dict[str, Any],
+    generation: dict[str, Any],
+    settings: dict[str, Any],
+    tokens: dict[str, int],
+    expected: int | None,
+) -> None:
+    added = [{"id": number, "content": text} for text, number in tokens.items()]
+    contents = {"config": config, "generation_config": generation, "tokenizer_config": settings}
+    for name, content in contents.items():
+        if content:
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    assert padding_token(tmp_path) == expected
