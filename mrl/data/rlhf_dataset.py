@@ -19,6 +19,8 @@ from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 
 CHECKED_AT_ONCE = 1024
+_NEXT_RANK = 1 << 48
+"""What tells the row ids of a prompt's responses apart: no run draws so many prompts."""
 
 Overlong = Literal["error", "drop", "left", "right", "middle"]
 
@@ -32,8 +34,8 @@ class Prompt:
     text: str
     """As rendered; not cut, where the token ids were."""
     ids: list[int]
-    answer: Continuation | None = None
-    """What supervised training shows after it."""
+    answers: tuple[Continuation, ...] = ()
+    """What supervised training shows after it: one, or responses that were ranked, the best first."""
 
 
 @dataclass(frozen=True)
@@ -150,11 +152,19 @@ def open_dataset(
 
 
 def to_batch(prompts: Sequence[Prompt]) -> DataProto:
-    """Return one row per prompt, with its answer where it has one; its id is the number of its draw."""
+    """Return one row per prompt, or one for each of its answers; the id of the first is the number of its draw."""
+    answers = [answer for prompt in prompts for answer in prompt.answers]
+    ranks = [rank for prompt in prompts for rank in range(max(1, len(prompt.answers)))]
+    prompts = [prompt for prompt in prompts for _ in range(max(1, len(prompt.answers)))]
     tensors = {"prompts": from_rows([torch.tensor(prompt.ids, dtype=torch.int32) for prompt in prompts])}
-    if answers := [prompt.answer for prompt in prompts if prompt.answer is not None]:
+    if answers:
         tensors["responses"] = from_rows([torch.tensor(answer.ids, dtype=torch.int32) for answer in answers])
         tensors["response_mask"] = from_rows([torch.tensor(answer.is_learned) for answer in answers])
+    if any(ranks) or any(prompt.row.labels for prompt in prompts):
+        labels = [
+            prompt.row.labels[rank] if prompt.row.labels else 0.0 for prompt, rank in zip(prompts, ranks, strict=True)
+        ]
+        tensors |= {"rank": torch.tensor(ranks), "label": torch.tensor(labels)}
     return DataProto.from_dict(
         tensors=tensors,
         non_tensors={
@@ -166,7 +176,7 @@ def to_batch(prompts: Sequence[Prompt]) -> DataProto:
             "ground_truth": [prompt.row.ground_truth for prompt in prompts],
             "extra_info": [prompt.row.extra_info for prompt in prompts],
         },
-        row_ids=[prompt.draw.number for prompt in prompts],
+        row_ids=[prompt.draw.number + rank * _NEXT_RANK for prompt, rank in zip(prompts, ranks, strict=True)],
     )
 
 

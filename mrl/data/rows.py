@@ -17,6 +17,8 @@ from mrl.errors import BadRow, did_you_mean
 ROLES = ("system", "user", "assistant", "tool")
 ANSWERED_ROLES = ("user", "tool")
 MAX_CHARACTERS = 1 << 20
+_NEVER_NULL = ("prompt", "chosen", "rejected")
+"""Columns that are there wherever they are read: to do without is no advice."""
 GroundTruth = str | list[str] | dict[str, str | list[str]]
 """A text, a list of accepted ones, or `{"target": ...}` of either, as data sets of questions have it."""
 
@@ -35,6 +37,8 @@ class PromptRow:
     """File and row, for messages about it."""
     said: tuple[dict[str, str], ...] = ()
     """What follows the prompt in a conversation that is learned from; nothing where a model is to answer."""
+    labels: tuple[float, ...] = ()
+    """Of ranked responses, which are all in `said`, the number of each where they have one."""
 
 
 class RowParser:
@@ -47,7 +51,7 @@ class RowParser:
     def parse(self, raw: object, where: str) -> PromptRow:
         if not isinstance(raw, Mapping):
             raise BadRow(f"a row must be an object of columns, not {describe(raw)}", where=where)
-        columns, cells = self._columns, _Cells(raw, where)
+        columns, cells = self._columns, Cells(raw, where)
         return PromptRow(
             messages=cells.messages(columns.prompt),
             data_source=self.data_source(raw, where),
@@ -61,7 +65,7 @@ class RowParser:
     def data_source(self, raw: Mapping[str, Any], where: str) -> str:
         """Return under which name rewards and metrics know the row."""
         column = self._columns.data_source
-        return _Cells(raw, where).text(column, "data_source") if column else self._source_name
+        return Cells(raw, where).text(column, "data_source") if column else self._source_name
 
 
 def describe(value: object) -> str:
@@ -83,130 +87,134 @@ def describe(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class _Cells:
+class Cells:
     """The cells of one raw row; each method returns a value of the right type or raises."""
 
     raw: Mapping[str, Any]
     where: str
 
-    def _at(self, column: str, key: str) -> Any:
+    def at(self, column: str, key: str) -> Any:
         value: Any = self.raw
         passed: list[str] = []
         for name in column.split("."):
             if not isinstance(value, Mapping):
-                raise self._bad(".".join(passed), f"must be an object with `{name}`, not {describe(value)}")
+                raise self.bad(".".join(passed), f"must be an object with `{name}`, not {describe(value)}")
             if name not in value:
-                without = "" if key == "prompt" else ", or set it to null to do without"
+                without = "" if key in _NEVER_NULL else ", or set it to null to do without"
                 fix = f"name it in columns.{key}{without} ({did_you_mean(column, _dotted_names(self.raw))})"
                 raise BadRow(f"there is no column `{column}`", where=self.where, fix=fix)
             value = value[name]
             passed.append(name)
         return value
 
-    def _bad(self, column: str, what: str, fix: str = "") -> BadRow:
+    def bad(self, column: str, what: str, fix: str = "") -> BadRow:
         return BadRow(f"column `{column}` {what}", where=self.where, fix=fix)
 
     def text(self, column: str, key: str) -> str:
-        return self._text(self._at(column, key), column, key)
+        return self.text_of(self.at(column, key), column, key)
 
     def ground_truth(self, column: str) -> GroundTruth:
-        value = self._at(column, "ground_truth")
+        value = self.at(column, "ground_truth")
         if isinstance(value, Mapping) and value.keys() == {"target"}:
             return {"target": self._answers(value["target"], f"{column}.target")}
         return self._answers(value, column)
 
     def _answers(self, value: Any, column: str) -> str | list[str]:
         if not isinstance(value, list):
-            return self._text(value, column, "ground_truth")
+            return self.text_of(value, column, "ground_truth")
         if not value:
-            raise self._bad(column, "is an empty list: no answer would be right")
-        return [self._text(each, f"{column}[{number}]", "prompt") for number, each in enumerate(value)]
+            raise self.bad(column, "is an empty list: no answer would be right")
+        return [self.text_of(each, f"{column}[{number}]", "prompt") for number, each in enumerate(value)]
 
-    def _text(self, value: Any, column: str, key: str) -> str:
+    def text_of(self, value: Any, column: str, key: str) -> str:
         if not isinstance(value, str):
             fix = ""
             if isinstance(value, int | float) and not isinstance(value, bool):
                 fix = f'write "{value}"'
-            elif value is None and key != "prompt":
+            elif value is None and key not in _NEVER_NULL:
                 fix = f"set columns.{key} to null to do without"
-            raise self._bad(column, f"must be text, not {describe(value)}", fix)
+            raise self.bad(column, f"must be text, not {describe(value)}", fix)
         self._check_text(value, column)
         if not value.strip():
-            raise self._bad(column, "is blank")
+            raise self.bad(column, "is blank")
         return value
 
     def optional_text(self, column: str, key: str) -> str | None:
-        return None if self._at(column, key) is None else self.text(column, key)
+        return None if self.at(column, key) is None else self.text(column, key)
 
     def extra_info(self, column: str) -> dict[str, Any]:
-        value = self._at(column, "extra_info")
+        value = self.at(column, "extra_info")
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise self._bad(column, f"must be an object, not {describe(value)}")
+            raise self.bad(column, f"must be an object, not {describe(value)}")
         try:
             json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
         except (TypeError, ValueError) as error:  # a UnicodeEncodeError is a ValueError
-            raise self._bad(column, f"cannot be written as JSON: {error}") from error
+            raise self.bad(column, f"cannot be written as JSON: {error}") from error
         return value
 
     def id(self, column: str) -> str | int:
-        value = self._at(column, "id")
+        value = self.at(column, "id")
         if not isinstance(value, str | int) or isinstance(value, bool):
-            raise self._bad(column, f"must be text or a whole number, not {describe(value)}")
+            raise self.bad(column, f"must be text or a whole number, not {describe(value)}")
         return value
 
     def messages(self, column: str) -> tuple[dict[str, str], ...]:
-        value = self._at(column, "prompt")
+        value = self.at(column, "prompt")
         if isinstance(value, str):
             return ({"role": "user", "content": self.text(column, "prompt")},)
         if not isinstance(value, list):
-            raise self._bad(column, f"must be a list of messages or text, not {describe(value)}")
+            raise self.bad(column, f"must be a list of messages or text, not {describe(value)}")
         if not value:
-            raise self._bad(column, "is an empty list: there is nothing to answer")
-        messages = tuple(self._message(message, f"{column}[{index}]") for index, message in enumerate(value))
+            raise self.bad(column, "is an empty list: there is nothing to answer")
+        return self.prompt(tuple(self.message(each, f"{column}[{index}]") for index, each in enumerate(value)), column)
+
+    def prompt(self, messages: tuple[dict[str, str], ...], column: str) -> tuple[dict[str, str], ...]:
+        """Return these messages, which the assistant can answer."""
         if (num := sum(len(message["content"]) for message in messages)) > MAX_CHARACTERS:
-            raise self._bad(column, f"has {num} characters together; at most {MAX_CHARACTERS}")
+            raise self.bad(column, f"has {num} characters together; at most {MAX_CHARACTERS}")
         roles = [message["role"] for message in messages]
         if "user" not in roles:
-            raise self._bad(column, f"has no message of the user (roles: {', '.join(roles)})")
+            raise self.bad(column, f"has no message of the user (roles: {', '.join(roles)})")
         if roles[-1] not in ANSWERED_ROLES:
             what = f"ends with a message of role {roles[-1]}: there is nothing to answer"
-            raise self._bad(column, what, f"the last message must be of role {' or '.join(ANSWERED_ROLES)}")
+            raise self.bad(column, what, f"the last message must be of role {' or '.join(ANSWERED_ROLES)}")
         return messages
 
-    def _message(self, message: object, place: str) -> dict[str, str]:
+    def message(self, message: object, place: str) -> dict[str, str]:
+        """Return a message of role and content."""
         if not isinstance(message, dict):
-            raise self._bad(place, f"must be an object with role and content, not {describe(message)}")
+            raise self.bad(place, f"must be an object with role and content, not {describe(message)}")
         for name in ("role", "content"):
             if name not in message:
-                raise self._bad(place, f"has no {name}", did_you_mean(name, [str(key) for key in message]))
+                raise self.bad(place, f"has no {name}", did_you_mean(name, [str(key) for key in message]))
         role, content = message["role"], message["content"]
         if role not in ROLES:
             shown = f'"{role}"' if isinstance(role, str) else describe(role)
-            raise self._bad(f"{place}.role", f"is {shown}", did_you_mean(str(role), ROLES))
+            raise self.bad(f"{place}.role", f"is {shown}", did_you_mean(str(role), ROLES))
         if isinstance(content, list):
-            raise self._bad(f"{place}.content", "is a list of parts; mrl trains on text alone")
+            raise self.bad(f"{place}.content", "is a list of parts; mrl trains on text alone")
         if not isinstance(content, str):
-            raise self._bad(f"{place}.content", f"must be text, not {describe(content)}")
+            raise self.bad(f"{place}.content", f"must be text, not {describe(content)}")
         self._check_text(content, f"{place}.content")
         if not content.strip():
-            raise self._bad(f"{place}.content", "is blank")
+            raise self.bad(f"{place}.content", "is blank")
         # A parquet column gives every message every key, with null where it had none.
         if odd := [key for key in message if key not in ("role", "content") and message[key] is not None]:
-            raise self._bad(place, f"has `{odd[0]}`, which no prompt can carry", "a message is role and content")
+            raise self.bad(place, f"has `{odd[0]}`, which no prompt can carry", "a message is role and content")
         return {"role": role, "content": content}
 
     def _check_text(self, text: str, column: str) -> None:
         if len(text) > MAX_CHARACTERS:
-            raise self._bad(column, f"has {len(text)} characters; at most {MAX_CHARACTERS}")
+            raise self.bad(column, f"has {len(text)} characters; at most {MAX_CHARACTERS}")
         if (at := text.find("\0")) >= 0:
-            raise self._bad(column, f"holds the character NUL at position {at}", "remove it")
+            raise self.bad(column, f"holds the character NUL at position {at}", "remove it")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             what = f"holds half of a surrogate pair (U+{ord(text[error.start]):04X}) at position {error.start}"
-            raise self._bad(column, what, "the text was cut inside a character, or escaped wrongly") from error
+            raise self.bad(column, what, "the text was cut inside a character, or escaped wrongly") from error
 
 
 def _dotted_names(raw: Mapping[str, Any], prefix: str = "") -> list[str]:

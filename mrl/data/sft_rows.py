@@ -1,4 +1,4 @@
-"""Conversations that a model is to learn from: what SFT reads."""
+"""Conversations that a model is to learn from: what SFT reads, and training on ranked responses."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from mrl.config.preference import RankedConfig
 from mrl.config.schema import SourceConfig
 from mrl.config.sft import SftConfig
 from mrl.data.chat import ChatTokenizer, template_options
 from mrl.data.conversation import ConversationEncoder
-from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow
+from mrl.data.ranked_rows import RankedParser
+from mrl.data.rlhf_dataset import Continuation, Prompt, RLHFDataset, SkippedRow
 from mrl.data.rows import PromptRow, RowParser
 from mrl.data.sampler import Draw
 from mrl.data.sources import RawRows, open_source
@@ -72,30 +74,63 @@ class SftDataset(RLHFDataset):
             first = roles.index("assistant", roles.index("user"))
         return replace(row, messages=messages[:first], said=messages[first:])
 
+    def _responses(self, row: PromptRow) -> dict[str, tuple[dict[str, str], ...]]:
+        """Return what may follow the prompt, each of which is learned from by itself, by its name in messages."""
+        return {"answer": row.said}
+
     def _prompt(self, draw: Draw, row: PromptRow, text: str, ids: list[int]) -> Prompt | SkippedRow:
         found = super()._prompt(draw, row, text, ids)
         if isinstance(found, SkippedRow):
             return found
         try:
-            answer = self._answers.answer(row, text, ids)
+            answers = [
+                self._answer(name, replace(row, said=said), text, ids) for name, said in self._responses(row).items()
+            ]
         except DataError as error:
             return SkippedRow(draw, error)
+        return replace(found, answers=tuple(answers))
+
+    def _answer(self, name: str, row: PromptRow, text: str, ids: list[int]) -> Continuation:
+        answer = self._answers.answer(row, text, ids)
         if (num := len(answer.ids)) > (limit := self._batch.max_response_tokens):
-            what = f"the answer has {num} tokens; batch.max_response_tokens is {limit}"
-            fix = f"batch.max_response_tokens={num}, or shorten the answer"
-            return SkippedRow(draw, DataError(what, where=row.where, fix=fix))
-        return replace(found, answer=answer)
+            what = f"the {name} has {num} tokens; batch.max_response_tokens is {limit}"
+            fix = f"batch.max_response_tokens={num}, or shorten the {name}"
+            raise DataError(what, where=row.where, fix=fix)
+        return answer
+
+
+class RankedDataset(SftDataset):
+    """Prompts with the responses that were ranked."""
+
+    def _row(self, draw: Draw) -> PromptRow:
+        return RLHFDataset._row(self, draw)
+
+    def _responses(self, row: PromptRow) -> dict[str, tuple[dict[str, str], ...]]:
+        chosen, *others = row.said
+        found = {"chosen response": (chosen,)}
+        for number, message in enumerate(others):
+            found["rejected response" if len(others) == 1 else f"rejected response [{number}]"] = (message,)
+        return found
+
+    def _prompt(self, draw: Draw, row: PromptRow, text: str, ids: list[int]) -> Prompt | SkippedRow:
+        found = super()._prompt(draw, row, text, ids)
+        if isinstance(found, Prompt) and len({tuple(answer.ids) for answer in found.answers}) < len(found.answers):
+            what = "two responses are the same tokens: they differ in what the chat template takes away, such as spaces"
+            return SkippedRow(draw, BadRow(what, where=row.where, fix="remove the row, or one of the two"))
+        return found
 
 
 def open_sft_dataset(sources: Mapping[str, SourceConfig], config: SftConfig, tokenizer: ChatTokenizer) -> SftDataset:
     """Return the rows of `sources`: the training or the validation ones."""
     opened: dict[str, tuple[RawRows, RowParser]] = {}
     for name, source in sources.items():
-        if (column := config.batch.messages) is None:
+        if isinstance(config, RankedConfig):
+            opened[name] = (open_source(source), RankedParser(source.columns, name))
+        elif (column := config.batch.messages) is None:
             opened[name] = (open_source(source), RowParser(source.columns, name))
         else:
             read = replace(source, columns=replace(source.columns, prompt=column, ground_truth=None))
             split = replace(source.columns, prompt=PROMPT, ground_truth=ANSWER)
             opened[name] = (MessageRows(open_source(read), column), RowParser(split, name))
     encoder = ConversationEncoder(tokenizer, template_options(config.data), raw_text=config.data.raw_text)
-    return SftDataset(opened, encoder, config)
+    return (RankedDataset if isinstance(config, RankedConfig) else SftDataset)(opened, encoder, config)

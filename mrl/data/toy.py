@@ -42,12 +42,46 @@ class ToyRows:
         }
 
 
-def addition(part: str = "all", largest: int = 99, mistakes: float = 0.0) -> ToyRows:
+class PairedRows(ToyRows):
+    """The same rows with two answers: `chosen` and `rejected`."""
+
+    def __init__(self, rows: ToyRows, num: int, swapped: float) -> None:
+        super().__init__(
+            rows._name, rows._make, [number * num + take for number in rows._numbers for take in range(num)]
+        )
+        self._num, self._swapped = num, swapped
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number = self._numbers[index]
+        question, answer = self._make(number // self._num)
+        chance = random.Random(f"pair {number}")
+        pair = [answer, _with_a_wrong_digit(int(answer), chance)]
+        chosen, rejected = pair[::-1] if chance.random() < self._swapped else pair
+        return {
+            "prompt": [{"role": "user", "content": question}],
+            "data_source": f"toy:{self._name}",
+            "chosen": chosen,
+            "rejected": rejected,
+        }
+
+
+def addition(
+    part: str = "all", largest: int = 99, mistakes: float = 0.0, pairs: int = 0, swapped: float = 0.0
+) -> ToyRows:
     """Return every sum of two two-digit numbers that are at most `largest`.
 
     With `mistakes`, it is a careless teacher's exercise book: every problem is there 16 times, and that share of the
-    answers has a wrong digit.
+    answers has a wrong digit. With `pairs`, every problem is there so many times, each with the right answer as the
+    chosen one and one with a wrong digit as the rejected; a share `swapped` stands the wrong way round.
     """
+    if pairs < 0:
+        raise DataError(f"toy:addition: pairs are 0 or more for each problem, not {pairs}")
+    if pairs and mistakes:
+        raise DataError("toy:addition: mistakes are of answers, and swapped is of pairs", fix="pairs=0, or mistakes=0")
+    if not 0 <= swapped <= 1 or (swapped and not pairs):
+        raise DataError(
+            f"toy:addition: swapped is a share of the pairs, from 0 to 1, and was {swapped} of {pairs} pairs"
+        )
     if not 10 <= largest <= 99:
         raise DataError(f"toy:addition adds two-digit numbers; the largest cannot be {largest}")
     if not 0 <= mistakes <= 1:
@@ -63,7 +97,8 @@ def addition(part: str = "all", largest: int = 99, mistakes: float = 0.0) -> Toy
         return f"{first}+{second}=", _with_a_wrong_digit(first + second, chance) if is_wrong else str(first + second)
 
     problems = _part("addition", count * count, part)
-    return ToyRows("addition", make, [problem * takes + take for problem in problems for take in range(takes)])
+    rows = ToyRows("addition", make, [problem * takes + take for problem in problems for take in range(takes)])
+    return PairedRows(rows, pairs, swapped) if pairs else rows
 
 
 def _with_a_wrong_digit(answer: int, chance: random.Random) -> str:
