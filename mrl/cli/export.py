@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from mrl.config.load import load_any_config
+from mrl.config.preference import RmConfig
 from mrl.config.sft import AnyConfig
 from mrl.dtypes import torch_dtype
 from mrl.errors import EngineError, SetupError
@@ -49,7 +50,7 @@ def export_role(
     found = find_checkpoint(directory / "checkpoints", which)
     name = config.model_of(role)[1]
     source = local_files(name) or model_directory(name, download=True)  # of a snapshot, its weights are not needed
-    head: Head = "lm" if role == "actor" else "score"
+    head: Head = "score" if role != "actor" or isinstance(config, RmConfig) else "lm"
     try:
         number = export_checkpoint(found / role, source, head, torch_dtype(dtype or roles[role].dtype), out)
     except (EngineError, OSError) as error:

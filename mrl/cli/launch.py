@@ -15,8 +15,7 @@ from typing import Any
 from mrl import files
 from mrl.cli.arguments import add_config, load_one, split_arguments, warn_unchecked
 from mrl.cli.explain import explain
-from mrl.config.load import Resolved
-from mrl.config.sft import SftConfig
+from mrl.config.load import VERBS, Resolved
 from mrl.errors import SetupError
 from mrl.launch.job_bundle import JobBundle, pack
 from mrl.launch.ray_job import RayJob, make_job, submit_command, submit_script, write_job_directory
@@ -55,8 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     warn_unchecked(resolved)
     for warning in refuse(resolved.path, check_planned_memory(resolved)):
         print(f"{resolved.path}: {warning.about}: {warning.what} ({warning.fix})", file=sys.stderr)
-    if isinstance(resolved.config, SftConfig) and arguments.verb == "train":
-        arguments.verb = "sft"
+    if arguments.verb == "train":
+        arguments.verb = VERBS[type(resolved.config)]
     bundle = pack(resolved, overrides)
     return (_slurm if arguments.where == "slurm" else _ray)(arguments, resolved, bundle)
 

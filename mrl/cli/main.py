@@ -29,6 +29,8 @@ VERBS = {
     "env": ("mrl.cli.env", "list versions and devices, and what of the stack works on this machine"),
     "train": ("mrl.cli.train", "train a model as a configuration says"),
     "sft": ("mrl.cli.sft", "train a model on prompts and their answers"),
+    "rm": ("mrl.cli.rm", "train a reward model on responses of which one was preferred"),
+    "dpo": ("mrl.cli.dpo", "train a policy on responses of which one was preferred, without a reward model"),
     "eval": ("mrl.cli.eval", "measure a model, or a checkpoint of a run, as validation does, without training"),
     "launch": ("mrl.cli.launch", "start a run on a cluster, through Slurm or as a Ray job"),
     "export": ("mrl.cli.export", "write a checkpoint of a run as a model that transformers and vLLM load"),

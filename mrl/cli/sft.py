@@ -1,4 +1,4 @@
-"""`mrl sft CONFIG`: supervised training on prompts and their answers."""
+"""`mrl sft CONFIG`: supervised training on prompts and their answers; `mrl rm` and `mrl dpo` run by the same code."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 
 from mrl.cli.arguments import add_config_first
 from mrl.cli.supervise import Lost, add_attempt, finished, watched
-from mrl.config.load import Resolved, load_sft_config
+from mrl.config.load import Resolved, load_config_of
 from mrl.config.model_names import settle_models
 from mrl.config.sft import SftConfig
 from mrl.errors import EXIT_STOPPED
 
+_SHOWN = ("loss", "accuracy", "val/loss", "val/accuracy", "grad_norm", "lr")
 EXAMPLE = "mrl sft configs/laptop-sft.yaml model.path=my-model"
 
 
@@ -20,8 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    return run_verb("sft", arguments)
+
+
+def run_verb(verb: str, arguments: argparse.Namespace) -> int:
     """Train, and print where the model is; return EXIT_STOPPED when the run was asked to stop before and has saved."""
-    resolved = load_sft_config(arguments.config, arguments.overrides)
+    resolved = load_config_of(verb, arguments.config, arguments.overrides)
     if (newest := finished(resolved, resolved.config.training.steps)) is not None:
         from mrl.trainer.sft import MODEL  # which loads torch
 
@@ -29,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         if model.is_dir() and model.stat().st_mtime > newest.stat().st_mtime:  # else it is of a shorter run
             print(f"all {resolved.config.training.steps} steps are done; the model is in {model}")
             return 0
-    return watched("sft", arguments, resolved, lambda lost: _train(resolved, lost))
+    return watched(verb, arguments, resolved, lambda lost: _train(resolved, lost))
 
 
 def _train(resolved: Resolved[SftConfig], lost: Lost) -> int:
@@ -47,7 +52,7 @@ def _train(resolved: Resolved[SftConfig], lost: Lost) -> int:
     console = Console(num_steps or 1, quiet=num_steps is None)  # how many updates epochs take is not known
 
     def on_update(step: int, metrics: dict[str, float]) -> None:
-        names = [name for name in ("loss", "val/loss", "grad_norm", "lr") if name in metrics]
+        names = [name for name in _SHOWN if name in metrics]
         shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in names)
         console.print(f"{step}/{num_steps}  {shown}" if num_steps else f"{step}  epoch {metrics['epoch']:.2f}  {shown}")
 

@@ -76,15 +76,16 @@ def schema_keys(section: type = schema.Config, prefix: KeyPath = ()) -> Iterator
             yield from schema_keys(key.entries, (*prefix, name, ENTRY))
 
 
-def nearest_key(section: type, path: KeyPath) -> str | None:
-    """Return the key that the writer of the unknown key `path` in `section` may have meant: here, or else anywhere."""
+def nearest_key(section: type, path: KeyPath, root: type) -> str | None:
+    """Return the key that the writer of the unknown key `path` in `section` may have meant: here, or else anywhere in
+    `root`."""
     *parents, name = path
     if near := difflib.get_close_matches(name, fields_of(section), n=1):
         return dotted((*parents, near[0]))
-    names = {key.path[-1] for key in schema_keys()}
+    names = {key.path[-1] for key in schema_keys(root)}
     inside = dotted((*parents, ""))
     for meant in difflib.get_close_matches(name, names, n=1, cutoff=0.8):  # far away, only what is very near
-        places = [dotted(_with_names_of(path, key.path)) for key in schema_keys() if key.path[-1] == meant]
+        places = [dotted(_with_names_of(path, key.path)) for key in schema_keys(root) if key.path[-1] == meant]
         return next((place for place in places if place.startswith(inside)), places[0])
     return None
 
@@ -139,7 +140,7 @@ def convert(
     root: type[AnyTyped], values: Mapping[str, Any], secrets: Secrets, origin: Callable[[KeyPath], str]
 ) -> tuple[AnyTyped | None, list[Problem]]:
     """Return the configuration typed as `root`, or None and what is wrong; `origin` says where a key stands."""
-    conversion = _Conversion(secrets, origin)
+    conversion = _Conversion(root, secrets, origin)
     config = conversion.section(root, values, ())
     return (None if config is UNUSABLE else config), conversion.problems
 
@@ -147,8 +148,9 @@ def convert(
 class _Conversion:
     """One pass over the values; each method returns the typed value, or UNUSABLE after reporting why."""
 
-    def __init__(self, secrets: Secrets, origin: Callable[[KeyPath], str]) -> None:
+    def __init__(self, root: type, secrets: Secrets, origin: Callable[[KeyPath], str]) -> None:
         self.problems: list[Problem] = []
+        self._root = root
         self._secrets = secrets
         self._origin = origin
 
@@ -156,7 +158,7 @@ class _Conversion:
         if not isinstance(values, dict):
             return self._wrong(path, "a section of keys", values)
         known = fields_of(section)
-        unknown = {name: nearest_key(section, (*path, name)) for name in values if name not in known}
+        unknown = {name: nearest_key(section, (*path, name), self._root) for name in values if name not in known}
         for name, meant in unknown.items():
             self._report((*path, name), "unknown key", _unknown_key_fix(name, meant, (*path, name), known))
         given = {}

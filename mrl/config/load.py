@@ -14,6 +14,8 @@ from mrl.config.keys import convert
 from mrl.config.model_rules import check_model_rules, read_model_shape, unchecked
 from mrl.config.names import check_names, missing_modules
 from mrl.config.passthrough import check_passthrough
+from mrl.config.preference import DpoConfig, RankedConfig, RmConfig
+from mrl.config.preference_rules import check_ranked_rules
 from mrl.config.rules import check_rules
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, SftConfig
@@ -22,7 +24,10 @@ from mrl.config.validation_rules import check_sft_rules, check_validation_rules
 from mrl.config.values import ConfigLayer, KeyPath, Secrets, holds, interpolate, merge
 from mrl.errors import ConfigError, Problem
 
-AnyTyped = TypeVar("AnyTyped", Config, SftConfig)
+AnyTyped = TypeVar("AnyTyped", Config, SftConfig, RmConfig, DpoConfig)
+AnyKind = type[Config] | type[SftConfig] | type[RmConfig] | type[DpoConfig]
+VERBS: Mapping[AnyKind, str] = {Config: "train", SftConfig: "sft", RmConfig: "rm", DpoConfig: "dpo"}
+"""Which command trains by which kind of configuration."""
 
 
 @dataclass(frozen=True)
@@ -57,30 +62,39 @@ def load_sft_config(path: str, overrides: Iterable[str] = ()) -> Resolved[SftCon
     return _load(SftConfig, path, overrides)
 
 
+def load_config_of(verb: str, path: str, overrides: Iterable[str] = ()) -> Resolved[Any]:
+    """Load the kind of configuration by which this command trains."""
+    (kind,) = (kind for kind, each in VERBS.items() if each == verb)
+    loaded: Resolved[Any] = _load(kind, path, overrides)
+    return loaded
+
+
 def load_any_config(path: str, overrides: Iterable[str] = ()) -> Resolved[Any]:
-    """Load a configuration of `mrl train` or of `mrl sft`: its keys say which it is."""
+    """Load a configuration of any of them: its keys say which it is."""
     given = list(overrides)
     try:
         values = merge(read_chain(path), read_overrides(given)[0]).values
     except SourceError:
         values = {}  # `load_config` says what is wrong
-    return load_sft_config(path, given) if _root_of(values) is SftConfig else load_config(path, given)
+    return load_config_of(VERBS[_kind_of(values) or Config], path, given)
 
 
-def config_kind(path: str) -> type[Config] | type[SftConfig] | None:
+def config_kind(path: str) -> AnyKind | None:
     """Return which kind of configuration a file is, whether it is right or not; None where that cannot be said."""
     try:
-        return _root_of(read_chain(path).values)
+        return _kind_of(read_chain(path).values)
     except SourceError:
         return None
 
 
-def _root_of(values: Mapping[str, Any]) -> type[Config] | type[SftConfig] | None:
+def _kind_of(values: Mapping[str, Any]) -> AnyKind | None:
     """Return which kind of configuration has these keys; None where they do not tell."""
     if values.keys() >= {"algorithm", "rollout"}:
         return Config
     batch = values.get("batch")
-    return SftConfig if isinstance(batch, Mapping) and "rows_per_update" in batch else None
+    if not isinstance(batch, Mapping) or "rows_per_update" not in batch:
+        return None
+    return DpoConfig if "preference" in values else RmConfig if "reward" in values else SftConfig
 
 
 def rechecked(resolved: Resolved[AnyTyped], config: AnyTyped) -> Resolved[AnyTyped]:
@@ -99,10 +113,13 @@ def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved
         raise _config_error(error.problems + read_overrides(given)[1], Secrets()) from None
     override_layer, problems = read_overrides(given)
     layer = merge(file_layer, override_layer)
-    if _root_of(layer.values) not in (root, None):
-        verb, other = ("sft", "train") if root is Config else ("train", "sft")
-        what = f"is a configuration of `mrl {verb}`, not of `mrl {other}`"
-        raise _config_error([Problem(path, "", what, f"mrl {verb} {path}")], Secrets())
+    kind = _kind_of(layer.values)
+    if kind not in (root, None):
+        verb = VERBS[kind]
+        what = f"is a configuration of `mrl {verb}`, not of `mrl {VERBS[root]}`"
+        lacks = {RmConfig: ", or add the section reward", DpoConfig: ", or add the section preference"}
+        fix = f"mrl {verb} {path}{lacks.get(root, '') if kind is SftConfig else ''}"
+        raise _config_error([Problem(path, "", what, fix)], Secrets())
     interpolated = interpolate(layer, path)
     problems += interpolated.problems
 
@@ -137,6 +154,7 @@ def _check(config: AnyConfig) -> tuple[list[Problem], list[str]]:
         problems += check_agent_rules(config)
     else:
         problems += check_sft_rules(config)
+        problems += check_ranked_rules(config) if isinstance(config, RankedConfig) else ()
     warnings += unchecked_data(config)
     warnings += (f"{missing.key}: {missing.what}" for missing in missing_modules(config))
     roles_of: dict[tuple[str, str], list[str]] = {}

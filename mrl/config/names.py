@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from mrl.config.data_rules import is_file, is_path
+from mrl.config.preference import DpoConfig
+from mrl.config.preference_rules import OF_A_BATCH, PREFERENCE_LOSSES
 from mrl.config.reward import RewardFunctionConfig
 from mrl.config.rules import problem
 from mrl.config.schema import Config
@@ -98,6 +100,8 @@ def _known_names(config: AnyConfig) -> Iterator[tuple[str, str, str, Collection[
     for number, name in enumerate(config.training.trackers):
         yield f"training.trackers.{number}", "tracker", name, TRACKERS
     yield "data.sampler", "sampler", config.data.sampler, SAMPLERS
+    if isinstance(config, DpoConfig) and config.preference.loss not in OF_A_BATCH:
+        yield "preference.loss", "preference loss", config.preference.loss, PREFERENCE_LOSSES
     if isinstance(config, Config):
         yield from _algorithm_names(config)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from mrl import files
 from mrl.config.lease import lease
-from mrl.config.load import Resolved, config_kind
+from mrl.config.load import VERBS, Resolved, config_kind
 from mrl.config.render import render
-from mrl.config.schema import Config, RunConfig
+from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError, Problem
 
 CHECKPOINTS, MODELS_FILE = "checkpoints", "models.json"
@@ -104,11 +104,11 @@ def _prepare(resolved: Resolved[Any], directory: Path, may_go_on: bool, warn: Ca
 
 
 def _check_kind(resolved: Resolved[Any], directory: Path) -> None:
-    """Refuse to go on by `mrl sft` from what `mrl train` saved, and the other way round."""
+    """Refuse to go on by `mrl sft` from what `mrl train` saved, and the like."""
     began = config_kind(str(directory / "config.yaml"))
-    if began not in (None, type(resolved.config)):
-        was, now = ("mrl train", "mrl sft") if began is Config else ("mrl sft", "mrl train")
-        what = f"a run of `{was}` has checkpoints here, and `{now}` cannot go on from them"
+    if began is not None and began is not type(resolved.config):
+        now = VERBS[type(resolved.config)]
+        what = f"a run of `mrl {VERBS[began]}` has checkpoints here, and `mrl {now}` cannot go on from them"
         raise ConfigError([Problem(str(directory), "run.name", what, "choose another run.name or run.dir")])
 
 

@@ -285,6 +285,13 @@ class ColumnsConfig:
     """Anything else that rewards read; null where the source has no such column."""
     id: Text | None = None
     """An id that must not occur twice; null where the source has none."""
+    chosen: Text = "chosen"
+    """For `mrl rm` and `mrl dpo`, the preferred response: text, or a whole conversation that ends with it."""
+    rejected: Text | None = "rejected"
+    """The other response in the same form, or a list of others, the better first; null where there is none."""
+    label: Text | None = None
+    """A number: by how much the preferred response is to win (reward.margin), or what a response is worth
+    (`regression`); or a list of them, one for each response."""
 
 
 @dataclass(frozen=True, kw_only=True)

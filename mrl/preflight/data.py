@@ -35,7 +35,7 @@ from mrl.rewards.sample import Sample
 from mrl.trainer.components import check_model, manager_class, model_setup
 from mrl.trainer.model_scores import check_reward_model
 from mrl.trainer.reward_sources import check_reward_sources
-from mrl.trainer.sft import sft_setup
+from mrl.trainer.supervised_tasks import supervised_setup
 
 _BYTES_PER_PARAMETER = 2  # published weights are bfloat16
 
@@ -76,7 +76,7 @@ def node_models(lacks: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def _check(about: str, role: str, config: AnyConfig, directory: Path) -> Iterator[CheckResult]:
-    check_model(sft_setup(config) if isinstance(config, SftConfig) else model_setup(role, config))
+    check_model(supervised_setup(config) if isinstance(config, SftConfig) else model_setup(role, config))
     files = list(directory.glob("*.safetensors"))
     num_bytes = sum(file.stat().st_size for file in files)
     yield ok(about, f"{directory}: {read_spec(directory).family}, {len(files)} files of {gib(num_bytes)}")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mrl.config import step_calls
 from mrl.config.schema import MegatronModelConfig
@@ -51,10 +52,12 @@ class RoleClient:
         first = reports[0]
         return sums | {"grad_norm": first.grad_norm, "lr": first.learning_rate, "skipped": float(not first.applied)}
 
-    def _shards(self, batch: DataProto) -> tuple[list[DataProto], list[list[int]]]:
+    def _shards(
+        self, batch: DataProto, groups: npt.NDArray[np.int64] | None = None
+    ) -> tuple[list[DataProto], list[list[int]]]:
         """Cut a batch into a shard for each data-parallel rank; return them with the sizes of their micro-batches."""
         lengths = batch.lengths("prompts").astype(np.int64) + batch.lengths("responses")
-        plan = plan_step(lengths, self.group.mesh.dp, self._max_tokens, self._packing)
+        plan = plan_step(lengths, self.group.mesh.dp, self._max_tokens, self._packing, groups)
         shards = [batch.take(np.concatenate(batches)) for batches in plan.micro_batches]
         return shards, [[len(rows) for rows in batches] for batches in plan.micro_batches]
 
@@ -101,32 +104,24 @@ class RewardModelClient(RoleClient):
         return self._forward(step_calls.RM_SCORE, batch)[0]
 
 
-class SftClient(RoleClient):
-    """Calls the workers of supervised fine-tuning."""
+class SupervisedClient(RoleClient):
+    """Calls the workers of a model that learns from what the data say."""
 
     @property
     def capacity(self) -> int:
         """The tokens of a micro-batch, and so of the longest row."""
         return self._packing.capacity(self._max_tokens)
 
-    def update_sft(self, batch: DataProto) -> Metrics:
-        """One optimizer step, and how full its micro-batches are."""
-        shards, sizes = self._shards(batch)
+    def update(self, method: str, batch: DataProto) -> Metrics:
+        """Make one optimizer step on these rows; return how full its micro-batches are too."""
+        shards, sizes = self._shards(batch, group_sizes(batch))
         num = sum(map(len, sizes))
         tokens = int(batch.lengths("prompts").sum() + batch.lengths("responses").sum()) / num
         packing = {"micro_batches": num, "tokens": tokens, "fill": tokens / self.capacity}
-        metrics = self._update("update_sft", shards, sizes)
+        metrics = self._update(method, shards, sizes)
         return metrics | {f"packing/{name}": float(value) for name, value in packing.items()}
 
-    def score_sft(self, batch: DataProto) -> DataProto:
-        """Return the rows with `sum_log_probs` and `num_learned`."""
-        return self._of_any_number("score_sft", batch)
-
-    def predict_sft(self, batch: DataProto) -> DataProto:
-        """Return the rows with `greedy_tokens`, one for each token of their responses."""
-        return self._of_any_number("predict_sft", batch)
-
-    def _of_any_number(self, method: str, batch: DataProto) -> DataProto:
+    def score(self, method: str, batch: DataProto) -> DataProto:
         """Return the rows with the columns that a method writes. Where some rank would have none, it is given rows
         again."""
         num = round_up(len(batch), self.row_multiple)
@@ -135,6 +130,14 @@ class SftClient(RoleClient):
         padded = batch.repeat(times).take(by_copy[:num])
         written, _ = _merged(getattr(self.group, method)(*self._shards(padded)))
         return padded.union(written).take(np.arange(len(batch)))
+
+
+def group_sizes(batch: DataProto) -> npt.NDArray[np.int64] | None:
+    """Return how many rows belong together, one group after another; None where each stands for itself."""
+    if "rank" not in batch.columns():
+        return None
+    (starts,) = (batch["rank"] == 0).numpy().nonzero()
+    return np.diff(starts, append=len(batch))
 
 
 def _merged(written: DataProto, prefix: str = "") -> tuple[DataProto, Metrics]:

@@ -101,7 +101,7 @@ class Run(Generic[AnyTyped]):
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write down the metrics of a step, or of a validation that stands beside no step."""
         if why := self._metrics.write(step, metrics):
-            self._warn_once("metrics", f"metrics.jsonl cannot be written; the figures come later: {why}")
+            self.warn_once("metrics", f"metrics.jsonl cannot be written; the figures come later: {why}")
         for tracker in self.trackers:
             tracker.log(step, metrics)
             if news := tracker.news():
@@ -113,9 +113,10 @@ class Run(Generic[AnyTyped]):
         try:
             yield
         except OSError as error:
-            self._warn_once(what, f"cannot be written, and the run goes on without: {error}")
+            self.warn_once(what, f"cannot be written, and the run goes on without: {error}")
 
-    def _warn_once(self, about: str, message: str) -> None:
+    def warn_once(self, about: str, message: str) -> None:
+        """Warn of the same thing no second time in this process."""
         if about not in self._warned:
             self._warned.add(about)
             self.warn(about, message)

@@ -1,9 +1,9 @@
-"""Supervised fine-tuning on the engine that PPO uses: packed rows, prompts read and not learned."""
+"""Training on what the data say, on the engine that PPO uses: packed rows, prompts read and not learned."""
 
 from __future__ import annotations
 
 import shutil
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -27,10 +27,11 @@ from mrl.events import EventLog
 from mrl.observe.console import printable
 from mrl.protocol import DataProto
 from mrl.trainer.nodes import placed_run
-from mrl.trainer.role_client import Metrics, RoleClient, SftClient
+from mrl.trainer.pair_figures import warnings_of
+from mrl.trainer.role_client import Metrics, RoleClient, SupervisedClient
 from mrl.trainer.run import Run
 from mrl.trainer.sft_samples import AnswerSampler
-from mrl.workers.messages import ModelSetup
+from mrl.trainer.supervised_tasks import supervised_setup, task_of
 
 MODEL, ROLE = "model", "actor"
 _NUM_AVERAGED = 10
@@ -42,7 +43,7 @@ def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) ->
     with _started(run) as components, ExitStack() as stack:
         thread = stack.enter_context(ThreadPoolExecutor(1, "rows"))
         stack.callback(run.finish_save)  # also when the next update fails: the workers are still there
-        run.best_by = "the lowest val/loss"
+        run.best_by = components.task.best_by
         num_done = run.resume(components)
         every, keep_best = run.config.validation.every, run.config.validation.keep_best
         if every and not num_done:
@@ -57,7 +58,7 @@ def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) ->
             figures = _validated(run, components, num_done) if is_due else {}
             run.record(num_done, metrics | figures)
             on_update(num_done, metrics | figures)
-            score = -figures["val/loss"] if figures else None
+            score = components.task.sign * figures[components.task.best] if figures else None
             stop = not is_last and run.should_stop()
             if is_last or stop or (keep_best and run.is_best(score)) or run.save_is_due(num_done):
                 run.save(components, num_done, score, wait=is_last or stop)
@@ -75,7 +76,11 @@ def _validated(run: Run[SftConfig], components: _SftComponents, step: int) -> Me
         run.console.print(f"sample of step {step}: {prompt[-_NUM_SHOWN:]} -> {response[:_NUM_SHOWN]}")
         with run.may_be_lost("samples"):
             write_samples(run.directory / "samples", step, samples, "validation")
-    return components.validate()
+    figures = components.validate()
+    if step:  # before training a model may be anything
+        for about, message in warnings_of(figures):
+            run.warn_once(about, message)
+    return figures
 
 
 def _export(run: Run[SftConfig], checkpoint: Path) -> Path:
@@ -85,7 +90,9 @@ def _export(run: Run[SftConfig], checkpoint: Path) -> Path:
     model = run.directory / MODEL
     shutil.rmtree(model, ignore_errors=True)  # of this run when it was shorter; it follows from the checkpoint
     config = in_directories(run.config)
-    export_checkpoint(checkpoint / ROLE, Path(config.model.path), "lm", torch_dtype(config.actor.dtype), model)
+    export_checkpoint(
+        checkpoint / ROLE, Path(config.model.path), task_of(config).head, torch_dtype(config.actor.dtype), model
+    )
     return model
 
 
@@ -105,9 +112,10 @@ class _SftComponents:
         config: SftConfig,
         prompts: PromptLoader,
         validation: Sequence[DataProto],
-        client: SftClient,
+        client: SupervisedClient,
         sampler: AnswerSampler | None,
     ) -> None:
+        self.task = task_of(config)
         self._config, self._prompts, self._validation, self.client = config, prompts, validation, client
         self._sampler = sampler
         self._trained_on = prompts.state_dict()
@@ -123,23 +131,14 @@ class _SftComponents:
 
     def update(self, rows: _Rows) -> Metrics:
         """Make one optimizer step on these rows."""
-        metrics = self.client.update_sft(rows.batch)
+        metrics = self.client.update(self.task.update, rows.batch)
         self._losses.append(metrics["loss"])
         self._trained_on = rows.state
         return metrics | {"epoch": self._epoch()}
 
     def validate(self) -> Metrics:
-        """Return the mean loss of a learned token over the validation rows: of all, and of each source."""
-        sums: Counter[str] = Counter()
-        nums: Counter[str] = Counter()
-        for rows in self._validation:
-            scored = self.client.score_sft(rows)
-            columns = scored["data_source"], scored["sum_log_probs"].tolist(), scored["num_learned"].tolist()
-            for source, log_probs, num in zip(*columns, strict=True):
-                for name in ("val/loss", f"val/{source}/loss"):
-                    sums[name] -= log_probs
-                    nums[name] += num
-        return {name: sums[name] / nums[name] for name in nums}
+        """Return the figures of the validation rows."""
+        return self.task.measure(self.client, self._validation)
 
     def sample(self) -> dict[str, list[Any]]:
         """Return the model's answers to some validation prompts as columns; none where none are wanted."""
@@ -171,11 +170,6 @@ class _SftComponents:
         self._losses.extend(state["losses"])
 
 
-def sft_setup(config: SftConfig) -> ModelSetup:
-    """Return what the workers are told of their model."""
-    return ModelSetup(config.model.path, "lm", config.actor, config.training.seed, config.deadlines.call_s)
-
-
 @contextmanager
 def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
     """Start the workers for the length of the block."""
@@ -188,14 +182,16 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
     )
     prompts = PromptLoader(open_sft_dataset(config.data.train, config, tokenizer), config.data, batch, run.events)
     validation = _validation_rows(config, tokenizer, run.events) if config.validation.every else []
-    has_samples = bool(validation) and config.validation.samples > 0
+    answers = task_of(config).update == "update_sft"  # the other tasks compare answers, and give none
+    has_samples = answers and bool(validation) and config.validation.samples > 0
     sampler = AnswerSampler(config, tokenizer, DataProto.concat(validation)) if has_samples else None
     with ExitStack() as stack:
         context = stack.enter_context(placed_run(config, run.directory, run.events))
-        worker = RayClassWithInitArgs(config.actor.worker or "mrl.workers.sft:SftWorker", sft_setup(config))
+        task = task_of(config)
+        worker = RayClassWithInitArgs(config.actor.worker or task.worker, supervised_setup(config), *task.arguments)
         group = RayWorkerGroup(ROLE, worker, role_mesh(config, ROLE), context)
         stack.callback(group.shutdown)
-        yield _SftComponents(config, prompts, validation, SftClient(group, config.actor), sampler)
+        yield _SftComponents(config, prompts, validation, SupervisedClient(group, config.actor), sampler)
 
 
 def _validation_rows(config: SftConfig, tokenizer: ChatTokenizer, events: EventLog) -> list[DataProto]:

@@ -19,7 +19,7 @@ from mrl.data.chat import ChatTokenizer
 from mrl.data.end_tokens import model_end_tokens
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
-from mrl.trainer.role_client import SftClient
+from mrl.trainer.role_client import SupervisedClient
 
 Ids = list[int]
 
@@ -36,7 +36,7 @@ class AnswerSampler:
         # A conversation goes on with what others say: the answer is what is learned before.
         self._truths = [list(compress(ids, takewhile(bool, mask))) for ids, mask in pairs]
 
-    def columns(self, client: SftClient) -> dict[str, list[Any]]:
+    def columns(self, client: SupervisedClient) -> dict[str, list[Any]]:
         """Return the answers of the model as it is, in the columns of a file of samples."""
         answers = self._answers(client)
         return {
@@ -49,13 +49,15 @@ class AnswerSampler:
             "truncated": [answer[-1] not in self._ends for answer in answers],
         }
 
-    def _answers(self, client: SftClient) -> list[Ids]:
+    def _answers(self, client: SupervisedClient) -> list[Ids]:
         num = self._max_tokens
         rooms = (client.capacity - self._rows.lengths("prompts")).tolist()  # a micro-batch's, behind each prompt
         pairs = zip(self._truths, rooms, strict=True)
         guesses = [(truth + [0] * num)[: min(num, room)] for truth, room in pairs]
         for _ in range(num):
-            found = client.predict_sft(self._rows.select("prompts").with_column("responses", from_rows(guesses)))
+            found = client.score(
+                "predict_sft", self._rows.select("prompts").with_column("responses", from_rows(guesses))
+            )
             found = fetch(found.select("greedy_tokens"), self._timeout_s)
             before, guesses = guesses, _lists(found, "greedy_tokens")
             answers = [self._until_end(guess) for guess in guesses]

@@ -85,6 +85,9 @@ data:
         ground_truth: reward_model.ground_truth  # default
         extra_info: extra_info                   # default
         id: null                                 # default
+        chosen: chosen                           # default
+        rejected: rejected                       # default
+        label: null                              # default
       options: {}                                # default
   validation: {}                                 # default
   shuffle: true                                  # default

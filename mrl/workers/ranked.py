@@ -1,0 +1,141 @@
+"""Workers that learn from ranked responses: a reward model, and a policy without one.
+
+A micro-batch holds whole groups, the responses to one prompt, of which `rank` 0 was preferred to 1, and so on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.preference import Pairs, RankedTokens, RankingTotals, preference_objective, reward_objective
+from mrl.algos.rows import Rows
+from mrl.config.preference import DpoLossConfig, RewardLossConfig
+from mrl.config.preference_rules import WITHOUT_REFERENCE
+from mrl.controller import Dispatch, RankInfo, register
+from mrl.engine.packed_rows import TokenRows
+from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
+from mrl.protocol import DataProto
+from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport
+from mrl.workers.model_worker import ModelWorker, token_rows
+
+
+class RmWorker(ModelWorker):
+    """A rank of a model whose score of a response, read at its last token, learns what was preferred."""
+
+    def __init__(self, place: RankInfo, setup: ModelSetup, loss: RewardLossConfig) -> None:
+        super().__init__(place, setup)
+        self._loss = loss
+
+    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses", "rank", "label"))
+    def update_rm(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
+        """Make one optimizer step on these groups."""
+        group_B, rank_B = groups_of(batch["rank"])
+        totals = RankingTotals.of(group_B, self.sum_over_shards)
+        rows = replace(_last_tokens(batch), columns={"group": group_B, "rank": rank_B, "label": batch["label"]})
+        return self.update(rows, sizes, partial(reward_loss, self._loss, totals), ScoreRequest())
+
+    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("scores",))
+    def score_rm(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Return the score of each response."""
+        scores = self.forward(_last_tokens(batch), sizes, ScoreRequest())
+        if scores is None:
+            return None
+        assert scores.values_T is not None, "a score head gives values"
+        return DataProto.from_dict({"scores": scores.values_T.float().cpu()}, row_ids=batch.row_ids)
+
+
+class DpoWorker(ModelWorker):
+    """A rank of a policy that learns what was preferred, against itself as it was before training."""
+
+    def __init__(self, place: RankInfo, setup: ModelSetup, loss: DpoLossConfig) -> None:
+        super().__init__(place, setup)
+        self._loss = loss
+
+    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses", "rank", "label"), optional=("response_mask",))
+    def update_dpo(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
+        """Make one optimizer step on these groups. The reference sees the same micro-batches, so that both round alike:
+        the first margins are 0."""
+        rows = token_rows(batch, {})
+        of_rows = Rows.of(torch.from_numpy(rows.response_lengths))
+        mask_T, (group_B, rank_B) = rows.columns["response_mask"], groups_of(batch["rank"])
+        columns = {"group": of_rows.expand(group_B), "rank": of_rows.expand(rank_B)}
+        if (ref_log_probs_T := self._reference_log_probs(rows, sizes)) is not None:
+            columns["ref_log_probs"] = ref_log_probs_T
+        best = BatchTotals.of(of_rows, mask_T & (columns["rank"] == 0), self.sum_over_shards)
+        totals = RankingTotals.of(group_B, self.sum_over_shards)
+        loss = partial(preference_loss, self._loss, LossNormalizer("token-mean", best), totals)
+        return self.update(replace(rows, columns={**rows.columns, **columns}), sizes, loss, ScoreRequest())
+
+    @register(
+        Dispatch.DATA_PARALLEL,
+        reads=("prompts", "responses"),
+        optional=("response_mask",),
+        writes=("sum_log_probs", "sum_ref_log_probs", "num_tokens"),
+    )
+    def score_dpo(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Return the log-probs of each response by the policy and by the reference, added up, and their number."""
+        rows = token_rows(batch, {})
+        scores = self.forward(rows, sizes, ScoreRequest())
+        ref_log_probs_T = self._reference_log_probs(rows, sizes)
+        if scores is None:
+            return None
+        assert scores.log_probs_T is not None, "a language model gives log-probs"
+        mask_T, of_rows = rows.columns["response_mask"], Rows.of(torch.from_numpy(rows.response_lengths))
+        log_probs_T = scores.log_probs_T.double().cpu()
+        refs_T = torch.zeros_like(log_probs_T) if ref_log_probs_T is None else ref_log_probs_T.double()
+        sums = [of_rows.sum(torch.where(mask_T, each_T, 0.0)) for each_T in (log_probs_T, refs_T)]
+        columns = {"sum_log_probs": sums[0], "sum_ref_log_probs": sums[1], "num_tokens": of_rows.count(mask_T)}
+        return DataProto.from_dict(columns, row_ids=batch.row_ids)
+
+    def _reference_log_probs(self, rows: TokenRows, sizes: MicroBatchSizes) -> Tensor | None:
+        """Return them on the host; zeros on stages that compute none, None for a loss that knows no reference."""
+        if self._loss.loss in WITHOUT_REFERENCE:
+            return None
+        with self.engine.memory.weights_of(self.reference):
+            scores = self.forward(rows, sizes, ScoreRequest())
+        if scores is None or scores.log_probs_T is None:
+            return torch.zeros(int(rows.response_lengths.sum()))
+        return scores.log_probs_T.float().cpu()
+
+
+def groups_of(rank_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of each row's group, and the ranks: each group begins with its best response."""
+    return (rank_B == 0).cumsum(0), rank_B
+
+
+def _last_tokens(batch: DataProto) -> TokenRows:
+    """Return rows of which only the last token is scored, in its turn."""
+    rows = token_rows(batch, {})
+    return replace(rows, response_lengths=np.ones_like(rows.response_lengths), columns={}, before=False)
+
+
+def reward_loss(config: RewardLossConfig, totals: RankingTotals, batch: LossInput) -> LossOutput:
+    """Return the loss of a micro-batch's scores."""
+    assert batch.scores.values_T is not None, "a score head gives values"
+    pairs = Pairs.of(batch.columns["group"], batch.columns["rank"])
+    objective = reward_objective(batch.scores.values_T, pairs, batch.columns["label"], config, totals)
+    return LossOutput(objective.loss, objective.reports)
+
+
+def preference_loss(config: DpoLossConfig, norm: LossNormalizer, totals: RankingTotals, batch: LossInput) -> LossOutput:
+    """Return the loss of a micro-batch's log-probs."""
+    log_probs_T, columns = batch.scores.log_probs_T, batch.columns
+    assert log_probs_T is not None, "a language model gives log-probs"
+    rows = Rows.of(torch.from_numpy(batch.response_lengths), log_probs_T.device)
+    of_rows = {name: columns[name][rows.starts_B] for name in ("group", "rank")}
+    tokens = RankedTokens(
+        rows,
+        columns["response_mask"],
+        log_probs_T,
+        columns.get("ref_log_probs"),
+        Pairs.of(of_rows["group"], of_rows["rank"]),
+        columns["rank"] == 0,
+    )
+    objective = preference_objective(tokens, config, norm, totals)
+    return LossOutput(objective.loss, objective.reports)

@@ -1,0 +1,75 @@
+"""Wrong configurations of `mrl rm` and `mrl dpo`, each with exactly the messages that it must give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mrl.config.load import load_any_config, load_config_of
+from mrl.config.preference import DpoConfig, RmConfig
+from mrl.config.render import render
+from mrl.config.run_directory import open_run_directory
+from mrl.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PATHS = {verb: str(CONFIGS / f"laptop-{name}.yaml") for verb, name in (("rm", "rm"), ("dpo", "dpo"), ("sft", "sft"))}
+PATHS["train"] = str(CONFIGS / "laptop-ppo.yaml")
+CASES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("wrong_preferences.yaml").read_text())
+
+
+def problems_of(verb: str, path: str, overrides: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config_of(verb, path, overrides)
+    assert caught.value.exit_code == 2
+    return [str(replace(problem, where="")).removeprefix(": ") for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"])
+def test_message(case: dict[str, Any]) -> None:
+    assert problems_of(case["verb"], PATHS[case["verb"]], case["overrides"]) == case["problems"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "of", "more"),
+    [
+        *(("train", "rm", ""), ("train", "dpo", ""), ("sft", "rm", ""), ("sft", "dpo", "")),
+        *(("rm", "train", ""), ("rm", "dpo", ""), ("rm", "sft", ", or add the section reward")),
+        *(("dpo", "train", ""), ("dpo", "rm", ""), ("dpo", "sft", ", or add the section preference")),
+    ],
+)
+def test_a_configuration_of_another_command(verb: str, of: str, more: str) -> None:
+    (problem,) = problems_of(verb, PATHS[of], [])
+    assert problem == f"is a configuration of `mrl {of}`, not of `mrl {verb}` (mrl {of} {PATHS[of]}{more})"
+
+
+def test_a_run_directory_of_another_command(tmp_path: Path) -> None:
+    here = [f"run={{name: one, dir: {tmp_path}}}"]
+    with open_run_directory(load_config_of("rm", PATHS["rm"], here), may_go_on=True) as directory:
+        (directory / "checkpoints" / "step-000001").mkdir(parents=True)
+    with pytest.raises(ConfigError) as caught:
+        open_run_directory(load_config_of("dpo", PATHS["dpo"], here), may_go_on=True).__enter__()
+    (problem,) = caught.value.problems
+    assert problem.what == "a run of `mrl rm` has checkpoints here, and `mrl dpo` cannot go on from them"
+
+
+@pytest.mark.parametrize(("verb", "kind"), [("rm", RmConfig), ("dpo", DpoConfig)])
+def test_what_is_shown_loads_as_the_same(verb: str, kind: type, tmp_path: Path) -> None:
+    resolved = load_any_config(PATHS[verb])
+    (tmp_path / "shown.yaml").write_text(render(resolved))
+    assert isinstance(resolved.config, kind)
+    assert load_any_config(str(tmp_path / "shown.yaml")).config == resolved.config
+
+
+def test_a_list_of_others_and_regression_need_no_more_than_they_read() -> None:
+    regression = ["reward={loss: regression, centering: 0}"]
+    for part in ("train", "validation"):
+        regression += [f"data.{part}.sums.columns={{rejected: null, label: score, ability: null}}"]
+    assert load_config_of("rm", PATHS["rm"], [*regression, "actor.max_tokens_per_device=320"]).config
+
+
+def test_there_are_many_cases() -> None:
+    assert len(CASES) >= 30

@@ -1,0 +1,135 @@
+"""Figures of pairs against what they are by hand, and the warnings that follow from them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.protocol import DataProto
+from mrl.protocol.columns import from_rows
+from mrl.trainer import sft
+from mrl.trainer.pair_figures import PairFigures, calibration_error, warnings_of
+
+Group = tuple[str, list[tuple[float, int]]]
+"""A source, and of each response, the best first, score and length."""
+
+
+def figures_of(*groups: Group, losses: list[float] | None = None, in_batches: int = 1) -> dict[str, float]:
+    batches, scores = [], []
+    for part in np.array_split(np.arange(len(groups)), in_batches):
+        chosen = [groups[number] for number in part]
+        rows = [response for _, responses in chosen for response in responses]
+        scores += [score for score, _ in rows]
+        ids = from_rows([torch.ones(length, dtype=torch.int32) for _, length in rows])
+        ranks = torch.tensor([rank for _, responses in chosen for rank in range(len(responses))])
+        sources = [source for source, responses in chosen for _ in responses]
+        batches.append(DataProto.from_dict({"responses": ids, "rank": ranks}, {"data_source": sources}))
+    return PairFigures.of(batches, np.asarray(scores)).metrics(None if losses is None else np.asarray(losses))
+
+
+def test_ties_count_half() -> None:
+    found = figures_of(("a", [(1.0, 3), (0.0, 3)]), ("a", [(2.0, 3), (2.0, 3)]), ("a", [(0.0, 3), (3.0, 3)]))
+    assert found["val/accuracy"] == 0.5
+    assert found["val/margin"] == pytest.approx(-2 / 3)
+    assert found["val/loss"] == pytest.approx(np.mean(np.log1p(np.exp([-1.0, 0.0, 3.0]))))
+    assert found["val/longer_wins"] == 0.5
+    assert found["val/pairs"] == 3
+
+
+def test_scores_of_a_new_head_are_ties() -> None:
+    found = figures_of(*[("a", [(0.0, 2), (0.0, 5)])] * 4)
+    assert (found["val/accuracy"], found["val/margin"], found["val/calibration_error"]) == (0.5, 0, 0)
+    assert found["val/loss"] == pytest.approx(np.log(2))
+    assert "val/score_length_correlation" not in found, "of scores that are all alike there is none"
+
+
+def test_by_which_half_is_longer() -> None:
+    found = figures_of(
+        *[("a", [(1.0, 9), (0.0, 2)])] * 3,
+        ("a", [(0.0, 9), (1.0, 2)]),
+        ("a", [(0.0, 2), (1.0, 9)]),
+        ("a", [(1.0, 4), (0.0, 4)]),
+    )
+    assert found["val/accuracy/chosen_longer"] == 0.75
+    assert found["val/accuracy/chosen_shorter"] == 0
+    assert found["val/accuracy/same_length"] == 1
+    assert found["val/longer_wins"] == pytest.approx((4 + 0.5) / 6)
+    assert "val/accuracy/chosen_shorter" not in figures_of(("a", [(1.0, 9), (0.0, 2)]))
+
+
+def test_by_source_and_however_the_rows_are_cut() -> None:
+    groups: list[Group] = [("a", [(1.0, 3), (0.0, 4)]), ("b", [(0.0, 3), (2.0, 5)]), ("a", [(0.0, 1), (1.0, 2)])]
+    found = figures_of(*groups)
+    assert (found["val/a/accuracy"], found["val/b/accuracy"], found["val/accuracy"]) == (0.5, 0, pytest.approx(1 / 3))
+    assert (found["val/a/margin"], found["val/b/margin"]) == (0, -2)
+    assert figures_of(*groups, in_batches=3) == found
+
+
+def test_the_pairs_of_a_list_weigh_one_together() -> None:
+    ranked: Group = ("a", [(3.0, 9), (2.0, 5), (1.0, 1)])
+    wrong: Group = ("a", [(0.0, 1), (1.0, 2)])
+    found = figures_of(ranked, wrong)
+    assert found["val/pairs"] == 4
+    assert found["val/accuracy"] == 0.5
+    assert found["val/longer_wins"] == 0.5
+    assert found["val/margin"] == pytest.approx(((1 + 2 + 1) / 3 - 1) / 2)
+
+
+def test_losses_of_their_own_take_the_place_of_bradley_and_terry() -> None:
+    assert figures_of(("a", [(1.0, 1), (0.0, 1)]), ("b", [(1.0, 1), (0.0, 1)]), losses=[0.25, 0.75])["val/loss"] == 0.5
+
+
+@pytest.mark.parametrize(("scale", "error"), [(1.0, 0.0), (4.0, 0.157), (0.0, 0.285)], ids=["right", "over", "unsure"])
+def test_calibration_of_a_scorer(scale: float, error: float) -> None:
+    """Labels are drawn by the probabilities that gaps stand for; a scorer of larger gaps is surer than it is right."""
+    chance = np.random.default_rng(0)
+    gaps = chance.uniform(0, 3, 200_000)
+    agrees = chance.random(len(gaps)) < 1 / (1 + np.exp(-gaps))
+    signed = np.where(agrees, 1, -1) * np.maximum(scale * gaps, 1e-9)
+    assert calibration_error(signed, np.ones_like(signed)) == pytest.approx(error, abs=0.005)
+
+
+def test_calibration_by_hand() -> None:
+    gaps = np.log(np.array([4.0, 4.0, 4.0, 0.25]))  # four times as sure of 0.8, of which one is wrong
+    assert calibration_error(gaps, np.ones(4)) == pytest.approx(0.05)
+    assert calibration_error(gaps, np.array([1.0, 1.0, 0.0, 1.0])) == pytest.approx(0.8 - 2 / 3)
+
+
+def about(**figures: float) -> list[str]:
+    plain = {"pairs": 100.0, "accuracy": 0.7, "longer_wins": 0.5, "score_length_correlation": 0.1}
+    return [name for name, _ in warnings_of({f"val/{name}": value for name, value in (plain | figures).items()})]
+
+
+def test_a_model_that_says_no_more_than_length_is_warned_of() -> None:
+    assert about() == []
+    assert about(longer_wins=0.7) == ["length wins"]
+    assert about(longer_wins=0.69) == []
+    assert about(accuracy=0.5) == [], "halves of one length say nothing of length"
+    assert about(longer_wins=0.9, pairs=29) == []
+    assert about(score_length_correlation=0.91) == about(score_length_correlation=-0.91) == ["length and score"]
+    assert about(score_length_correlation=0.9) == []
+    assert about(score_length_correlation=1.0, pairs=2) == []
+
+
+def test_what_was_preferred_has_become_less_likely() -> None:
+    assert about(**{"log_prob/chosen_moved": -0.5}) == []
+    assert about(**{"log_prob/chosen_moved": -0.62}) == ["preferred responses"]
+    ((_, message),) = warnings_of({"val/log_prob/chosen_moved": -0.62})
+    assert "less likely: by 0.62 nats per token" in message
+    assert "preference.sft_weight=" in message
+    assert list(warnings_of({"val/loss": 1.0})) == [], "other tasks have other figures"
+
+
+def test_a_validation_warns_but_not_before_training() -> None:
+    said: list[str] = []
+    run: Any = SimpleNamespace(warn_once=lambda about, message: said.append(about))
+    figures = {"val/pairs": 50.0, "val/accuracy": 0.5, "val/longer_wins": 0.6}
+    components: Any = SimpleNamespace(sample=dict, validate=lambda: figures)
+    assert sft._validated(run, cast(Any, components), 0) == figures
+    assert said == []
+    assert sft._validated(run, cast(Any, components), 10) == figures
+    assert said == ["length wins"]

@@ -1,0 +1,139 @@
+"""`mrl rm` and `mrl dpo`, whole: resumed runs equal whole ones, and their models say elsewhere what they said here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.data.toy import addition
+from mrl.demo.model import make_model
+from tests.apart import run_mrl, untimed
+
+CONFIG = """\
+run: {{name: run, dir: {directory}}}
+cluster: {{devices_per_node: 2, device: cpu}}
+placement: {{pools: {{all: 2}}, roles: {{actor: all}}}}
+model: {{path: {model}}}
+data:
+  train: {{sums: {{dataset: "toy:addition", options: {{part: train, pairs: 2}}, columns: {{ability: null}}}}}}
+  validation:
+    sums: {{dataset: "toy:addition", options: {{part: validation, largest: 39, pairs: 1}}, columns: {{ability: null}}}}
+batch: {{rows_per_update: 16, max_prompt_tokens: 16, max_response_tokens: 8}}
+actor: {{parallel: {{tp: 2}}, dtype: float32, max_tokens_per_device: 256, optimizer: {{lr: 1e-3}}}}
+training: {{steps: 4, keep: 9}}
+validation: {{every: 2, keep_best: true}}
+"""
+KINDS = {
+    "rm": "reward: {centering: 0.01}\n",
+    "dpo": "preference: {loss: conservative, smoothing: 0.1, sft_weight: 0.2}\n",
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("ranked")
+    text = CONFIG.format(directory=directory, model=make_model(directory / "model", seed=1))
+    for kind, section in KINDS.items():
+        (directory / f"{kind}.yaml").write_text(text + section)
+        run_mrl(kind, str(directory / f"{kind}.yaml"), f"run.name={kind}")
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_and_the_same_run_resumed(directory: Path, kind: str) -> None:
+    """To the bit, with the reference of a policy that has moved: that is the model before training."""
+    config, whole = str(directory / f"{kind}.yaml"), untimed(directory / kind)
+    assert [line["step"] for line in whole] == [0, 1, 2, 3, 4]
+    run_mrl(kind, config, f"run.name={kind}-again", "training.steps=2")
+    printed = run_mrl(kind, config, f"run.name={kind}-again")
+    assert "resumed from" in printed
+    assert untimed(directory / f"{kind}-again") == whole
+    assert whole[0]["val/accuracy"] == 0.5, "nothing is preferred yet"
+    assert whole[1]["accuracy"] == 0.5
+    assert whole[-1]["val/loss"] != whole[2]["val/loss"]
+
+
+def held_pairs() -> list[tuple[str, str, str]]:
+    rows = addition("validation", largest=39, pairs=1)
+    return [
+        (row["prompt"][0]["content"], row["chosen"], row["rejected"]) for row in (rows[at] for at in range(len(rows)))
+    ]
+
+
+@pytest.mark.slow
+def test_an_exported_reward_model_says_elsewhere_what_it_said_here(directory: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(directory / "rm" / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(directory / "rm" / "model")
+    assert model.config.pad_token_id is not None
+    assert model.config.pad_token_id != tokenizer.eos_token_id
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], tokenize=False
+        )
+        for prompt, *answers in held_pairs()
+        for answer in answers
+    ]
+    # The template breaks the line behind the end of a turn, which nobody says.
+    ids = [tokenizer(text.rstrip("\n"), add_special_tokens=False)["input_ids"] for text in texts]
+    assert all(each[-1] == tokenizer.eos_token_id for each in ids)
+    scores = []
+    for some in batched(ids, 25):
+        padded = tokenizer.pad({"input_ids": some}, padding_side="right", return_tensors="pt")
+        with torch.no_grad():
+            scores += model(**padded).logits[:, 0].tolist()
+    gaps = np.asarray(scores[::2]) - np.asarray(scores[1::2])
+    last = untimed(directory / "rm")[-1]
+    assert last["val/margin"] == pytest.approx(float(gaps.mean()), abs=1e-5)
+    assert last["val/accuracy"] == pytest.approx(float((gaps > 0).mean()), abs=1e-9)
+    assert last["val/score/std"] == pytest.approx(float(np.std(scores)), abs=1e-5)
+    assert len(scores) > 100
+
+
+def batched(ids: list[list[int]], num: int) -> list[list[list[int]]]:
+    return [ids[begin : begin + num] for begin in range(0, len(ids), num)]
+
+
+@pytest.mark.slow
+def test_what_a_policy_prefers_is_what_transformers_says(directory: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    policy, before = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (directory / "dpo" / "model", directory / "model")
+    )
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+
+    def log_prob(model: Any, prompt: str, answer: str) -> float:
+        messages = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        begin = tokenizer(text, add_special_tokens=False)["input_ids"]
+        end = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            of_next = model(torch.tensor([begin + end])).logits[0, :-1].log_softmax(-1)[-len(end) :]
+        return float(of_next.gather(1, torch.tensor(end)[:, None]).sum())
+
+    gaps = []
+    for prompt, chosen, rejected in held_pairs():
+        moved = [log_prob(policy, prompt, answer) - log_prob(before, prompt, answer) for answer in (chosen, rejected)]
+        gaps.append(0.1 * (moved[0] - moved[1]))
+    last = untimed(directory / "dpo")[-1]
+    assert last["val/margin"] == pytest.approx(float(np.mean(gaps)), abs=1e-5)
+    assert last["val/accuracy"] == pytest.approx(float(np.mean(np.asarray(gaps) > 0)), abs=1e-9)
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_is_the_most_accurate(directory: Path) -> None:
+    run = directory / "rm"
+    accuracy = {line["step"]: line["val/accuracy"] for line in untimed(run) if "val/accuracy" in line and line["step"]}
+    best = int((run / "checkpoints" / "best").read_text().removeprefix("step-"))
+    assert accuracy[best] == max(accuracy.values())
+    manifest = json.loads((run / "checkpoints" / "step-000004" / "manifest.json").read_text())
+    assert manifest["state"]["best_by"] == "the highest val/accuracy"

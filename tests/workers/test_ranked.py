@@ -1,0 +1,233 @@
+"""Workers that learn from ranked responses do what transformers and torch's own optimizer do, in any layout."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mrl.config.mesh import Mesh
+from mrl.config.preference import DpoLossConfig, RewardLossConfig
+from mrl.config.schema import ParallelConfig, TrainedModelConfig
+from mrl.controller import RankInfo, Rendezvous
+from mrl.data.packing import plan_step
+from mrl.models.small import small_config
+from mrl.plan.known_models import model_values
+from mrl.protocol import DataProto
+from mrl.protocol.columns import from_rows
+from mrl.trainer.role_client import group_sizes
+from mrl.verify.layout import make_random
+from mrl.verify.spawn import run_distributed
+from mrl.workers.messages import ModelSetup
+from mrl.workers.model_worker import ModelWorker
+from mrl.workers.ranked import DpoWorker, RmWorker
+
+LAYOUTS = [
+    *(ParallelConfig(tp=2, pp=2), ParallelConfig(tp=2, sequence_parallel=True), ParallelConfig(cp=2)),
+    *(ParallelConfig(), ParallelConfig(tp=2, pp=2, vpp=2)),
+]
+NUM_RANKS, VOCAB, NUM_UPDATES, LR = 4, 100, 3, 1e-3
+LENGTHS = [(3, (9, 2)), (1, (1, 4)), (7, (2, 3)), (5, (11, 6)), (2, (6, 6)), (9, (1, 5)), (4, (4, 2, 7)), (6, (8, 1))]
+"""Tokens of the prompt, and of its responses, the best first."""
+ADAM = {"lr": LR, "weight_decay": 0.0, "clip_grad": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
+RM_LOSS = RewardLossConfig(margin=True, smoothing=0.05, centering=0.02)
+DPO_LOSS = DpoLossConfig(loss="conservative", beta=0.5, smoothing=0.1, sft_weight=0.3)
+
+
+class LocalWorld(ModelWorker):
+    """A worker in a world that `run_distributed` has made already."""
+
+    def init_process_group(self, backend: str, timeout_s: float) -> None:
+        """There is one."""
+
+
+class LocalRm(LocalWorld, RmWorker):
+    """Of a reward model."""
+
+
+class LocalDpo(LocalWorld, DpoWorker):
+    """Of a policy."""
+
+
+def make_batch() -> DataProto:
+    chance = torch.Generator().manual_seed(3)
+    prompts, responses, ranks, labels = [], [], [], []
+    for num_prompt, nums in LENGTHS:
+        prompt = torch.randint(1, VOCAB, (num_prompt,), generator=chance)
+        for rank, num in enumerate(nums):
+            prompts.append(prompt)
+            responses.append(torch.randint(1, VOCAB, (num,), generator=chance))
+            ranks.append(rank)
+            labels.append(float(torch.rand((), generator=chance)) if rank == 0 else 0.0)
+    tensors = {"prompts": from_rows(prompts), "responses": from_rows(responses)}
+    tensors |= {"rank": torch.tensor(ranks), "label": torch.tensor(labels)}
+    return DataProto.from_dict(tensors, row_ids=np.arange(len(ranks)) * 10)
+
+
+def trained(kind: str, path: str, layouts: list[ParallelConfig], max_tokens: int) -> list[dict[str, Any]]:
+    """What this rank reports of each update, and its rows' scores after the last, in each layout."""
+    rank, batch, found = torch.distributed.get_rank(), make_batch(), []
+    lengths = batch.lengths("prompts") + batch.lengths("responses")
+    for parallel in layouts:
+        mesh = Mesh(NUM_RANKS, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp)
+        settings = TrainedModelConfig(
+            dtype="float32", parallel=parallel, max_tokens_per_device=max_tokens, optimizer=ADAM
+        )
+        place = RankInfo("actor", rank, rank, mesh, Rendezvous("", 0, NUM_RANKS, None))
+        setup = ModelSetup(path, "score" if kind == "rm" else "lm", settings, 1, 60, keeps_reference=kind == "dpo")
+        worker: Any = LocalRm(place, setup, RM_LOSS) if kind == "rm" else LocalDpo(place, setup, DPO_LOSS)
+        with worker._groups:
+            plan = plan_step(lengths, mesh.dp, max_tokens, worker.init_model().packing, group_sizes(batch))
+            sizes = [[len(rows) for rows in batches] for batches in plan.micro_batches]
+            shard = batch.take(np.concatenate(plan.micro_batches[place.coordinates.dp]))
+            update = worker.update_rm if kind == "rm" else worker.update_dpo
+            reports = [update(shard, sizes) for _ in range(NUM_UPDATES)]
+            scores = (worker.score_rm if kind == "rm" else worker.score_dpo)(shard, sizes)
+            counts = mesh.is_output_rank(rank)
+            columns = ["scores"] if kind == "rm" else ["sum_log_probs", "sum_ref_log_probs", "num_tokens"]
+            rows: dict[int, list[float]] = {}
+            if scores is not None and counts:
+                values = zip(*(scores[name].tolist() for name in columns), strict=True)
+                rows = dict(zip(scores.row_ids.tolist(), map(list, values), strict=True))
+            parts = [{**report.parts} if counts else {} for report in reports]
+            found.append({"parts": parts, "grad_norm": [report.grad_norm for report in reports], "rows": rows})
+    return found
+
+
+def by_layout(
+    kind: str, path: Path, max_tokens: int = 48
+) -> list[tuple[list[dict[str, float]], list[float], dict[int, list[float]]]]:
+    """Reports and gradient norms of each update, and scores of all rows, of each layout."""
+    by_rank = run_distributed(NUM_RANKS, trained, kind, str(path), LAYOUTS, max_tokens, timeout_s=300)
+    whole = []
+    for number in range(len(LAYOUTS)):
+        of_ranks = [rank[number] for rank in by_rank]
+        sums: list[dict[str, float]] = [{} for _ in range(NUM_UPDATES)]
+        for each in of_ranks:
+            for update, parts in enumerate(each["parts"]):
+                for name, value in parts.items():
+                    sums[update][name] = sums[update].get(name, 0.0) + float(value)
+        rows = {row: values for each in of_ranks for row, values in each["rows"].items()}
+        whole.append((sums, of_ranks[0]["grad_norm"], rows))
+    return whole
+
+
+def pairs() -> list[tuple[int, int, float]]:
+    """The preferred row, the other, and the weight of the pair in the mean over groups."""
+    found, first = [], 0
+    for _, nums in LENGTHS:
+        num = len(nums)
+        found += [
+            (first + a, first + b, 2 / (num * (num - 1) * len(LENGTHS))) for a in range(num) for b in range(a + 1, num)
+        ]
+        first += num
+    return found
+
+
+def ids_of(batch: DataProto) -> list[tuple[Tensor, int]]:
+    """Whole rows, and how long their responses are."""
+    rows = zip(batch["prompts"].rows(), batch["responses"].rows(), strict=True)
+    return [(torch.cat([prompt, response])[None].long(), len(response)) for prompt, response in rows]
+
+
+def rm_loss(model: Any, batch: DataProto) -> Tensor:
+    scores = torch.stack([model(ids).logits[0, 0] for ids, _ in ids_of(batch)])
+    labels, total = batch["label"], torch.zeros(())
+    for better, worse, weight in pairs():
+        gap = scores[better] - scores[worse] - (labels[better] - labels[worse])
+        smoothed = -0.95 * torch.nn.functional.logsigmoid(gap) - 0.05 * torch.nn.functional.logsigmoid(-gap)
+        total = total + weight * (smoothed + 0.02 * (scores[better] + scores[worse]) ** 2)
+    return total
+
+
+def log_probs(model: Any, batch: DataProto) -> list[Tensor]:
+    """Of each row's response tokens."""
+    found = []
+    for ids, num in ids_of(batch):
+        of_next = model(ids).logits[0, :-1].log_softmax(-1)
+        found.append(of_next[-num:].gather(1, ids[0, -num:, None])[:, 0])
+    return found
+
+
+def dpo_loss(model: Any, reference: Any, batch: DataProto) -> Tensor:
+    mine = log_probs(model, batch)
+    with torch.no_grad():
+        theirs = log_probs(reference, batch)
+    ratios = [(a - b).sum() for a, b in zip(mine, theirs, strict=True)]
+    total = torch.zeros(())
+    for better, worse, weight in pairs():
+        gap = 0.5 * (ratios[better] - ratios[worse])
+        total = total + weight * (
+            -0.9 * torch.nn.functional.logsigmoid(gap) - 0.1 * torch.nn.functional.logsigmoid(-gap)
+        )
+    best = torch.cat([row for row, rank in zip(mine, batch["rank"].tolist(), strict=True) if rank == 0])
+    return total - 0.3 * best.mean()
+
+
+def stepped(model: Any, loss: Any) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of three updates by torch's own Adam."""
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    adam = torch.optim.Adam(parameters, LR, (0.9, 0.95), 1e-8)
+    losses, norms = [], []
+    for _ in range(NUM_UPDATES):
+        adam.zero_grad()
+        value = loss()
+        value.backward()
+        norms.append(float(torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])))
+        adam.step()
+        losses.append(float(value))
+    return losses, norms
+
+
+@pytest.mark.slow
+def test_a_reward_model_learns_as_transformers_would(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    values = small_config(model_values("Qwen3-8B"), LAYOUTS[-1])
+    path, batch = make_random(values, "score", tmp_path / "model"), make_batch()
+    oracle = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    losses, norms = stepped(oracle, lambda: rm_loss(oracle, batch))
+    with torch.no_grad():
+        scores = [float(oracle(ids).logits) for ids, _ in ids_of(batch)]
+    for layout, (reports, grad_norms, rows) in zip(LAYOUTS, by_layout("rm", path), strict=True):
+        assert [report["loss"] for report in reports] == pytest.approx(losses, rel=1e-5), layout
+        assert grad_norms == pytest.approx(norms, rel=1e-4), layout
+        assert [rows[row] for row in batch.row_ids.tolist()] == [pytest.approx([each], abs=1e-4) for each in scores], (
+            layout
+        )
+
+
+@pytest.mark.slow
+def test_a_policy_learns_as_transformers_would(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    values = small_config(model_values("Qwen3-8B"), LAYOUTS[-1])
+    path, batch = make_random(values, "lm", tmp_path / "model"), make_batch()
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    reference = copy.deepcopy(oracle)
+    losses, norms = stepped(oracle, lambda: dpo_loss(oracle, reference, batch))
+    with torch.no_grad():
+        sums = [[float(row.sum()) for row in log_probs(model, batch)] for model in (oracle, reference)]
+    for layout, (reports, grad_norms, rows) in zip(LAYOUTS, by_layout("dpo", path), strict=True):
+        assert [report["loss"] for report in reports] == pytest.approx(losses, rel=1e-5), layout
+        assert grad_norms == pytest.approx(norms, rel=1e-4), layout
+        assert reports[0]["reward/margin"] == 0, "both go through the same micro-batches"
+        assert reports[0]["accuracy"] == 0.5
+        for row, (mine, theirs, num) in enumerate(rows[row_id] for row_id in batch.row_ids.tolist()):
+            assert (mine, theirs) == (pytest.approx(sums[0][row], abs=2e-4), pytest.approx(sums[1][row], abs=2e-4))
+            assert num == ids_of(batch)[row][1]
+
+
+@pytest.mark.slow
+def test_a_budget_changes_nothing_but_the_rounding(tmp_path: Path) -> None:
+    values = small_config(model_values("Qwen3-8B"), LAYOUTS[-1])
+    path = make_random(values, "score", tmp_path / "model")
+    tight, wide = (by_layout("rm", path, max_tokens) for max_tokens in (32, 400))
+    for layout, (one, other) in zip(LAYOUTS, zip(tight, wide, strict=True), strict=True):
+        for before, after in zip(one[0], other[0], strict=True):
+            assert before == pytest.approx(after, rel=1e-5, abs=1e-6), layout
