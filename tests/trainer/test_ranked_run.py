@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ data:
     sums: {{dataset: "toy:addition", options: {{part: validation, largest: 39, pairs: 1}}, columns: {{ability: null}}}}
 batch: {{rows_per_update: 16, max_prompt_tokens: 16, max_response_tokens: 8}}
 actor: {{parallel: {{tp: 2}}, dtype: float32, max_tokens_per_device: 256, optimizer: {{lr: 1e-3}}}}
-training: {{steps: 4, keep: 9}}
+training: {{steps: 4, save_every: 2, keep: 9}}
 validation: {{every: 2, keep_best: true}}
 """
 KINDS = {
@@ -50,9 +51,13 @@ def test_a_run_and_the_same_run_resumed(directory: Path, kind: str) -> None:
     """To the bit, with the reference of a policy that has moved: that is the model before training."""
     config, whole = str(directory / f"{kind}.yaml"), untimed(directory / kind)
     assert [line["step"] for line in whole] == [0, 1, 2, 3, 4]
-    run_mrl(kind, config, f"run.name={kind}-again", "training.steps=2")
+    again = directory / f"{kind}-again"
+    shutil.copytree(directory / kind, again)
+    shutil.rmtree(again / "checkpoints" / "step-000004")
+    shutil.rmtree(again / "model")
+    (again / "checkpoints" / "best").write_text("step-000002")
     printed = run_mrl(kind, config, f"run.name={kind}-again")
-    assert "resumed from" in printed
+    assert f"resumed from {again / 'checkpoints' / 'step-000002'}" in printed
     assert untimed(directory / f"{kind}-again") == whole
     assert whole[0]["val/accuracy"] == 0.5, "nothing is preferred yet"
     assert whole[1]["accuracy"] == 0.5
