@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.arithmetic import role_mesh
-from mrl.config.load import load_config, load_sft_config
+from mrl.config.load import load_any_config
+from mrl.config.preference import RmConfig
 from mrl.config.schema import MegatronModelConfig, ParallelConfig, ScheduleConfig, TrainedModelConfig
 from mrl.config.sft import AnyConfig
 from mrl.models.small import small_config
@@ -22,8 +23,7 @@ MAX_SIZE = 2
 
 def presets() -> dict[str, AnyConfig]:
     """Every file that a user can start, by its name."""
-    loaders = {path: load_sft_config if path.stem.endswith("sft") else load_config for path in CONFIGS.glob("*.yaml")}
-    return {path.stem: loaders[path](str(path)).config for path in sorted(loaders)}
+    return {path.stem: load_any_config(str(path)).config for path in sorted(CONFIGS.glob("*.yaml"))}
 
 
 def cut(parallel: ParallelConfig) -> ParallelConfig:
@@ -63,7 +63,8 @@ def training_twin(config: AnyConfig, role: str) -> TrainingTwin:
         settings = replace(settings, schedule=ScheduleConfig())
     num_ranks = fewest_ranks(parallel, min(role_mesh(config, role).dp, MAX_SIZE))
     values = small_config(model_values(config.model_of(role)[1]), parallel)
-    return TrainingTwin(values, "lm" if role == "actor" else "score", settings, num_ranks)
+    is_policy = role == "actor" and not isinstance(config, RmConfig)
+    return TrainingTwin(values, "lm" if is_policy else "score", settings, num_ranks)
 
 
 def switches(settings: MegatronModelConfig) -> set[str]:
