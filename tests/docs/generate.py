@@ -19,11 +19,13 @@ from mrl.algos.advantages import ADVANTAGES
 from mrl.algos.aggregate import AGGREGATIONS
 from mrl.algos.kl import KL_ESTIMATORS
 from mrl.algos.losses import POLICY_LOSSES
+from mrl.algos.preference import PREFERENCE_LOSSES
 from mrl.algos.rollout_correction import RATIO_LEVELS
 from mrl.config.arithmetic import num_engines, role_mesh
 from mrl.config.data_rules import reward_functions
 from mrl.config.keys import ENTRY, describe_type, fields_of
-from mrl.config.load import load_config
+from mrl.config.load import load_any_config
+from mrl.config.preference import DpoLossConfig, RewardLossConfig
 from mrl.config.schema import Config
 from mrl.config.sft import SftConfig
 from mrl.config.sources import read_chain
@@ -121,6 +123,14 @@ def sft_schema() -> str:
     return "".join(_sections(SftConfig, (), listed))
 
 
+def preference_schema() -> str:
+    """The sections that tell `mrl rm` and `mrl dpo` from `mrl sft`."""
+    return "".join(
+        f"\n### `{name}`, of `mrl {verb}`\n\n{''.join(_sections(section, (name,), {})).lstrip()}"
+        for name, verb, section in (("reward", "rm", RewardLossConfig), ("preference", "dpo", DpoLossConfig))
+    )
+
+
 def site_schema() -> str:
     """Every key of the cluster file."""
     return "".join(_sections(SiteConfig, (), {}))
@@ -137,6 +147,7 @@ def names() -> str:
         "reward.functions.NAME.name": reward_functions(),
         "data.train.NAME.dataset": [*(f"toy:{task}" for task in TOY_TASKS), "reasoning_gym:TASK"],
         "data.sampler": SAMPLERS,
+        "preference.loss": PREFERENCE_LOSSES,
         "training.trackers": KNOWN,
         "rollout.engine": ["vllm", "transformers"],
     }
@@ -239,7 +250,7 @@ def presets() -> str:
         for file in sorted((ROOT / "configs").glob("*.yaml")):
             if "laptop" in file.name:
                 continue
-            config = load_config(str(file.relative_to(ROOT))).config
+            config = load_any_config(str(file.relative_to(ROOT))).config
             cluster, mesh = config.cluster, role_mesh(config, "actor")
             sizes = {**vars(config.actor.parallel), "dp": mesh.dp}
             shown = (
@@ -250,7 +261,7 @@ def presets() -> str:
                 config.model.path.partition("/")[2],
                 f"{cluster.nodes} x {cluster.devices_per_node}",
                 ", ".join(shown) or "one device",
-                f"{num_engines(config)} of tp {config.rollout.tp}",
+                f"{num_engines(config)} of tp {config.rollout.tp}" if isinstance(config, Config) else "none",
             )
 
     return table(("preset", "model", "GPUs", "actor", "engines"), rows())
@@ -422,6 +433,7 @@ MAKERS: dict[str, Callable[[], str]] = {
         columns,
         schema,
         sft_schema,
+        preference_schema,
         site_schema,
         names,
         files,

@@ -15,7 +15,8 @@ import pytest
 from mrl import errors
 from mrl.cli.main import VERBS, main
 from mrl.config.keys import schema_keys
-from mrl.config.load import load_config, load_sft_config
+from mrl.config.load import VERBS as TRAINED_BY
+from mrl.config.load import load_config_of
 from mrl.config.sft import SftConfig
 from mrl.config.values import dotted
 from mrl.errors import ConfigError
@@ -69,10 +70,10 @@ def try_commands(block: Block, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         with monkeypatch.context() as patched:
             patched.setattr(f"{VERBS[verb][0]}.run", lambda arguments: 0)
             assert main([verb, *words]) == 0, f"{block}: mrl {verb} {' '.join(words)}"
-        load = load_sft_config if verb == "sft" else load_config
         for name in words:
             if name.startswith("configs/"):
-                load(name, [word for word in words if OVERRIDE.match(word) and MADE not in word])
+                overrides = [word for word in words if OVERRIDE.match(word) and MADE not in word]
+                load_config_of(verb if verb in TRAINED_BY.values() else "train", name, overrides)
         verbs.append(verb)
     return verbs
 
