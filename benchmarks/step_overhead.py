@@ -97,7 +97,10 @@ def train(config: str) -> tuple[list[StepWork], list[dict[str, float]]]:
                 figures.append(report.metrics)
                 batch = report.batch
                 row_of = {row_id: row for row, row_id in enumerate(batch.row_ids.tolist())}
-                updates = [np.array([row_of[row] for row in part.row_ids.tolist()]) for part in trainer.updates(batch)]
+                updates = [
+                    np.array([row_of[row] for row in part.row_ids.tolist()])
+                    for part in trainer.updates(batch, len(batch))
+                ]
                 ends = np.cumsum(batch.lengths("prompts"))[:-1]
                 prompts = np.split(batch.values("prompts").numpy().astype(np.int64), ends)
                 work.append(StepWork(prompts, batch.lengths("responses").astype(np.int64), updates))

@@ -34,7 +34,7 @@ class Pairs:
         """Return all pairs within groups; the lower rank is the better, and of equal ranks none is."""
         is_pair = (group_B[:, None] == group_B) & (rank_B[:, None] < rank_B)
         better_P, worse_P = is_pair.nonzero(as_tuple=True)
-        _, group_P, num_G = group_B[better_P].unique(return_inverse=True, return_counts=True)
+        _, group_P, num_G = torch.unique(group_B[better_P], return_inverse=True, return_counts=True)
         return cls(better_P, worse_P, 1.0 / num_G[group_P].double())
 
 
@@ -48,7 +48,7 @@ class RankingTotals:
     @classmethod
     def of(cls, group_B: Tensor, sum_over_ranks: Reduce = identity) -> RankingTotals:
         """Count groups and rows of all ranks, of which each holds whole groups."""
-        local = torch.tensor([group_B.unique().numel(), group_B.numel()], dtype=torch.float64)
+        local = torch.tensor([torch.unique(group_B).numel(), group_B.numel()], dtype=torch.float64)
         return cls(*sum_over_ranks(local).tolist())
 
 

@@ -28,6 +28,8 @@ AnyTyped = TypeVar("AnyTyped", Config, SftConfig, RmConfig, DpoConfig)
 AnyKind = type[Config] | type[SftConfig] | type[RmConfig] | type[DpoConfig]
 VERBS: Mapping[AnyKind, str] = {Config: "train", SftConfig: "sft", RmConfig: "rm", DpoConfig: "dpo"}
 """Which command trains by which kind of configuration."""
+_TOLD_BY = {"rm": "reward", "dpo": "preference"}
+"""The section by which their configurations differ from that of `mrl sft`."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,11 @@ def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved
     override_layer, problems = read_overrides(given)
     layer = merge(file_layer, override_layer)
     kind = _kind_of(layer.values)
-    if kind not in (root, None):
+    if kind is not None and VERBS[kind] != VERBS[root]:
         verb = VERBS[kind]
         what = f"is a configuration of `mrl {verb}`, not of `mrl {VERBS[root]}`"
-        lacks = {RmConfig: ", or add the section reward", DpoConfig: ", or add the section preference"}
-        fix = f"mrl {verb} {path}{lacks.get(root, '') if kind is SftConfig else ''}"
+        lacks = _TOLD_BY.get(VERBS[root]) if kind is SftConfig else None
+        fix = f"mrl {verb} {path}{f', or add the section {lacks}' if lacks else ''}"
         raise _config_error([Problem(path, "", what, fix)], Secrets())
     interpolated = interpolate(layer, path)
     problems += interpolated.problems
@@ -136,7 +138,8 @@ def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved
     if config is None or problems:
         raise _config_error(problems, interpolated.secrets)
     if config.training.fallback:
-        _check_fallback(root, path, [*given, *config.training.fallback])
+        given += config.training.fallback
+        _check_fallback(root, path, given)
     hidden = tuple(interpolated.secrets.hide(warning) for warning in warnings)
     return Resolved(path, config, hidden, interpolated.secrets, ConfigLayer(interpolated.values, layer.origins))
 

@@ -18,7 +18,7 @@ class RewardLossConfig:
     loss: Literal["bradley_terry", "regression"] = "bradley_terry"
     """`bradley_terry` learns which response was preferred, `regression` the number that each has."""
     margin: bool = False
-    """Whether the preferred response has to win by the margin of its pair (columns.margin)."""
+    """Whether the preferred response has to win by the margin of its pair (columns.label)."""
     smoothing: Minority = 0.0
     """Share of the pairs that are taken to stand the wrong way round."""
     centering: Amount = 0.0

@@ -79,7 +79,8 @@ class SftValidationConfig:
     every: NotNegative = 0
     """Updates between validations; 0 validates never. Before the first update and after the last there is one too."""
     keep_best: bool = False
-    """Also save at every update whose `val/loss` is the lowest so far."""
+    """Also save at every update whose `val/loss` is the lowest so far; for `mrl rm` and `mrl dpo`, whose `val/accuracy`
+    is the highest, but for `regression`."""
     samples: NotNegative = 4
     """Prompts that the model answers greedily at each validation, always the same, of each source in turn; 0 asks none.
     The first answer is printed, and all are written into `samples/validation-NNNNNN.parquet`."""

@@ -100,9 +100,8 @@ def plan_step(
     if groups is not None:
         sizes = np.asarray(groups, dtype=np.int64)
         starts = np.cumsum(sizes) - sizes
-        plan = _plan(
-            *(np.add.reduceat(each, starts) for each in (stored, costs)), num_ranks, max_tokens, rules, "groups"
-        )
+        stored, costs = np.add.reduceat(stored, starts), np.add.reduceat(costs, starts)
+        plan = _plan(stored, costs, num_ranks, max_tokens, rules, "groups")
         rows = np.split(np.arange(len(checked)), starts[1:])
         return StepPlan([[np.concatenate([rows[group] for group in batch]) for batch in rank] for rank in plan])
     return StepPlan(_plan(stored, costs, num_ranks, max_tokens, rules))

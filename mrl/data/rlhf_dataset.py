@@ -15,7 +15,7 @@ from mrl.data.rows import PromptRow, RowParser
 from mrl.data.sampler import Draw
 from mrl.data.sources import RawRows, open_source
 from mrl.errors import BadRow, DataError
-from mrl.protocol import DataProto
+from mrl.protocol import DataProto, Jagged
 from mrl.protocol.columns import from_rows
 
 CHECKED_AT_ONCE = 1024
@@ -156,7 +156,8 @@ def to_batch(prompts: Sequence[Prompt]) -> DataProto:
     answers = [answer for prompt in prompts for answer in prompt.answers]
     ranks = [rank for prompt in prompts for rank in range(max(1, len(prompt.answers)))]
     prompts = [prompt for prompt in prompts for _ in range(max(1, len(prompt.answers)))]
-    tensors = {"prompts": from_rows([torch.tensor(prompt.ids, dtype=torch.int32) for prompt in prompts])}
+    tensors: dict[str, torch.Tensor | Jagged] = {}
+    tensors["prompts"] = from_rows([torch.tensor(prompt.ids, dtype=torch.int32) for prompt in prompts])
     if answers:
         tensors["responses"] = from_rows([torch.tensor(answer.ids, dtype=torch.int32) for answer in answers])
         tensors["response_mask"] = from_rows([torch.tensor(answer.is_learned) for answer in answers])

@@ -107,7 +107,7 @@ class RankedDataset(SftDataset):
 
     def _responses(self, row: PromptRow) -> dict[str, tuple[dict[str, str], ...]]:
         chosen, *others = row.said
-        found = {"chosen response": (chosen,)}
+        found: dict[str, tuple[dict[str, str], ...]] = {"chosen response": (chosen,)}
         for number, message in enumerate(others):
             found["rejected response" if len(others) == 1 else f"rejected response [{number}]"] = (message,)
         return found

@@ -156,7 +156,7 @@ def padding_token(model: Path) -> int | None:
         added_id for added_id, text in added.items() if text in (settings.get("eos_token"), settings.get("bos_token"))
     }
     for ends in (config.get("eos_token_id"), generation.get("eos_token_id"), config.get("bos_token_id")):
-        taken |= set(ends if isinstance(ends, list) else [ends])
+        taken.update(ends if isinstance(ends, list) else [] if ends is None else [ends])
     named = [number for number, text in added.items() if text == settings.get("pad_token")]
     like = [number for number, text in added.items() if text is not None and "pad" in text.lower()]
     candidates = [config.get("pad_token_id"), *named, *like]

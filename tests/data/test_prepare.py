@@ -61,7 +61,7 @@ def test_a_preset_reads_what_is_made_of_given_files(suffix: str, here: Path) -> 
     assert test[0].messages[0]["content"].startswith(GSM8K[0]["question"])
 
 
-@pytest.mark.parametrize("preset", sorted({path.name for path in CONFIGS.glob("*g.yaml")} - OTHER_DATA))
+@pytest.mark.parametrize("preset", sorted({path.name for path in CONFIGS.glob("[gp]*g.yaml")} - OTHER_DATA))
 def test_every_preset_reads_files_that_the_verb_makes(preset: str) -> None:
     data = load_config(str(CONFIGS / preset)).config.data
     sources = [source.dataset for source in (*data.train.values(), *data.validation.values())]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,7 @@ def test_labels_are_one_number_or_one_for_each() -> None:
 
 
 def test_each_response_is_a_row_behind_its_prompt(here: Path, tokenizer: ChatTokenizer) -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"prompt": "1+1?", "chosen": "2", "rejected": ["3", "44"], "margin": [2, 1, 0]},
         {"prompt": "2+3?", "chosen": "5", "rejected": "55", "margin": 0.25},
     ]
@@ -128,7 +127,7 @@ def total(row: dict[str, Any]) -> int:
 def test_the_right_sum_is_preferred_to_one_with_a_wrong_digit() -> None:
     rows = addition(pairs=3, largest=20)
     assert len(rows) == 3 * 11 * 11
-    for row in rows:
+    for row in (rows[number] for number in range(len(rows))):
         right, wrong = row["chosen"], row["rejected"]
         assert int(right) == total(row)
         assert len(wrong) == len(right)
@@ -145,14 +144,14 @@ def test_a_pair_is_a_function_of_its_row() -> None:
 @pytest.mark.parametrize("swapped", [0.0, 0.3, 1.0])
 def test_a_share_of_the_pairs_stands_the_wrong_way_round(swapped: float) -> None:
     rows = addition(pairs=1, swapped=swapped)
-    wrong = [int(row["chosen"]) != total(row) for row in islice(rows, 4000)]
+    wrong = [int(row["chosen"]) != total(row) for row in (rows[number] for number in range(4000))]
     assert sum(wrong) / len(wrong) == pytest.approx(swapped, abs=0.03)
 
 
 def test_no_problem_is_in_both_parts() -> None:
     train, validation = (
-        {row["prompt"][0]["content"] for row in addition(pairs=2, largest=40, part=part)}
-        for part in ("train", "validation")
+        {rows[number]["prompt"][0]["content"] for number in range(len(rows))}
+        for rows in (addition(pairs=2, largest=40, part=part) for part in ("train", "validation"))
     )
     assert train
     assert validation
