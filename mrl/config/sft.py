@@ -82,8 +82,8 @@ class SftValidationConfig:
     """Also save at every update whose `val/loss` is the lowest so far; for `mrl rm` and `mrl dpo`, whose `val/accuracy`
     is the highest, but for `regression`."""
     samples: NotNegative = 4
-    """Prompts that the model answers greedily at each validation, always the same, of each source in turn; 0 asks none.
-    The first answer is printed, and all are written into `samples/validation-NNNNNN.parquet`."""
+    """Prompts that the model of `mrl sft` answers greedily at each validation, always the same, of each source in turn;
+    0 asks none. The first answer is printed, and all are written into `samples/validation-NNNNNN.parquet`."""
     max_response_tokens: Count = 64
     """Longest of these answers; batch.max_response_tokens and the room in a micro-batch bound them as well. Together
     they take as many forward passes at most, and fewer where the model says what the data says."""
