@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mrl.config.mesh import Mesh
+from mrl.config.preference import RankedConfig
 from mrl.config.schema import BatchConfig, Config, ParallelConfig, RolloutConfig
 from mrl.config.sft import AnyConfig, SftBatchConfig, SftConfig
 
@@ -81,8 +82,10 @@ def role_batch(config: AnyConfig, role: str) -> RoleBatch:
 
 
 def tokens_limit(config: AnyConfig) -> int:
-    """Return the tokens of the longest sample of a step, or row of SFT."""
-    return longest_sample_tokens(config.batch if isinstance(config, SftConfig) else config.rollout)
+    """Return the tokens of the longest sample of a step, or row of SFT: of a pair's two responses, which share a
+    micro-batch."""
+    longest = longest_sample_tokens(config.batch if isinstance(config, SftConfig) else config.rollout)
+    return 2 * longest if isinstance(config, RankedConfig) and config.is_of_pairs() else longest
 
 
 def has_own_rollout_pool(config: Config) -> bool:

@@ -49,6 +49,11 @@ class DpoLossConfig:
 class RankedConfig(SftConfig):
     """What `mrl rm` and `mrl dpo` share with each other and with `mrl sft`: a row is a prompt with its responses."""
 
+    def is_of_pairs(self) -> bool:
+        """Return whether rows have two responses or more, as the columns of some source say."""
+        sources = [*self.data.train.values(), *self.data.validation.values()]
+        return any(source.columns.rejected is not None for source in sources)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RmConfig(RankedConfig):

@@ -59,13 +59,12 @@ def _columns(config: RankedConfig) -> Iterator[Problem]:
 def _pair_fits(config: RankedConfig) -> Iterator[Problem]:
     """The responses to a prompt go into one micro-batch, each behind the prompt."""
     limit, cp, longest = config.actor.max_tokens_per_device, config.actor.parallel.cp, tokens_limit(config)
-    sources = [*config.data.train.values(), *config.data.validation.values()]
-    if any(source.columns.rejected is not None for source in sources) and 2 * longest > limit * cp:
+    if config.is_of_pairs() and longest > limit * cp:
         lengths = f"{config.batch.max_prompt_tokens} + {config.batch.max_response_tokens}"
         room = f"{limit} x cp {cp} = {limit * cp}" if cp > 1 else str(limit)
         key = "actor.max_tokens_per_device"
-        what = f"a pair of 2 x (max_prompt_tokens + max_response_tokens) = 2 x ({lengths}) = {2 * longest} does not fit"
-        yield problem(key, f"{what} in {room}", f"smallest: {key}={math.ceil(2 * longest / cp)}")
+        what = f"a pair of 2 x (max_prompt_tokens + max_response_tokens) = 2 x ({lengths}) = {longest} does not fit"
+        yield problem(key, f"{what} in {room}", f"smallest: {key}={math.ceil(longest / cp)}")
 
 
 def _reward(config: RmConfig) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from mrl.config.arithmetic import role_batch, tokens_limit
 from mrl.config.load import load_any_config, load_config_of
 from mrl.config.preference import DpoConfig, RmConfig
 from mrl.config.render import render
@@ -73,3 +74,25 @@ def test_a_list_of_others_and_regression_need_no_more_than_they_read() -> None:
 
 def test_there_are_many_cases() -> None:
     assert len(CASES) >= 30
+
+
+@pytest.mark.parametrize(
+    ("verb", "overrides", "longest"),
+    [
+        *(("rm", [], 640), ("dpo", [], 640), ("sft", [], 320)),
+        (
+            "rm",
+            [
+                "reward={loss: regression, centering: 0}",
+                *(f"data.{part}.sums.columns={{rejected: null, label: x}}" for part in ("train", "validation")),
+            ],
+            320,
+        ),
+    ],
+    ids=["rm", "dpo", "sft", "regression"],
+)
+def test_a_pair_is_planned_as_what_no_micro_batch_cuts(verb: str, overrides: list[str], longest: int) -> None:
+    config = load_config_of(verb, PATHS[verb], overrides).config
+    assert tokens_limit(config) == longest
+    share = role_batch(config, "actor")
+    assert share.max_micro_batches == -(-share.samples_per_rank // (1024 // longest))
