@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 LAYERS = (  # lowest first; what shares a line never imports each other
-    {"answers", "children", "errors", "files", "dtypes", "rounding"},
+    {"answers", "children", "errors", "files", "dtypes", "rounding", "signals"},
     {"registry", "redaction", "hub", "libraries"},
     {"events"},
     {"config"},
@@ -51,6 +51,7 @@ WITHOUT_TORCH = {
     "errors",
     "files",
     "rounding",
+    "signals",
     "registry",
     "redaction",
     "hub",
@@ -72,7 +73,7 @@ CORE = {"algos", "protocol", "controller", "models", "rollout", "weight_sync", "
 # whose context an agent rewrites; then what a model of SFT answers, decoded in every layout without an engine; then
 # responses that were ranked: reward models, and policies without one, with their losses, data, rules and figures.
 MAX_LINES = {"core": 13_750 + 870 + 350 + 150 + 2_800 + 150 + 850, "workbench": 13_700 + 3_550 + 800 + 950 + 550}
-MAX_FILES, MAX_CLASSES, MIN_MEDIAN_FILE_LINES = 240 + 45 + 36, 380 + 45 + 69, 105
+MAX_FILES, MAX_CLASSES, MIN_MEDIAN_FILE_LINES = 240 + 45 + 37, 380 + 45 + 69, 105
 """A capability that needs more raises these lines in its own commit, and says why."""
 
 # Where everything may be caught, because whatever happens there is reported as a worker's death, or is the failure of

@@ -24,6 +24,7 @@ from mrl.config.load import AnyTyped, Resolved, config_kind
 from mrl.config.run_directory import CHECKPOINTS, steps_in
 from mrl.errors import PlacementError, WorkerDied, WorkerSilent
 from mrl.events import Event, EventLog, RayLost, RunRestarted
+from mrl.signals import listening
 
 EXIT_LOST, EXIT_NO_PLACE = 76, 77
 """What a watched run leaves with when it lost a worker or a node, and when there were too few devices to start."""
@@ -144,10 +145,5 @@ def _forwarding_to(run: subprocess.Popen[bytes]) -> Iterator[None]:
     def forward(number: int, frame: FrameType | None) -> None:
         run.send_signal(number)
 
-    listened = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]  # `nohup` ignores one
-    before = {number: signal.signal(number, forward) for number in listened}
-    try:
+    with listening(_FORWARDED, forward):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

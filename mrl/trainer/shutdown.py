@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from mrl.signals import listening
+
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _AGAIN_S = 2.0
 """One SIGTERM may come several times: to the process, to its group, and from each parent that forwards it."""
@@ -46,13 +48,8 @@ class ShutdownSignal:
                 for stream in terminals:
                     _close(stream)
 
-        listened = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # `nohup` ignores one
-        before = {number: signal.signal(number, note) for number in listened}
-        try:
+        with listening(_SIGNALS, note):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _close(stream: int) -> None:
