@@ -42,21 +42,19 @@ def actor_objective(
     extra: ActorColumns = ActorColumns(),
     kl: KlConfig | None = None,
 ) -> Objective:
-    """L = agg(w * pg) + kl.coef * agg(kl) - entropy_coef * agg(H), with w the rollout correction, 1 without.
+    """L = agg(w * pg) + kl.coef * agg(w * kl) - entropy_coef * agg(H), with w the rollout correction, 1 without.
 
-    The KL is part of it where `kl.where` says so, the entropy where its coefficient is not 0.
+    The KL is part of it where `kl.where` says so, the entropy where its coefficient is not 0. The engine's policy draws
+    the tokens of both expectations, of which w makes those of the policy that is trained.
     """
     rows, mask_T = tokens.rows, tokens.mask_T
     policy = POLICY_LOSSES.resolve(config.policy)(tokens, config)
-    loss_T = policy.loss_T
-    if extra.rollout_weights_T is not None:
-        loss_T = loss_T * apply_mask(extra.rollout_weights_T, mask_T).detach()
-    terms = {"pg_loss": norm.aggregate(loss_T, rows, mask_T)}
+    terms = {"pg_loss": norm.aggregate(_weighted(policy.loss_T, extra, mask_T), rows, mask_T)}
     loss = terms["pg_loss"]
     if kl is not None and kl.where in ("loss", "both") and kl.coef:
         ref_log_probs_T = _column(extra.ref_log_probs_T, "ref_log_probs_T", "kl.coef")
         kl_T = token_kl(kl.in_loss, tokens.log_probs_T, ref_log_probs_T.detach(), mask_T)
-        terms["kl_loss"] = norm.aggregate(kl_T, rows, mask_T)
+        terms["kl_loss"] = norm.aggregate(_weighted(kl_T, extra, mask_T), rows, mask_T)
         loss = loss + kl.coef * terms["kl_loss"]
     if config.entropy_coef:
         entropy_T = _column(extra.entropy_T, "entropy_T", "entropy_coef")
@@ -64,6 +62,11 @@ def actor_objective(
         loss = loss - config.entropy_coef * terms["entropy"]
     reports = {name: term.detach() for name, term in terms.items()}
     return Objective(loss, reports | _reports(policy.reports_T, norm, mask_T))
+
+
+def _weighted(loss_T: Tensor, extra: ActorColumns, mask_T: Tensor) -> Tensor:
+    weights_T = extra.rollout_weights_T
+    return loss_T if weights_T is None else loss_T * apply_mask(weights_T, mask_T).detach()
 
 
 def critic_objective(tokens: ValueTokens, rows: Rows, norm: LossNormalizer, clip: float | None = 0.5) -> Objective:

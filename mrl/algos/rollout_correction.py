@@ -106,6 +106,26 @@ def correction_metrics(
     }
 
 
+def staleness_metrics(
+    pair: RolloutPair, ages_T: Tensor, sum_over_ranks: Reduce = identity, max_over_ranks: Reduce = identity
+) -> dict[str, float]:
+    """Measure the ratio of trained to sampling policy by the age of the weights that drew a token, in updates.
+
+    Mean ratio, 1 where nothing has moved, and effective sample size of the ratios as they are: of truncated ones it is
+    always near 1.
+    """
+    ratio_T = pair.log_ratio_T.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    oldest = int(max_over_ranks(torch.cat([ages_T, ages_T.new_zeros(1)]).max()))
+    of_age = [apply_mask(pair.mask_T, ages_T == age).double() for age in range(oldest + 1)]
+    columns = [torch.stack([each.sum(), (each * ratio_T).sum(), (each * ratio_T.square()).sum()]) for each in of_age]
+    figures: dict[str, float] = {}
+    for age, (count, total, squares) in enumerate(sum_over_ranks(torch.stack(columns)).tolist()):
+        if count:
+            figures[f"ratio_mean/age_{age}"] = total / count
+            figures[f"ratio_eff_sample_size/age_{age}"] = total**2 / (count * squares)
+    return figures
+
+
 def mismatch_metrics(
     pair: RolloutPair, sum_over_ranks: Reduce = identity, max_over_ranks: Reduce = identity
 ) -> dict[str, float]:

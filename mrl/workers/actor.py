@@ -10,7 +10,13 @@ from torch import Tensor
 from mrl.algos.aggregate import BatchTotals, LossNormalizer
 from mrl.algos.losses import PolicyTokens
 from mrl.algos.objectives import ActorColumns, actor_objective
-from mrl.algos.rollout_correction import RolloutPair, correction_metrics, correction_weights, mismatch_metrics
+from mrl.algos.rollout_correction import (
+    RolloutPair,
+    correction_metrics,
+    correction_weights,
+    mismatch_metrics,
+    staleness_metrics,
+)
 from mrl.algos.rows import Rows
 from mrl.config import step_calls
 from mrl.config.algorithm import AlgorithmConfig
@@ -48,6 +54,9 @@ class ActorRolloutRefWorker(ModelWorker):
             answer.meta_info = mismatch_metrics(pair, self.sum_over_shards, self.max_over_shards)
             if self._algorithm.correction is not None:
                 answer.meta_info |= correction_metrics(pair, self._algorithm.correction, self.sum_over_shards)
+            if "staleness" in batch.columns():
+                ages_T = batch.values("staleness")
+                answer.meta_info |= staleness_metrics(pair, ages_T, self.sum_over_shards, self.max_over_shards)
         return answer
 
     @register_call(step_calls.REF_LOG_PROB)

@@ -218,20 +218,22 @@ class Reference:
         return reports
 
     def actor_loss(self, rows: list[Row]) -> tuple[Tensor, dict[str, float]]:
-        """L = sum_t w_t (c_t pg_t + kl_coef kl_t - entropy_coef H_t), with c the correction."""
+        """L = sum_t w_t (c_t (pg_t + kl_coef kl_t) - entropy_coef H_t), with c the correction."""
         loss, kl = self.algorithm["loss"], self.algorithm["kl"]
         terms: dict[str, Any] = {"pg_loss": 0.0, "kl_loss": 0.0, "entropy": 0.0}
         sums: Counter[str] = Counter()
         for row, weight in zip(rows, formulas.token_weights(self.config, rows), strict=True):
             log_probs, entropy = self.log_probs(self.actor, row)
             of_token, reports = formulas.policy_loss(loss, log_probs, row)
+            correction: Any = 1.0
             if self.algorithm["correction"] is not None:
-                of_token = of_token * formulas.correction(self.algorithm["correction"], row)
+                correction = formulas.correction(self.algorithm["correction"], row)
+            of_token = of_token * correction
             terms["pg_loss"] = terms["pg_loss"] + weight * of_token.sum()
             terms["entropy"] = terms["entropy"] + weight * entropy.sum()
             if kl["where"] in ("loss", "both"):
                 estimate = formulas.kl_estimate(kl["in_loss"], log_probs, row.columns["ref_log_probs"])
-                terms["kl_loss"] = terms["kl_loss"] + weight * estimate.sum()
+                terms["kl_loss"] = terms["kl_loss"] + weight * (correction * estimate).sum()
             reports |= {"entropy_mean": entropy, "rollout_diff": (log_probs - row.columns["rollout"]).abs()}
             sums.update({name: float(value.sum()) for name, value in reports.items()})
         # The coefficient of the loss stays; only the reward's is steered.
