@@ -41,6 +41,7 @@ class Conversation:
         self._num_prompt = len(prompt_ids)
         self._context = _joined(np.empty(0, np.int32), prompt_ids)
         self._mask, self._log_probs = np.empty(0, np.bool_), np.empty(0, np.float32)
+        self._versions = np.empty(0, np.int32)
         self._turns: list[WrittenTurn] = []
         self._ended = ""
         if not self._num_prompt or max_tokens < 1:
@@ -71,6 +72,11 @@ class Conversation:
         return self._log_probs
 
     @property
+    def versions(self) -> Ids:
+        """Of each token of the response, which weights drew it; -1 where nobody did."""
+        return self._versions
+
+    @property
     def turns(self) -> tuple[WrittenTurn, ...]:
         return tuple(self._turns)
 
@@ -96,8 +102,8 @@ class Conversation:
             max_tokens=min(max_turn_tokens, self.room),
         )
 
-    def write(self, ids: Ids, log_probs: npt.NDArray[np.float32], finish: Finish) -> None:
-        """Append what the model wrote, the token that ended the turn included."""
+    def write(self, ids: Ids, log_probs: npt.NDArray[np.float32], finish: Finish, versions: Ids | int = 0) -> None:
+        """Append what the model wrote, the token that ended the turn included, and which weights drew it."""
         self._expect(models_turn=True, what="a turn is written")
         if not 0 < len(ids) <= self.room or len(log_probs) != len(ids):
             what = f"{len(ids)} tokens and {len(log_probs)} log-probs, where 1 to {self.room} tokens fit"
@@ -106,7 +112,7 @@ class Conversation:
             at = int(np.argmin(np.isfinite(log_probs)))
             raise self._error(f"token {at} of what the model wrote has log-prob {log_probs[at]}")
         self._turns.append(WrittenTurn(len(self._mask), len(ids), finish))
-        self._append(ids, log_probs, is_written=True)
+        self._append(ids, log_probs, versions, is_written=True)
 
     def observe(self, ids: Ids) -> None:
         """Append what the model is answered; where not one token could follow it, end the conversation by length."""
@@ -114,7 +120,7 @@ class Conversation:
         if not len(ids):
             raise self._error("an observation without tokens", fix="end the conversation where nothing is to be said")
         if len(ids) < self.room:
-            self._append(ids, np.full(len(ids), np.nan, np.float32), is_written=False)
+            self._append(ids, np.full(len(ids), np.nan, np.float32), -1, is_written=False)
         else:
             self._ended = "length"
 
@@ -123,8 +129,9 @@ class Conversation:
         self._expect(models_turn=False, what=f"it ends by {how}")
         self._ended = how
 
-    def _append(self, ids: Ids, log_probs: npt.NDArray[np.float32], *, is_written: bool) -> None:
+    def _append(self, ids: Ids, log_probs: npt.NDArray[np.float32], versions: Ids | int, *, is_written: bool) -> None:
         self._context = _joined(self._context, ids)
+        self._versions = _joined(self._versions, np.broadcast_to(np.asarray(versions, np.int32), len(ids)))
         self._mask = _joined(self._mask, np.full(len(ids), is_written))
         self._log_probs = _joined(self._log_probs, log_probs)
 

@@ -193,7 +193,7 @@ class Dialogs:
         """Add a turn that an engine wrote, and ask its environment for an answer."""
         dialog = self._writing.pop(generated.key)
         num_read = len(dialog.begun.context_ids)
-        dialog.begun.write(generated.token_ids, generated.log_probs, generated.finish)
+        dialog.begun.write(generated.token_ids, generated.log_probs, generated.finish, generated.token_versions())
         dialog.writers.append(dialog.current)
         dialog.home = generated.replica
         if dialog.environment is None:

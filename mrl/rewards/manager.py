@@ -42,7 +42,7 @@ class RewardManager:
     """Score samples in worker processes.
 
     All at once with `score`, or one by one while a rollout still runs: `submit` queues a sample and returns its
-    ticket, `drain` waits for all that were submitted. One thread at a time may use a manager.
+    ticket, `drain` waits for all that were submitted, and `collect` for none. One thread at a time may use a manager.
     """
 
     def __init__(self, config: RewardConfig, events: EventLog, *, others_score: bool = False) -> None:
@@ -107,20 +107,28 @@ class RewardManager:
         """Wait for all that were submitted; the run stops where too many of them have failed."""
         assert not self._groups, f"as many samples are submitted as a group has; not of {list(self._groups)[:3]}"
         done: dict[int, Outcome] = {}
-        self._check_share()
         while self._awaited:
             done |= self._take()
-            self._check_share()
+            self.check_share(self._failed, self._num_submitted - self._batch_begin)
+        self._begin_batch()
+        return done
+
+    def _begin_batch(self) -> None:
         self._batch_begin, self._failed = self._num_submitted, []
+
+    def collect(self) -> dict[int, Outcome]:
+        """Return the outcomes that there are by now, each once. How many may fail is for `check_share` to say."""
+        done = self._take(waits=False)
+        self._begin_batch()
         return done
 
     def close(self) -> None:
         """End all workers and whatever they have started; nothing is left behind."""
         self._pool.close()
 
-    def _take(self) -> dict[int, Outcome]:
+    def _take(self, *, waits: bool = True) -> dict[int, Outcome]:
         done: dict[int, Outcome] = {}
-        for number, body in self._pool.receive():
+        for number, body in self._pool.receive(waits=waits):
             job = self._jobs[number]
             if why := read_again(body):  # another sample of its worker failed
                 self._events.write(Retried(f"reward of {job.name}", job.attempts, f"side by side with another: {why}"))
@@ -162,15 +170,15 @@ class RewardManager:
                 fix="mend the reward function, or reward.on_failure=drop to go on without such samples",
             )
 
-    def _check_share(self) -> None:
-        """Stop as soon as it is certain that too many fail."""
-        total, most = self._num_submitted - self._batch_begin, self._config.max_failed_share
-        if len(self._failed) <= most * total:
+    def check_share(self, failed: Sequence[tuple[Sample, Failure]], total: int) -> None:
+        """Stop where so many of so many have failed."""
+        most = self._config.max_failed_share
+        if len(failed) <= most * total:
             return
-        kinds = Counter(failure.kind for _, failure in self._failed)
+        kinds = Counter(failure.kind for _, failure in failed)
         counted = ", ".join(f"{kinds[kind]} {kind}" for kind in FAILURE_KINDS if kinds[kind])
-        examples = [f"  {_example(sample, failure)}" for sample, failure in self._failed[:_NUM_EXAMPLES]]
-        share = f"{len(self._failed)} of {total} samples have no reward ({counted}); at most {100 * most:g} % may fail"
+        examples = [f"  {_example(sample, failure)}" for sample, failure in failed[:_NUM_EXAMPLES]]
+        share = f"{len(failed)} of {total} samples have no reward ({counted}); at most {100 * most:g} % may fail"
         raise RewardError(
             "\n".join([share, *examples]),
             where="reward",

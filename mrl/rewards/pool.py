@@ -65,14 +65,14 @@ class WorkerPool:
         self._check_open()
         self._write(frame(ticket, body))
 
-    def receive(self) -> list[tuple[int, bytes]]:
-        """Return the answers that have come, at least one: wait for it."""
+    def receive(self, *, waits: bool = True) -> list[tuple[int, bytes]]:
+        """Return the answers that have come, at least one if it is waited for."""
         self._check_open()
         answers: list[tuple[int, bytes]] = []
         while True:
             while data := self._read():
                 answers += [answer for answer in self._reader.feed(data) if not self._is_control(*answer)]
-            if answers:
+            if answers or not waits:
                 return answers
             self._wait(self._from_supervisor, select.POLLIN)
 
