@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from mrl.config.agent_rules import check_agent_rules
+from mrl.config.asynchrony_rules import check_asynchrony_rules
 from mrl.config.data_rules import check_data_rules, check_reward_rules, unchecked_data
 from mrl.config.judge_rules import check_judge_rules
 from mrl.config.keys import convert
@@ -155,6 +156,7 @@ def _check(config: AnyConfig) -> tuple[list[Problem], list[str]]:
         problems += check_validation_rules(config)
         problems += check_judge_rules(config)
         problems += check_agent_rules(config)
+        problems += check_asynchrony_rules(config)
     else:
         problems += check_sft_rules(config)
         problems += check_ranked_rules(config) if isinstance(config, RankedConfig) else ()

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from mrl.config.agent import AgentConfig
 from mrl.config.algorithm import AlgorithmConfig
+from mrl.config.asynchrony import AsynchronyConfig
 from mrl.config.bounds import Characters, Count, NotNegative, PlainName, Proportion, Seconds, Share, Text
 from mrl.config.judge import JudgeConfig
 from mrl.config.reward import RewardConfig
@@ -366,6 +367,7 @@ class Config:
     Its pool is its own."""
     rollout: RolloutConfig
     sync: SyncConfig = field(default_factory=SyncConfig)
+    asynchrony: AsynchronyConfig = field(default_factory=AsynchronyConfig)
     training: TrainingConfig
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 

@@ -15,7 +15,7 @@ from mrl.config.schema import Config
 
 Columns = tuple[str, ...]
 SAMPLE_COLUMNS: Columns = ("prompts", "responses", "rollout_log_probs", "scores")
-OPTIONAL_SAMPLE_COLUMNS: Columns = ("baseline_scores", "response_mask")
+OPTIONAL_SAMPLE_COLUMNS: Columns = ("baseline_scores", "response_mask", "staleness")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ LOG_PROB = StepCall(
     is_made=needs_old_log_probs,
     reads=("prompts", "responses"),
     writes=("old_log_probs",),
-    optional=("response_mask", "rollout_log_probs"),
+    optional=("response_mask", "rollout_log_probs", "staleness"),
 )
 REF_LOG_PROB = StepCall(
     role="actor",

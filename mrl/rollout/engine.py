@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,8 @@ from mrl.registry import load_attribute
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
 Part = Literal["weights", "kv_cache"]
+Cache = Literal["recompute", "keep"]
+"""What becomes of the keys and values of samples under way when weights come in flight."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,36 @@ class EngineSettings:
     """Whether it serves what the model's files hold; else its weights come from the trainer."""
     reads_text: bool = False
     """Whether responses end at texts, so that the engine needs the tokenizer."""
+    takes_weights_in_flight: bool = False
+    """Whether weights may change between two tokens of a sample: no step may be computed ahead then."""
 
 
 class RolloutEngine(ABC):
-    """One model that generates. Requests start and finish independently; weights change only in between."""
+    """One model that generates. Requests start and finish independently.
+
+    Weights change in between, or between two tokens of those under way, whose first token of each version is noted.
+    """
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         self.weight_version: int | None = None
         """None while what it holds came from a file, or from an update that failed."""
-        self.unfinished: set[str] = set()
+        self._switches: dict[str, list[tuple[int, int]]] = {}
+        """Of each sample under way, from which token on newer weights drew it than those that it began with."""
+        self._began_with: dict[str, int] = {}
         self.full_tensor_reason = ""
         """Why fused and sharded tensors cannot be written into this engine; empty where they can."""
         self._resident: set[Part] = {"weights", "kv_cache"}
+
+    @property
+    def unfinished(self) -> set[str]:
+        """The samples under way."""
+        return set(self._began_with)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether there is something under way, and all that it takes to go on with it."""
+        return bool(self._began_with) and self.weight_version is not None and len(self._resident) == 2
 
     def start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
         """Begin to generate these beside those under way."""
@@ -74,9 +93,9 @@ class RolloutEngine(ABC):
         for request in requests:
             check_request(request, self.settings)
         keys = {request.key for request in requests}
-        if len(keys) < len(requests) or keys & self.unfinished:
+        if len(keys) < len(requests) or keys & self._began_with.keys():
             raise RolloutError(f"two samples of {self.settings.replica} have the same key")
-        self.unfinished |= keys
+        self._began_with |= dict.fromkeys(keys, self.weight_version)
         self._start(requests, sampling)
 
     def need_version(self, version: int) -> None:
@@ -88,30 +107,57 @@ class RolloutEngine(ABC):
 
     def step(self) -> list[Generated]:
         """One token more for everything under way; what is finished with that."""
-        finished = self._step()
-        self.unfinished.difference_update(sample.key for sample in finished)
-        return finished
+        return [self._with_versions(sample) for sample in self._step()]
+
+    def _with_versions(self, sample: Generated) -> Generated:
+        version = self._began_with.pop(sample.key, sample.weight_version)
+        switches = self._switches.pop(sample.key, [])
+        return replace(sample, weight_version=version, switches=tuple(switches))
 
     def abort(self) -> None:
         """Forget everything under way."""
-        self._abort(self.unfinished)
-        self.unfinished.clear()
+        self._abort(self._began_with)
+        self._began_with.clear()
+        self._switches.clear()
 
-    def receive_weights(self, version: int) -> None:
-        """Take in one version of the weights, whole or not at all, and forget what was computed with another."""
+    def receive_weights(self, version: int, cache: Cache | None = None) -> None:
+        """Take in one version of the weights, whole or not at all, and forget what was computed with another.
+
+        With samples under way that is refused, unless it is said what becomes of what was computed for them.
+        """
         self._need("weights")
-        if self.unfinished:
-            raise RolloutError(f"{self.settings.replica} got new weights with {len(self.unfinished)} samples under way")
+        if self._began_with and cache is None:
+            under_way = f"{len(self._began_with)} samples under way"
+            raise RolloutError(f"{self.settings.replica} got new weights with {under_way}")
+        num_written = self._num_written() if self._began_with else {}
         self.weight_version = None  # what a failed update leaves behind is of no version
         if not self.settings.loads_files:
             self._receive_weights(version)
+        if cache != "keep":
+            self._drop_cache()
         self.weight_version = version
+        for key, first in num_written.items():
+            self._note_switch(key, first, version)
 
-    def sleep(self) -> None:
-        """Give the device's memory back: weights are sent again, and the cache is worth nothing after that."""
+    def _note_switch(self, key: str, first: int, version: int) -> None:
+        switches = self._switches.setdefault(key, [])
+        if switches and switches[-1][0] == first:
+            switches.pop()  # those drew nothing of it
+        if first:
+            switches.append((first, version))
+        else:
+            self._began_with[key] = version
+
+    def sleep(self, *, keep: bool = False) -> None:
+        """Give the device's memory back: weights are sent again, and the cache is worth nothing after that.
+
+        What is under way goes on after that where it is to be kept; else there must be nothing.
+        """
         self._need("weights", "kv_cache")
-        if self.unfinished:
-            raise RolloutError(f"{self.settings.replica} fell asleep with {len(self.unfinished)} samples under way")
+        if self._began_with and not keep:
+            under_way = f"{len(self._began_with)} samples under way"
+            raise RolloutError(f"{self.settings.replica} fell asleep with {under_way}")
+        self._drop_cache()
         self._sleep()
         self._resident.clear()
         self.weight_version = None
@@ -144,6 +190,14 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _abort(self, keys: Iterable[str]) -> None: ...
+
+    @abstractmethod
+    def _num_written(self) -> Mapping[str, int]:
+        """Return how many tokens each sample under way has."""
+
+    @abstractmethod
+    def _drop_cache(self) -> None:
+        """Forget all keys and values; those of samples under way are computed anew."""
 
     @abstractmethod
     def _receive_weights(self, version: int) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 from mrl.controller import RayWorkerGroup
 from mrl.errors import MrlError, RolloutError, WorkerError, WorkerRaised
 from mrl.events import EventLog, ReplicaLost, ReplicaServes
-from mrl.rollout.engine import EngineSettings, FreeMemory, Part, check_request
+from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, check_request
 from mrl.rollout.pace import Pace
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling, wrong_answer
 from mrl.rollout.scheduler import MAX_IN_FLIGHT, RequestScheduler
@@ -21,10 +22,14 @@ WAIT_S = 0.5
 """How long a replica waits for something to be finished before it answers that nothing was."""
 FOLLOW_UP_WAIT_S = 0.02
 """The same where more may be asked for meanwhile: a request waits as long until its replica listens again."""
+_LOOK_S = 0.05
+"""Between two looks whether the trainer can send, where a replica waits for weights."""
 
 StartReplica = Callable[[int], RayWorkerGroup]
 SendWeights = Callable[[Sequence[int], int], None]
 """Has the trainer hand a version to the replicas of these numbers; raises where it could not."""
+NewestWeights = Callable[[], AbstractContextManager[int | None]]
+"""Which version the trainer can send for the length of the block; None while it computes."""
 
 
 class FollowUps(Protocol):
@@ -40,7 +45,8 @@ class FollowUps(Protocol):
 class RolloutFleet:
     """Replicas by number, started at once; whatever is asked of them first waits for them.
 
-    A replica serves only while it holds the weights that are asked for.
+    A replica serves only while it holds weights of the trainer: those that are asked for, or, where it has started
+    since and the trainer has gone on, the newest that it could be sent. Each sample says what drew it.
     """
 
     def __init__(
@@ -50,8 +56,15 @@ class RolloutFleet:
         send_weights: SendWeights,
         limits: EngineSettings,
         events: EventLog,
+        newest: NewestWeights | None = None,
     ) -> None:
+        """Start them. Without `newest` the trainer can send what is asked for at any time."""
         self._start, self._send_weights, self._limits, self._events = start, send_weights, limits, events
+        self._version = 0
+        self._newest = newest or (lambda: nullcontext(self._version))
+        self._work = RequestScheduler((), num_replicas)
+        self._is_closing = False
+        self._generating_s = 0.0
         self._threads = ThreadPoolExecutor(num_replicas, "replica")
         self._replicas: dict[int, RayWorkerGroup] = {}
         self._versions: dict[int, int | None] = dict.fromkeys(range(num_replicas))
@@ -68,10 +81,27 @@ class RolloutFleet:
         self._wait_until_started()
         return str(self._replicas[0].full_tensor_reason())
 
-    def update(self, version: int) -> None:
-        """Bring every replica to this version. One that dies meanwhile is replaced by the next `stream`."""
+    def update(self, version: int, cache: Cache | None = None) -> None:
+        """Bring every replica to this version, with `cache` those too that have samples under way.
+
+        One that dies meanwhile is replaced by the next `stream`.
+        """
         self._wait_until_started()
-        self._sync_weights(list(self._replicas), version)
+        self._sync_weights(list(self._replicas), version, cache)
+
+    def holds(self, version: int) -> bool:
+        """Return whether all replicas that serve hold this version, and there are any."""
+        serving = [held for held in self._versions.values() if held is not None]
+        return bool(serving) and all(held == version for held in serving)
+
+    def pop_generating_s(self) -> float:
+        """Return the seconds since the last call in which some replica had samples under way."""
+        seconds, self._generating_s = self._generating_s, 0.0
+        return seconds
+
+    def stop(self) -> None:
+        """Have the `stream` of another thread end, by an error."""
+        self._is_closing = True
 
     def stream(
         self,
@@ -79,17 +109,25 @@ class RolloutFleet:
         sampling: Sampling,
         version: int,
         follow_ups: FollowUps | None = None,
+        cache: Cache | None = None,
     ) -> Iterator[Generated]:
-        """The samples as they are finished; whoever stops asking for more makes the replicas forget the rest."""
+        """The samples as they are finished; whoever stops asking for more makes the replicas forget the rest.
+
+        With `cache` the samples under way go on with newer weights whenever the trainer can send such.
+        """
         _check_requests(requests, self._limits)
         self._wait_until_started()
+        self._version = version
         if stale := [index for index in self._replicas if self._versions[index] != version]:
             self._sync_weights(stale, version)
         work = RequestScheduler(requests, len(self._versions), 1 if sampling.alone else MAX_IN_FLIGHT)
-        asked: dict[Future[Any], int] = {}
+        self._work = work
+        asked: dict[Future[Any], tuple[int, RayWorkerGroup]] = {}
         wait_s = FOLLOW_UP_WAIT_S if follow_ups else WAIT_S
         try:
             while True:
+                if self._is_closing:
+                    raise RolloutError("the run ends while samples are generated")
                 if follow_ups:
                     _check_requests(more := follow_ups.take(), self._limits)
                     work.add(more)
@@ -97,17 +135,20 @@ class RolloutFleet:
                 if not work.num_left and not arriving:
                     return
                 self._start_missing()
-                self._ask(work, asked, sampling, version, wait_s)
+                self._join()
+                yield from self._take_weights(asked, cache)
+                self._ask(asked, sampling, wait_s)
                 awaited = [*asked, *self._starting.values(), *([arriving] if arriving else [])]
-                done, _ = wait(awaited, return_when=FIRST_COMPLETED)
+                is_waiting, began = cache is not None or None in self._versions.values(), time.monotonic()
+                done, _ = wait(awaited, _LOOK_S if is_waiting else WAIT_S, FIRST_COMPLETED)
+                self._generating_s += time.monotonic() - began if asked else 0.0
                 for future in done & asked.keys():
-                    yield from self._collect(future, asked.pop(future), work, version)
-                if joined := self._join():
-                    self._sync_weights(joined, version)
+                    yield from self._collect(future, *asked.pop(future))
         finally:
             wait(asked)
             self._pace.rollout_ends()
             self._call([index for index in self._replicas if work.num_in_flight(index)], "abort")
+            self._work = RequestScheduler((), len(self._versions))
 
     def probe(
         self, request: GenerationRequest, sampling: Sampling, version: int, *, everyone: bool
@@ -126,19 +167,19 @@ class RolloutFleet:
             try:
                 answer = future.result()
             except WorkerError as error:
-                self._drop_replica(index, _headline(error), num_unfinished=1)
+                self._drop_replica(index, error.what, num_asked=1)
                 continue
             if wrong := wrong_answer([answer], {request.key: request}, version, self._limits.vocab):
-                self._drop_replica(index, f"its answer cannot be right: {wrong}", num_unfinished=1)
+                self._drop_replica(index, f"its answer cannot be right: {wrong}", num_asked=1)
             else:
                 answers[index] = answer
         self._unprobed -= answers.keys()
         return answers
 
-    def sleep(self) -> None:
-        """Have every replica give its memory back."""
+    def sleep(self, *, keep: bool = False) -> None:
+        """Have every replica give its memory back; with `keep`, what is under way goes on after that."""
         self._wait_until_started()
-        self._call(list(self._replicas), "sleep")
+        self._call(list(self._replicas), "sleep", *([True] if keep else []))
         self._versions = dict.fromkeys(self._versions)
 
     def wake(self, part: Part) -> dict[int, list[FreeMemory]]:
@@ -153,36 +194,37 @@ class RolloutFleet:
             replica.shutdown()
         self._threads.shutdown()
 
-    def _ask(
-        self,
-        work: RequestScheduler,
-        asked: dict[Future[Any], int],
-        sampling: Sampling,
-        version: int,
-        wait_s: float,
-    ) -> None:
+    def _ask(self, asked: dict[Future[Any], tuple[int, RayWorkerGroup]], sampling: Sampling, wait_s: float) -> None:
         """Give every replica that serves, and has answered what it was asked, its share."""
-        serving = [index for index in self._replicas if self._versions[index] == version]
-        for index in set(serving) - set(asked.values()):
+        work, versions = self._work, self._versions
+        serving = [index for index in self._replicas if versions[index] is not None]
+        for index in set(serving) - {
+            index for index, replica in asked.values() if self._replicas.get(index) is replica
+        }:
             requests = work.assign(index, len(serving))
             if work.num_in_flight(index):
-                submit = self._replicas[index].submit_and_poll
-                asked[self._threads.submit(_timed, submit, requests, sampling, version, wait_s)] = index
+                replica = self._replicas[index]
+                submitted = self._threads.submit(
+                    _timed, replica.submit_and_poll, requests, sampling, versions[index], wait_s
+                )
+                asked[submitted] = index, replica
 
-    def _collect(self, future: Future[Any], index: int, work: RequestScheduler, version: int) -> Sequence[Generated]:
+    def _collect(self, future: Future[Any], index: int, replica: RayWorkerGroup) -> Sequence[Generated]:
+        work, version = self._work, self._versions[index]
         try:
             answered: tuple[list[Generated] | RolloutError, float] = future.result()
         except WorkerError as error:
-            has_served = index in self._served
-            self._drop_replica(index, _headline(error), work.num_in_flight(index))
-            work.requeue(index, error.what, has_served=has_served)
+            if self._replicas.get(index) is replica:
+                self._drop_replica(index, error.what)
+            return ()
+        if self._replicas.get(index) is not replica:  # it was let go meanwhile, and others have its requests
             return ()
         answer, seconds = answered
         if isinstance(answer, RolloutError):
             raise answer
+        assert version is not None, "a replica that serves holds weights"
         if wrong := wrong_answer(answer, work.in_flight(index), version, self._limits.vocab):
-            self._drop_replica(index, f"its answer cannot be right: {wrong}", work.num_in_flight(index))
-            work.reject(index, wrong)
+            self._drop_replica(index, f"its answer cannot be right: {wrong}", wrong=wrong)
             return ()
         work.finish(index, answer)
         self._pace.note(index, sum(len(sample.token_ids) for sample in answer), seconds)
@@ -190,10 +232,33 @@ class RolloutFleet:
             self._served.add(index)
         return [replace(sample, replica=index) for sample in answer]
 
-    def _sync_weights(self, indices: Sequence[int], version: int) -> None:
+    def _take_weights(
+        self, asked: dict[Future[Any], tuple[int, RayWorkerGroup]], cache: Cache | None
+    ) -> list[Generated]:
+        """Bring replicas that hold none to the newest weights, and with `cache` all, if the trainer can send now.
+
+        Return what those had finished that were asked before.
+        """
+        with self._newest() as version:
+            if version is None:
+                return []
+            held = {index: self._versions[index] for index in self._replicas}
+            stale = [index for index, has in held.items() if has is None or (cache is not None and has != version)]
+            if not stale:
+                return []
+            of_stale = [future for future, (index, _) in asked.items() if index in stale]
+            samples = [sample for future in of_stale for sample in self._collect(future, *asked.pop(future))]
+            if cache is not None:
+                self._work.forgive()
+                self._pace.rollout_ends()
+            self._sync_weights([index for index in stale if index in self._replicas], version, cache)
+        return samples
+
+    def _sync_weights(self, indices: Sequence[int], version: int, cache: Cache | None = None) -> None:
         """Have these replicas receive while the trainer sends; those that die are let go, and the rest tries again."""
         self._versions |= dict.fromkeys(indices)
-        calls = {index: self._replicas[index].receive_weights.future(version) for index in indices}
+        told = (version,) if cache is None else (version, cache)
+        calls = {index: self._replicas[index].receive_weights.future(*told) for index in indices}
         failures: list[MrlError] = []
         try:
             self._send_weights(indices, version)
@@ -209,11 +274,11 @@ class RolloutFleet:
                 failures.append(error)
                 raised.append(index)
             except WorkerError as error:
-                self._drop_replica(index, _headline(error))
+                self._drop_replica(index, error.what)
         if failures and all(index in self._replicas for index in indices):
             raise failures[0]
         if raised:
-            self._sync_weights(raised, version)
+            self._sync_weights(raised, version, cache)
 
     def _call(self, indices: Sequence[int], method: str, *args: Any) -> dict[int, Any]:
         """Call these replicas at once; let those go that fail."""
@@ -223,26 +288,30 @@ class RolloutFleet:
             try:
                 answers[index] = call.get()
             except WorkerError as error:
-                self._drop_replica(index, _headline(error))
+                self._drop_replica(index, error.what)
         return answers
 
-    def _drop_replica(self, index: int, reason: str, num_unfinished: int = 0) -> None:
-        self._events.write(ReplicaLost(index, reason, num_unfinished))
+    def _drop_replica(self, index: int, said: str, *, num_asked: int = 0, wrong: str = "") -> None:
+        """Let go of one that has died, or whose answer is wrong; others do what it had in hand."""
+        num_unfinished, has_served = self._work.num_in_flight(index), index in self._served
+        self._events.write(ReplicaLost(index, said.partition("\n")[0], num_unfinished + num_asked))
         self._served.discard(index)
         self._versions[index] = None
         self._replicas.pop(index).shutdown()
+        if wrong:
+            self._work.reject(index, wrong)
+        elif num_unfinished:
+            self._work.requeue(index, said, has_served=has_served)
 
     def _start_missing(self) -> None:
         for index in self._versions.keys() - self._replicas.keys() - self._starting.keys():
             self._starting[index] = self._threads.submit(self._start, index)
             self._unprobed.add(index)
 
-    def _join(self) -> list[int]:
+    def _join(self) -> None:
         """Take in the replicas that have started since."""
-        joined = [index for index, future in self._starting.items() if future.done()]
-        for index in joined:
+        for index in [index for index, future in self._starting.items() if future.done()]:
             self._replicas[index] = self._starting.pop(index).result()
-        return joined
 
     def _wait_until_started(self) -> None:
         """Wait for the replicas that are starting."""
@@ -270,7 +339,3 @@ def _probe_replica(replica: RayWorkerGroup, request: GenerationRequest, sampling
     if isinstance(answer, RolloutError):
         raise answer
     return answer[0]
-
-
-def _headline(error: WorkerError) -> str:
-    return error.what.partition("\n")[0]

@@ -4,12 +4,14 @@ training -> the trainer gives up gradients and optimizer, and other roles on its
          -> the engines wake their weights -> weights go over
          -> the trainer gives up its parameters -> the engines wake their cache -> generating -> the way back
 
-Engines with a pool of their own stay awake; receivers on their devices take the weights from the network.
+Engines with a pool of their own stay awake; receivers on their devices take the weights from the network. They may
+generate in another thread while the trainer computes, and are sent weights when it does not.
 """
 
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -74,9 +76,11 @@ class HybridEngine:
         self._held = 0
         self._is_generating = self._parameters_are_away = False
         self._metrics: dict[str, float] = {}
-        self._fleet = RolloutFleet(
-            num_engines(config), self._start_replica, self._send_weights, self._settings(0), context.events
-        )
+        self._cache = config.asynchrony.cache if config.asynchrony.weights == "in_flight" else None
+        self.actor_lock = threading.Lock()
+        """Held by the trainer while it has something for the actor to do and another thread generates."""
+        starting = self._start_replica, self._send_weights, self._settings(0), context.events, self._newest_weights
+        self._fleet = RolloutFleet(num_engines(config), *starting)
         if self._take_turns:
             self._fleet.sleep()
 
@@ -114,6 +118,11 @@ class HybridEngine:
         self._actor.prepare_sending(route)
         waiting.get()
 
+    @property
+    def version(self) -> int:
+        """Of the actor's weights: one more with each step that changes them."""
+        return self._version
+
     def weights_changed(self) -> None:
         """The actor has been updated: what the engines hold is of yesterday."""
         self._version += 1
@@ -134,7 +143,7 @@ class HybridEngine:
                 group.offload(*PARTS)
             self._wake("weights")
         if self._held != self._version:
-            self._fleet.update(self._version)
+            self._fleet.update(self._version, self._cache)
             self._held = self._version
         if self._take_turns:
             self._actor.offload("parameters")
@@ -143,7 +152,7 @@ class HybridEngine:
         yield
         # A failure in the block ends the run, and with it every process: there is no way back to training then.
         if self._take_turns:
-            self._fleet.sleep()
+            self._fleet.sleep(keep=self._cache is not None)
             self._held = 0
             for group in (self._actor, *self._guests):
                 group.onload(*PARTS)
@@ -151,12 +160,32 @@ class HybridEngine:
         self._is_generating = False
 
     def generate(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling, follow_ups: FollowUps | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: Sampling,
+        follow_ups: FollowUps | None = None,
+        *,
+        in_flight: bool = False,
     ) -> Iterator[Generated]:
-        """Samples of the present policy, each as it is finished; of `follow_ups` too, which arise meanwhile."""
-        if not self._is_generating:
+        """Samples of the policy that the engines hold, each as it is finished; of `follow_ups` too, which arise
+        meanwhile. With `in_flight` they go on with newer weights when these come."""
+        if not self._is_generating and (self._take_turns or not self._held):
             raise RolloutError("the trainer has the devices: generate within rollout_mode")
-        return self._fleet.stream(requests, sampling, self._version, follow_ups)
+        return self._fleet.stream(requests, sampling, self._held, follow_ups, self._cache if in_flight else None)
+
+    def has_newest(self) -> bool:
+        """Return whether the engines that serve hold the actor's weights, to which they come in flight."""
+        if self._fleet.holds(self._version):
+            self._held = self._version
+        return self._held == self._version
+
+    def pop_generating_s(self) -> float:
+        """Return the seconds since the last call in which some engine had samples under way."""
+        return self._fleet.pop_generating_s()
+
+    def stop(self) -> None:
+        """Have what another thread generates end, by an error there."""
+        self._fleet.stop()
 
     def probe(self, request: GenerationRequest, sampling: Sampling, *, everyone: bool) -> dict[int, Generated]:
         """One request, answered by all engines, or by those alone that have not been asked since they started."""
@@ -212,8 +241,19 @@ class HybridEngine:
             replica=REPLICA.format(index),
             tp=rollout.tp,
             reads_text=self._reads_text,
+            takes_weights_in_flight=self._cache is not None,
             vllm={name: value for name, value in rollout.vllm.items() if name != "dtype"},
         )
+
+    @contextmanager
+    def _newest_weights(self) -> Iterator[int | None]:
+        """The version that the actor can send for the length of the block; None while the trainer needs it."""
+        is_free = self.actor_lock.acquire(blocking=False)
+        try:
+            yield self._version if is_free else None
+        finally:
+            if is_free:
+                self.actor_lock.release()
 
     def _send_weights(self, replicas: Sequence[int], version: int) -> None:
         """The trainer's half of a transfer. A replica that starts late finds the parameters away: they come back."""

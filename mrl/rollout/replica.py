@@ -9,7 +9,7 @@ from functools import partial
 from mrl.controller import Dispatch, RankInfo, Worker, register
 from mrl.errors import RolloutError
 from mrl.hub import node_copy
-from mrl.rollout.engine import EngineSettings, FreeMemory, Part, engine_class
+from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, engine_class
 from mrl.rollout.engine_thread import EngineThread
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
@@ -49,14 +49,14 @@ class RolloutReplica(Worker):
         self._thread.abort()
 
     @register(Dispatch.RANK_ZERO)
-    def receive_weights(self, version: int) -> None:
+    def receive_weights(self, version: int, cache: Cache | None = None) -> None:
         """Take in one version, which the trainer ranks of the same devices hand over meanwhile."""
-        self._thread.call(lambda engine: engine.receive_weights(version))
+        self._thread.call(lambda engine: engine.receive_weights(version, cache))
 
     @register(Dispatch.RANK_ZERO)
-    def sleep(self) -> None:
-        """Give the device's memory back."""
-        self._thread.call(lambda engine: engine.sleep())
+    def sleep(self, keep: bool = False) -> None:
+        """Give the device's memory back; with `keep`, what is under way goes on after that."""
+        self._thread.call(lambda engine: engine.sleep(keep=keep))
 
     @register(Dispatch.RANK_ZERO)
     def wake(self, part: Part) -> list[FreeMemory]:

@@ -69,12 +69,25 @@ class Generated:
     """Of each token, in the distribution that it was really drawn from."""
     finish: Literal["stop", "length"]
     weight_version: int
+    """Of the weights that drew its first token."""
     replica: int | None = None
     """Which one generated it, as the fleet knows."""
+    switches: tuple[tuple[int, int], ...] = ()
+    """Where newer weights came in flight: the first token that each drew, and their version."""
+
+    def token_versions(self) -> npt.NDArray[np.int32]:
+        """Return the version of the weights that drew each token."""
+        versions = np.full(len(self.token_ids), self.weight_version, np.int32)
+        for first, version in self.switches:
+            versions[first:] = version
+        return versions
 
 
 def wrong_answer(samples: Sequence[Generated], asked: Mapping[str, GenerationRequest], version: int, vocab: int) -> str:
-    """Return why these cannot be answers to what was asked; nothing where they may be. All are looked at at once."""
+    """Return why these cannot be answers to what was asked; nothing where they may be. All are looked at at once.
+
+    The version is that of the weights which drew their last tokens.
+    """
     keys = [sample.key for sample in samples]
     if len(set(keys)) < len(keys) or not set(keys) <= asked.keys():
         return f"it answered {sorted(set(keys) - asked.keys())[:3] or 'one request twice'}, which it was not asked"
@@ -83,10 +96,9 @@ def wrong_answer(samples: Sequence[Generated], asked: Mapping[str, GenerationReq
         limit = asked[sample.key].max_tokens
         if not 0 < length <= limit or len(sample.log_probs) != length:
             return f"{length} tokens and {len(sample.log_probs)} log-probs for {sample.key}, of 1 to {limit} tokens"
-        if sample.weight_version != version or sample.finish not in ("stop", "length"):
-            return (
-                f"{sample.key} is of weights {sample.weight_version}, not {version}, or ended by {sample.finish!r:.40}"
-            )
+        last = sample.switches[-1][1] if sample.switches else sample.weight_version
+        if last != version or sample.finish not in ("stop", "length"):
+            return f"{sample.key} is of weights {last}, not {version}, or ended by {sample.finish!r:.40}"
     if not samples:
         return ""
     tokens = np.concatenate([sample.token_ids for sample in samples])

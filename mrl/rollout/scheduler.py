@@ -81,6 +81,10 @@ class RequestScheduler:
         """What a replica has, by key."""
         return self._in_flight[replica]
 
+    def forgive(self) -> None:
+        """Count the deaths and wrong answers from here on."""
+        self._num_deaths = self._num_without_service = self._num_wrong = 0
+
     def reject(self, replica: int, wrong: str) -> None:
         """Put back what a replica had that answered what no engine can; the second such answer stops the rollout."""
         self._num_wrong += 1

@@ -5,7 +5,7 @@ Noise is drawn as vLLM's sampler draws it, so that the same seed gives the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +75,8 @@ class TransformersEngine(RolloutEngine):
         return any(stop in text for stop in stops)
 
     def _extend(self, row: RowState) -> None:
-        new = row.token_ids[-1:] or row.request.prompt_ids.tolist()
+        all_ids = [*row.request.prompt_ids.tolist(), *row.token_ids]
+        new = all_ids[row.cache.get_seq_length() :]  # after a change of weights that may be all of them
         output = self.model(torch.tensor([new], device=self.settings.device), past_key_values=row.cache)
         log_probs = sampled_log_probs(output.logits[0, -1], row.sampling)
         noise = torch.empty_like(log_probs).exponential_(generator=row.noise)
@@ -84,9 +85,9 @@ class TransformersEngine(RolloutEngine):
         row.log_probs.append(float(log_probs[token]))
 
     def _generated(self, row: RowState, stopped: bool) -> Generated:
-        assert self.weight_version is not None, "nothing is generated before weights have arrived"
         token_ids, log_probs = np.asarray(row.token_ids, np.int32), np.asarray(row.log_probs, np.float32)
-        return Generated(row.request.key, token_ids, log_probs, "stop" if stopped else "length", self.weight_version)
+        version = self._began_with[row.request.key]
+        return Generated(row.request.key, token_ids, log_probs, "stop" if stopped else "length", version)
 
     def _abort(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -116,6 +117,13 @@ class TransformersEngine(RolloutEngine):
                 raise RolloutError(f"{wrong.replace('_', ' ')} among the tensors: {sorted(report[wrong])[:5]}")
         self.model = model.to(self.settings.device)
         return digests.read()
+
+    def _num_written(self) -> Mapping[str, int]:
+        return {key: len(row.token_ids) for key, row in self._rows.items()}
+
+    def _drop_cache(self) -> None:
+        for row in self._rows.values():
+            row.cache = DynamicCache()
 
     def _sleep(self) -> None:
         """There is no memory to give back."""

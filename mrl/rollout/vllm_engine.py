@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import entry_points
 from typing import Any
@@ -60,7 +60,9 @@ class VllmEngine(RolloutEngine):
     def _start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
         for request in requests:
             params = _sampling_params(request, sampling)
-            prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
+            prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
+            if self.settings.takes_weights_in_flight:  # what other weights computed is not read, wherever it lies
+                prompt["cache_salt"] = str(self.weight_version)
             self._engine.add_request(request.key, prompt, params)
             if self._first == "":
                 self._first = request.key
@@ -82,13 +84,12 @@ class VllmEngine(RolloutEngine):
             )
         if key == self._first:
             self._first = None
-        assert self.weight_version is not None, "nothing is generated before weights have arrived"
         return Generated(
             key,
             np.asarray(sample.token_ids, np.int32),
             np.asarray(sample.logprobs.logprobs, np.float32),
             sample.finish_reason,
-            self.weight_version,
+            self._began_with[key],
         )
 
     def _abort(self, keys: Iterable[str]) -> None:
@@ -101,12 +102,18 @@ class VllmEngine(RolloutEngine):
         self._on_workers("finish_weight_update")
         if reasons := [reason for reason in self._on_workers("last_update_error") if reason]:
             raise RolloutError(reasons[0])
-        if not self._engine.reset_prefix_cache():
-            raise RolloutError(f"vLLM did not drop its prefix cache after weights {version} had arrived")
         self._first = ""
 
+    def _num_written(self) -> Mapping[str, int]:
+        states = self._engine.output_processor.request_states.values()
+        return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
+
+    def _drop_cache(self) -> None:
+        if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._began_with)):
+            raise RolloutError("vLLM did not drop its cache, which holds what the weights before computed")
+
     def _sleep(self) -> None:
-        self._engine.sleep(_DISCARD_EVERYTHING)
+        self._engine.sleep(_DISCARD_EVERYTHING, "keep")
 
     def _wake(self, part: Part) -> list[FreeMemory]:
         if self.settings.device == "cuda":  # on a CPU nothing has slept
@@ -158,6 +165,8 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
         "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
         "worker_extension_cls": "mrl.weight_sync.vllm_receiver.WorkerExtension",
     }
+    if settings.takes_weights_in_flight:
+        ours["async_scheduling"] = False
     if settings.device == "cpu":  # after a part of a prompt vLLM winds the noise back, which a CPU's generator cannot
         ours["enable_chunked_prefill"] = False
     for name, value in settings.vllm.items():

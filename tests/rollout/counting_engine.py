@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,8 @@ class CountingEngine(RolloutEngine):
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
         self.left: dict[str, int] = {}
+        self.asked: dict[str, int] = {}
+        self.num_dropped = 0
         self.notes: list[object] = []
         self.threads = {threading.get_ident()}
         self.gate = threading.Event()
@@ -39,6 +41,7 @@ class CountingEngine(RolloutEngine):
     def _start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
         self._note("start")
         self.left |= {each.key: each.max_tokens for each in requests}
+        self.asked |= {each.key: each.max_tokens for each in requests}
         self.sampling = sampling
 
     def _step(self) -> list[Generated]:
@@ -63,6 +66,12 @@ class CountingEngine(RolloutEngine):
         self._note(("weights", version, self.weight_version))
         if version < 0:
             raise RolloutError("the weights are torn")
+
+    def _num_written(self) -> Mapping[str, int]:
+        return {key: self.asked[key] - left for key, left in self.left.items()}
+
+    def _drop_cache(self) -> None:
+        self.num_dropped += 1
 
     def _sleep(self) -> None:
         self._note("sleep")
