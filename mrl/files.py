@@ -111,17 +111,22 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str, mode: int | None = None) -> None:
-    """Replace a file by one with this text, which is on disk when this returns, and whole whenever others look.
+    """Replace a file by one with this text, as `write_bytes` does."""
+    write_bytes(path, text.encode("utf-8"), mode)
+
+
+def write_bytes(path: Path, data: bytes, mode: int | None = None) -> None:
+    """Replace a file by one with this content, which is on disk when this returns, and whole whenever others look.
 
     A mode is kept to under any umask.
     """
     staged = path.with_name(f".{path.name}.tmp")
     staged.unlink(missing_ok=True)  # of a writer that crashed, perhaps with another mode
     descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if mode is None else mode)
-    with named(staged), os.fdopen(descriptor, "w", encoding="utf-8") as file:
+    with named(staged), os.fdopen(descriptor, "wb") as file:
         if mode is not None:
             os.fchmod(descriptor, mode)
-        file.write(text)
+        file.write(data)
         file.flush()
         os.fsync(descriptor)
     staged.replace(path)

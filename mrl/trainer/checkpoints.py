@@ -23,7 +23,7 @@ from mrl.errors import CheckpointError, MrlError
 from mrl.events import EventLog, Saved, Warned
 from mrl.trainer.role_client import RoleClient
 
-MANIFEST = "manifest.json"
+MANIFEST, DRAWN_AHEAD = "manifest.json", "drawn-ahead.bin"
 _FORMAT = "mrl-run-3"
 _STAGED, _REMOVED = ".saving", ".removing"
 
@@ -37,6 +37,8 @@ class Checkpoint:
     state: dict[str, Any]
     is_best: bool
     """Whether it was the best when it was saved."""
+    drawn_ahead: bytes
+    """Batches that were drawn and not trained."""
 
 
 def find_checkpoint(directory: Path, which: str) -> Path:
@@ -94,7 +96,14 @@ class CheckpointManager:
         """Return the steps that have a checkpoint, whole or damaged."""
         return steps_in(self._directory)
 
-    def begin(self, step: int, roles: Mapping[str, RoleClient], state: Mapping[str, Any], is_best: bool) -> None:
+    def begin(
+        self,
+        step: int,
+        roles: Mapping[str, RoleClient],
+        state: Mapping[str, Any],
+        is_best: bool,
+        drawn_ahead: bytes = b"",
+    ) -> None:
         """Begin to write a checkpoint of this moment."""
         assert self._save is None, "one save at a time"
         staged = self._directory / f"{_STAGED}-{step:06d}"
@@ -104,6 +113,8 @@ class CheckpointManager:
         staged.mkdir(mode=0o700)
         save = _Save(step, staged, roles, dict(state), is_best, time.monotonic())
         with _removed_on_failure(staged):
+            if drawn_ahead:
+                files.write_bytes(staged / DRAWN_AHEAD, drawn_ahead)
             for name, role in roles.items():
                 role.group.begin_checkpoint(str(staged / name))
         self._save = save
@@ -133,6 +144,8 @@ class CheckpointManager:
                 "roles": {name: files.sha256(save.staged / name / MANIFEST) for name in save.roles},
                 "state": save.state,
             }
+            if (drawn_ahead := save.staged / DRAWN_AHEAD).exists():
+                manifest["drawn_ahead"] = files.sha256(drawn_ahead)
             files.write_text(save.staged / MANIFEST, json.dumps(manifest | {"sha256": _sha256(manifest)}))
             if target.exists():  # a resumed run has done this step again
                 shutil.rmtree(target)
@@ -213,7 +226,12 @@ def _read(directory: Path, step: int) -> Checkpoint:
         for name, sha256 in manifest["roles"].items():
             if files.sha256(path / name / MANIFEST) != sha256:
                 raise ValueError(f"{name}/{MANIFEST} is not what was saved")
-        return Checkpoint(path, step, dict(manifest["state"]), bool(manifest["is_best"]))
+        drawn_ahead = b""
+        if "drawn_ahead" in manifest:
+            drawn_ahead = files.read_bytes(path / DRAWN_AHEAD, (path / DRAWN_AHEAD).stat().st_size)
+            if hashlib.sha256(drawn_ahead).hexdigest() != manifest["drawn_ahead"]:
+                raise ValueError(f"{DRAWN_AHEAD} is not what was saved")
+        return Checkpoint(path, step, dict(manifest["state"]), bool(manifest["is_best"]), drawn_ahead)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         older = f"; the one before is step {steps_in(directory)[-2]}" if len(steps_in(directory)) > 1 else ""
         raise CheckpointError(

@@ -28,6 +28,7 @@ from mrl.registry import load_attribute
 from mrl.rewards.manager import RewardManager
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.trainer.agents import has_stops, open_dialogs
+from mrl.trainer.collector import Collector
 from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator
 from mrl.trainer.judge import judge_served
@@ -35,6 +36,7 @@ from mrl.trainer.model_scores import check_reward_model
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.reward_sources import check_reward_sources
 from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, RoleClient
+from mrl.trainer.sample_stream import SampleStream, open_stream
 from mrl.trainer.validation import Validator, check_best
 from mrl.workers.messages import ModelSetup
 
@@ -56,7 +58,7 @@ class Components:
     hybrid: HybridEngine
     engine_probe: EngineProbe
     prompts: PromptLoader
-    generator: Generator
+    stream: SampleStream
     validator: Validator
     kl: KLController
 
@@ -110,14 +112,17 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
         if config.validation.reward_functions:
             judge = Generator(config, hybrid, others, tokenizer, clock.progress, dialogs)
         validator = Validator(config, validation, judge, directory, events)
+        probe = EngineProbe(config, hybrid, roles["actor"], tokenizer, events)
+        stream = open_stream(config, Collector(config, prompts, generator), hybrid, probe, clock)
+        stack.callback(stream.close)
         yield Components(
             actor=roles["actor"],
             critic=roles.get("critic"),
             reward_model=roles.get("reward_model"),
             hybrid=hybrid,
-            engine_probe=EngineProbe(config, hybrid, roles["actor"], tokenizer, events),
+            engine_probe=probe,
             prompts=prompts,
-            generator=generator,
+            stream=stream,
             validator=validator,
             kl=_kl_controller(config),
         )

@@ -45,10 +45,16 @@ class EngineProbe:
         # Neither cut nor stopped: the whole distribution is compared, and always as many tokens.
         self._sampling = Sampling(config.rollout.temperature)
 
+    def is_due(self, step: int) -> bool:
+        """Return whether all engines are asked at this step."""
+        every = self._config.sync.probe_every
+        return bool(every) and step % every == 0
+
     def ask(self, step: int) -> Answers:
         """What engines answer that have not been asked since they started, and every so many steps what all do."""
-        every = self._config.sync.probe_every
-        return self._hybrid.probe(self._request, self._sampling, everyone=step % every == 0) if every else {}
+        if not self._config.sync.probe_every:
+            return {}
+        return self._hybrid.probe(self._request, self._sampling, everyone=self.is_due(step))
 
     def compare(self, step: int, answers: Answers) -> None:
         """Hold the log-probs of each engine against the actor's; beyond the tolerance the run stops."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,24 @@ class ScoredBatch:
     metrics: dict[str, float]
 
 
+@dataclass(eq=False)
+class Round:
+    """Prompts on their way to responses with scores."""
+
+    number: int
+    """Of the step that it is for."""
+    batch: DataProto
+    """Of prompts, a row for each response."""
+    dialogs: list[Dialog]
+    sizes: Counter[str]
+    """Uid -> its conversations that have not failed."""
+    num_left: int
+    """Conversations that go on."""
+    samples: dict[int, Sample] = field(default_factory=dict)
+    tickets: dict[int, int] = field(default_factory=dict)
+    """Row -> what names its sample where rewards are."""
+
+
 class Generator:
     """Generates and scores. A response is a conversation with an environment; where there is none, of one turn."""
 
@@ -48,48 +66,67 @@ class Generator:
     ) -> None:
         """Make one that knows environments where it is given what speaks with them."""
         self._config = config
-        self._hybrid = hybrid
-        self._rewards = rewards
+        self.hybrid = hybrid
+        self.rewards = rewards
         self._tokenizer = tokenizer
-        self._progress = progress
-        self._dialogs = dialogs or Dialogs(AgentConfig(), None, {}, tokenizer.decode, lambda event: None)
+        self.progress = progress
+        self.dialogs = dialogs or Dialogs(AgentConfig(), None, {}, tokenizer.decode, lambda event: None)
         rollout, validation = config.rollout, config.validation
         self._end_tokens = {
             token for tokens in end_tokens(tokenizer, config.model.path, rollout).values() for token in tokens
         }
-        self._end_tokens |= self._dialogs.end_ids
+        self._end_tokens |= self.dialogs.end_ids
         ends = tuple(sorted(self._end_tokens)), tuple(rollout.stop), config.agent.deterministic
         self.training = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, *ends)
         self.greedy = Sampling(1.0, 1.0, 1, *ends)
         self.validation = Sampling(validation.temperature, validation.top_p, validation.top_k, *ends)
         if validation.greedy:
             self.validation = self.greedy
+        self._has_versions = config.asynchrony.ahead > 0
         functions = config.reward.functions.values()
-        self._waits_for_groups = self._dialogs.has_environments and any(function.group for function in functions)
+        self._waits_for_groups = self.dialogs.has_environments and any(function.group for function in functions)
         """A group that loses a conversation is smaller, which is known at the end."""
 
     def run(self, batch: DataProto, sampling: Sampling, step: int) -> ScoredBatch:
         """One response to each row's prompt, with its score. Rows of one uid are its samples, in their order."""
-        dialogs = self._dialogs.begin(self._openings(batch, step))
-        samples: dict[int, Sample] = {}
-        sizes = Counter(batch["uid"])
-        tickets: dict[int, int] = {}
+        found = self.begin(batch, step)
         for done, dialog in enumerate(self._ended(sampling), start=1):
-            row = dialog.opening.row
-            self._progress(done, len(dialogs))
-            if dialog.failure is not None:
-                sizes[dialog.opening.uid] -= 1
-                continue
-            samples[row] = self._sample(batch, dialog)
-            if self._rewards is not None and not self._waits_for_groups:
-                tickets[row] = self._rewards.submit(samples[row], sizes[samples[row].uid])
-        check_failed_share(self._config.agent, dialogs)
-        if self._rewards is not None and self._waits_for_groups:
-            tickets = {row: self._rewards.submit(each, sizes[each.uid]) for row, each in sorted(samples.items())}
-        scored = self._rewards.drain() if self._rewards is not None else {}
+            self.progress(done, len(found.dialogs))
+            self.add(found, dialog)
+        return self.scored(found, self.rewards.drain() if self.rewards is not None else {})
+
+    def begin(self, batch: DataProto, step: int) -> Round:
+        """Have the conversations of a batch begin."""
+        dialogs = self.dialogs.begin(self._openings(batch, step))
+        return Round(step, batch, dialogs, Counter(batch["uid"]), len(dialogs))
+
+    def add(self, found: Round, dialog: Dialog) -> None:
+        """Note that a conversation has ended, and have it scored."""
+        row = dialog.opening.row
+        found.num_left -= 1
+        if dialog.failure is not None:
+            found.sizes[dialog.opening.uid] -= 1
+        else:
+            found.samples[row] = self._sample(found.batch, dialog)
+            if not self._waits_for_groups:
+                self._submit(found, row)
+        if not found.num_left:
+            check_failed_share(self._config.agent, found.dialogs)
+            if self._waits_for_groups:
+                for each in sorted(found.samples):
+                    self._submit(found, each)
+
+    def _submit(self, found: Round, row: int) -> None:
+        if self.rewards is not None:
+            sample = found.samples[row]
+            found.tickets[row] = self.rewards.submit(sample, found.sizes[sample.uid])
+
+    def scored(self, found: Round, scored: Mapping[int, Outcome]) -> ScoredBatch:
+        """Return the samples of a round that have a score, whose tickets name what was scored."""
+        batch, dialogs, samples, tickets = found.batch, found.dialogs, found.samples, found.tickets
         outcomes = {row: self._outcome(dialogs[row], scored.get(tickets.get(row, 0))) for row in sorted(samples)}
-        metrics = dialog_metrics(dialogs) if self._dialogs.has_environments else {}
-        if self._rewards is not None or metrics:
+        metrics = dialog_metrics(dialogs) if self.dialogs.has_environments else {}
+        if self.rewards is not None or metrics:
             metrics |= reward_metrics([samples[row] for row in outcomes], list(outcomes.values()))
         scores = {row: outcome for row, outcome in outcomes.items() if isinstance(outcome, Score)}
         batch = self._with_prompts(batch, dialogs).take(list(scores))
@@ -102,7 +139,7 @@ class Generator:
         rows = np.split(batch.values("prompts").numpy(), np.cumsum(batch.lengths("prompts"))[:-1])
         for row, (ids, uid) in enumerate(zip(rows, batch["uid"], strict=True)):
             number = seen[uid] = seen.get(uid, -1) + 1
-            told = {"messages": batch["messages"][row]} if self._dialogs.has_environments else {}
+            told = {"messages": batch["messages"][row]} if self.dialogs.has_environments else {}
             openings.append(
                 Opening(
                     row=row,
@@ -122,11 +159,11 @@ class Generator:
 
     def _ended(self, sampling: Sampling) -> Iterator[Dialog]:
         """Yield the conversations as they end."""
-        follow_ups = self._dialogs if self._dialogs.has_environments else None
-        for generated in self._hybrid.generate(self._dialogs.take(), sampling, follow_ups):
-            self._dialogs.written(generated)
-            yield from self._dialogs.ended()
-        yield from self._dialogs.ended()
+        follow_ups = self.dialogs if self.dialogs.has_environments else None
+        for generated in self.hybrid.generate(self.dialogs.take(), sampling, follow_ups):
+            self.dialogs.written(generated)
+            yield from self.dialogs.ended()
+        yield from self.dialogs.ended()
 
     def _outcome(self, dialog: Dialog, scored: Outcome | None) -> Outcome:
         """Return what the functions and the environment give together."""
@@ -173,7 +210,7 @@ class Generator:
 
     def _with_prompts(self, batch: DataProto, dialogs: Sequence[Dialog]) -> DataProto:
         """Return the batch with what stood before the model's last segment in the place of the data's prompts."""
-        if not self._dialogs.has_environments:
+        if not self.dialogs.has_environments:
             return batch
         texts = {dialog.opening.row: dialog.prompt_text for dialog in dialogs if dialog.prompt_text is not None}
         prompts = [dialog.prompt_ids for dialog in dialogs]
@@ -190,11 +227,13 @@ class Generator:
             "truncated": torch.tensor([each.ended == "length" for each in conversations]),
             "scores": torch.tensor([score.value for score in scores.values()], dtype=torch.float64),
         }
+        if self._has_versions:
+            tensors["versions"] = from_rows([torch.tensor(each.versions) for each in conversations])
         objects: dict[str, list[Any]] = {
             "response_text": [samples[row].response for row in scores],
             "answer": [score.answer for score in scores.values()],
         }
-        if self._dialogs.has_environments:
+        if self.dialogs.has_environments:
             tensors["response_mask"] = from_rows([torch.tensor(each.mask) for each in conversations])
             objects["turns"] = [dialogs[row].said or [samples[row].response] for row in scores]
             objects["response_text"] = ["".join(turns) for turns in objects["turns"]]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mrl.algos.token_rewards import overlong_penalty
 from mrl.config import step_calls
+from mrl.config.arithmetic import has_own_rollout_pool
 from mrl.config.schema import Config
 from mrl.config.step_calls import OPTIONAL_SAMPLE_COLUMNS, SAMPLE_COLUMNS
 from mrl.controller.transport import fetch, store
@@ -23,15 +23,15 @@ from mrl.protocol import DataProto
 from mrl.trainer import step_metrics
 from mrl.trainer.audit import check_invariants
 from mrl.trainer.components import Components, build_components
-from mrl.trainer.dynamic_sampling import full_batch, solved_shares
+from mrl.trainer.drawn_file import drawn_from_bytes, drawn_to_bytes
 from mrl.trainer.engine_probe import Answers
-from mrl.trainer.generation import ScoredBatch
 from mrl.trainer.model_scores import add_model_scores
 from mrl.trainer.own_metrics import OwnMetrics
 from mrl.trainer.role_client import Metrics, mean_of
 from mrl.trainer.run import Run
 from mrl.trainer.samples import preview, sample_columns, tensor_columns
 from mrl.trainer.segments import trained_rows
+from mrl.trainer.staleness import staleness_metrics, with_staleness
 from mrl.trainer.start_progress import show_start_progress
 from mrl.workers.messages import WholeBatch
 
@@ -71,6 +71,8 @@ class RayPPOTrainer:
             if reason := self.hybrid.full_tensor_reason:
                 self.run.warn("rollout", f"weights travel as whole tensors: {reason}")
             self.num_steps_done = self.run.resume(self.components)
+            drawn = drawn_from_bytes(self.run.drawn_ahead, self.hybrid.version)
+            self.components.stream.go_on(self.num_steps_done, drawn)
             stack.callback(self.run.finish_save)  # also when the next step fails: the workers are still there
             yield self.components
 
@@ -95,7 +97,8 @@ class RayPPOTrainer:
             score = self.score_of(figures)
             is_kept = validation.keep_best and run.is_best(score)
             if is_last or stop or is_kept or run.save_is_due(report.step):
-                run.save(self.components, report.step, score, wait=is_last or stop)
+                drawn = drawn_to_bytes(self.components.stream.drawn_ahead(), self.hybrid.version)
+                run.save(self.components, report.step, score, wait=is_last or stop, drawn_ahead=drawn)
             if stop:
                 break
         return validated
@@ -103,16 +106,16 @@ class RayPPOTrainer:
     def step(self) -> StepReport:
         """One step. Every line is a phase, and every phase is timed."""
         step = self.clock.step = self.num_steps_done + 1
-        with self.clock("rollout"), self.hybrid.rollout_mode():  # Megatron's layout -> vLLM's, and back to sleep
-            samples = self.collect(step)  # responses, rollout_log_probs, scores
-            answers = self.components.engine_probe.ask(step)
+        samples, answers = self.components.stream.next(step)  # responses, rollout_log_probs, scores
         self.compare_engines(step, answers)
         if self.reward_model is not None:
             with self.clock("reward_model"):
                 rm_scores = self.reward_model.compute_rm_score(samples.batch)
                 samples = add_model_scores(self.config, samples, rm_scores)
         rows = trained_rows(samples.batch)
-        batch, metrics = store(rows.batch.select(*self._train_columns(rows.batch))), dict(samples.metrics)
+        batch = with_staleness(rows.batch, self.hybrid.version)
+        metrics = samples.metrics | staleness_metrics(batch, self.config.asynchrony.ahead)
+        batch = store(batch.select(*self._train_columns(batch)))
         if step_calls.LOG_PROB in self.calls:
             with self.clock("old_log_prob"):
                 old_log_probs, mismatch = self.actor.compute_log_prob(batch)
@@ -153,6 +156,8 @@ class RayPPOTrainer:
         metrics = step_metrics.batch_metrics(batch, longest, solved_at) | self.own_metrics.of(batch)
         seconds = self.clock.pop_seconds()
         metrics |= step_metrics.timing_metrics(seconds, trained, self.config.cluster)
+        if has_own_rollout_pool(self.config):
+            metrics |= step_metrics.overlap_metrics(seconds, self.hybrid.pop_generating_s())
         num_trained = int(metrics["perf/total_num_tokens"]) * self.config.batch.epochs_per_step
         for name, role in self.components.roles.items():
             metrics |= step_metrics.training_metrics(role, name, seconds.get(f"update_{name}", 0.0), num_trained)
@@ -169,7 +174,7 @@ class RayPPOTrainer:
 
     def validate(self) -> dict[str, float]:
         """Measure the policy as it is now on the validation prompts."""
-        with self.clock("validation"), self.hybrid.rollout_mode():
+        with self.clock("validation"), self.components.stream.settled():
             figures = self.components.validator.run(self.num_steps_done)
             answers = self.components.engine_probe.ask(self.num_steps_done)
         while self.components.validator.warnings:
@@ -191,33 +196,6 @@ class RayPPOTrainer:
         if answers:
             with self.clock("probe"):
                 self.components.engine_probe.compare(step, answers)
-
-    def collect(self, step: int) -> ScoredBatch:
-        """Generate the step's samples, and score them."""
-        scored = full_batch(self.config, self.components.prompts, lambda prompts: self.generate(prompts, step))
-        overlong = self.config.algorithm.overlong
-        if overlong is None:
-            return scored
-        lengths_B = torch.from_numpy(step_metrics.written_lengths(scored.batch))
-        longest = self.config.rollout.max_response_tokens
-        penalty_B = overlong_penalty(lengths_B, longest, overlong.buffer_tokens, overlong.factor)
-        batch = scored.batch.with_column("scores", scored.batch["scores"] + penalty_B)
-        return ScoredBatch(batch, scored.metrics | {"reward/overlong_penalty": float(penalty_B.mean())})
-
-    def generate(self, prompts: DataProto, step: int) -> ScoredBatch:
-        """Generate samples of these prompts; for ReMax also the greedy answer, whose score is the baseline."""
-        generator = self.components.generator
-        scored = generator.run(prompts.repeat(self.config.batch.samples_per_prompt), generator.training, step)
-        self.components.prompts.learn(solved_shares(self.config, scored.batch))
-        if self.config.algorithm.advantage != "remax":
-            return scored
-        greedy = generator.run(prompts, generator.greedy, step).batch
-        baseline = dict(zip(greedy["uid"], greedy["scores"].tolist(), strict=True))
-        uids = scored.batch["uid"]
-        kept = scored.batch.take([row for row, uid in enumerate(uids) if uid in baseline])
-        scores = torch.tensor([baseline[uid] for uid in kept["uid"]], dtype=torch.float64)
-        kept = kept.with_column("baseline_scores", scores)
-        return ScoredBatch(kept, scored.metrics | {"reward/greedy/mean": float(scores.mean())})
 
     def estimate_advantages(self, batch: DataProto, whole: WholeBatch) -> tuple[DataProto, Metrics]:
         """Compute advantages, on the critic's ranks where there is one: its values are there."""

@@ -56,6 +56,8 @@ class Run(Generic[AnyTyped]):
         self.trackers: list[TrackerThread] = []
         self.best_by = ""
         """What scores say; those that said something else are not compared with."""
+        self.drawn_ahead = b""
+        """Of the checkpoint that it goes on from: the batches that were drawn and not trained."""
         self._best: float | None = None
         self._best_before: float | None = None
         self._num_failed_saves = 0
@@ -90,6 +92,7 @@ class Run(Generic[AnyTyped]):
         for name, role in trained.roles.items():
             role.group.load_checkpoint(str(found.path / name))
         trained.load_state_dict(found.state["trained"])
+        self.drawn_ahead = found.drawn_ahead
         best_by = found.state.get("best_by", "a figure that is not known")
         if best_by == self.best_by:
             self._best = found.state["best"]
@@ -130,7 +133,15 @@ class Run(Generic[AnyTyped]):
         """Return whether a checkpoint with this score would be the best so far."""
         return score is not None and (self._best is None or score > self._best)
 
-    def save(self, trained: Resumable, step: int, score: float | None = None, *, wait: bool = True) -> None:
+    def save(
+        self,
+        trained: Resumable,
+        step: int,
+        score: float | None = None,
+        *,
+        wait: bool = True,
+        drawn_ahead: bytes = b"",
+    ) -> None:
         """Save everything. It is the best so far if it was validated itself, and scored higher than any before.
 
         Without waiting it is written while training goes on, and becomes visible later.
@@ -142,7 +153,7 @@ class Run(Generic[AnyTyped]):
             best = {"best": self._best, "best_by": self.best_by}
             state = {"config": resume_config(self.config), "trained": trained.state_dict(), **best}
             try:
-                self.checkpoints.begin(step, trained.roles, state, is_best)
+                self.checkpoints.begin(step, trained.roles, state, is_best, drawn_ahead)
             except SAVE_ERRORS as error:
                 self._save_failed(error, wait)
             else:

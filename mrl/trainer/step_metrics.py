@@ -59,6 +59,18 @@ def timing_metrics(seconds: Mapping[str, float], batch: DataProto, cluster: Clus
     return figures
 
 
+def overlap_metrics(seconds: Mapping[str, float], generating_s: float) -> dict[str, float]:
+    """Return which share of the step the trainer waited for samples, and in which share no engine had any to write.
+
+    The speed of engines goes by the time that they generate, which is not the time that is waited for them.
+    """
+    return {
+        "perf/trainer_idle_share": seconds["rollout"] / seconds["step"],
+        "perf/engines_idle_share": max(0.0, 1 - generating_s / seconds["step"]),
+        "perf/generating_s": generating_s,
+    }
+
+
 def training_metrics(role: RoleClient, name: str, seconds: float, num_tokens: int) -> dict[str, float]:
     """What a role's updates of a step reached: floating-point operations per second and device, and, where the device
     is a known one, the share of what it could. Attention over other tokens is not counted."""

@@ -39,12 +39,14 @@ from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer import components as team_module
+from mrl.trainer.collector import Collector
 from mrl.trainer.components import Components
 from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator, ScoredBatch
 from mrl.trainer.ppo import RayPPOTrainer
 from mrl.trainer.role_client import RoleClient
 from mrl.trainer.run import open_run
+from mrl.trainer.sample_stream import open_stream
 from mrl.trainer.validation import Validator
 from mrl.workers.actor import ActorRolloutRefWorker
 from mrl.workers.critic import CriticWorker
@@ -107,7 +109,7 @@ class ScriptedEngine:
         self._stop_token, self._vocab_log = stop_token, float(np.log(200))
         self._symbols = np.frombuffer(ALPHABET, dtype=np.uint8)
         self._encode = load_tokenizer(config.model.path)
-        self.num_versions = 1
+        self.version = 1
         self.is_awake = False
 
     @contextmanager
@@ -121,10 +123,10 @@ class ScriptedEngine:
         self.is_awake = False
 
     def weights_changed(self) -> None:
-        self.num_versions += 1
+        self.version += 1
 
     def metrics(self) -> dict[str, float]:
-        return {"sync/version": self.num_versions}
+        return {"sync/version": self.version}
 
     def probe(self, request: GenerationRequest, sampling: Sampling, *, everyone: bool) -> dict[int, Generated]:
         raise AssertionError("sync.probe_every is 0: there are no weights that could be compared")
@@ -145,7 +147,7 @@ class ScriptedEngine:
             if stops:
                 ids[-1] = self._stop_token
             log_probs = (-self._vocab_log + chance.normal(0, 0.3, len(ids))).astype(np.float32)
-            yield Generated(request.key, ids, log_probs, "stop" if stops else "length", self.num_versions)
+            yield Generated(request.key, ids, log_probs, "stop" if stops else "length", self.version)
 
 
 @dataclass
@@ -198,14 +200,16 @@ def local_team(
     if case.mask:
         whole = generator.run
         generator.run = lambda *args, **kwargs: _with_holes(whole(*args, **kwargs))  # type: ignore[method-assign]
+    prompts = PromptLoader(dataset, config.data, config.batch, events)
+    probe = EngineProbe(config, hybrid, roles["actor"], tokenizer, events)
     yield Components(
         actor=roles["actor"],
         critic=roles.get("critic"),
         reward_model=roles.get("reward_model"),
         hybrid=hybrid,
-        engine_probe=EngineProbe(config, hybrid, roles["actor"], tokenizer, events),
-        prompts=PromptLoader(dataset, config.data, config.batch, events),
-        generator=generator,
+        engine_probe=probe,
+        prompts=prompts,
+        stream=open_stream(config, Collector(config, prompts, generator), hybrid, probe, clock),
         validator=Validator(config, validation, generator, Path(config.run.dir, config.run.name), events),
         kl=team_module._kl_controller(config),
     )

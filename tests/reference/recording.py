@@ -37,7 +37,7 @@ class Recorder:
         self._asked: dict[str, Any] = {}
         team = trainer.components
         self._wrap(team.hybrid, "generate", self._on_generate)
-        self._wrap(team.generator, "run", self._on_run)
+        self._wrap(team.stream.collector.generator, "run", self._on_run)
         self._wrap(trainer, "step", self._on_step)
         self._wrap(trainer, "validate", self._on_validate)
         roles = {**team.roles, **({"reward_model": team.reward_model} if team.reward_model else {})}
@@ -87,7 +87,7 @@ class Recorder:
         self, original: Callable[..., ScoredBatch], batch: DataProto, sampling: Sampling, step: int
     ) -> ScoredBatch:
         scored = original(batch, sampling, step)
-        generator = self._trainer.components.generator
+        generator = self._trainer.components.stream.collector.generator
         kinds = {id(generator.training): "training", id(generator.greedy): "greedy"}
         call = {"kind": kinds.get(id(sampling), "validation"), "step": step, "rows": _rows(scored.batch)}
         self._now["calls"].append(call | self._asked)

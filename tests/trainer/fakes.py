@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,10 +44,12 @@ from mrl.protocol.columns import from_rows
 from mrl.rewards.outcome import Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.trainer.collector import Collector
 from mrl.trainer.components import Components, _kl_controller
 from mrl.trainer.generation import Generator
 from mrl.trainer.ppo import RayPPOTrainer
 from mrl.trainer.run import Run
+from mrl.trainer.sample_stream import open_stream
 
 END = 2
 Journal = list[Any]
@@ -150,15 +153,28 @@ class Hybrid:
         self.requests: list[list[GenerationRequest]] = []
         self.samplings: list[Sampling] = []
         self.finish: Callable[[Any], Any] = lambda ids: "stop" if ids[-1] == END else "length"
+        self.version, self.held = 1, 0
+        self.actor_lock = threading.Lock()
+        self.is_stopped = False
 
     @contextmanager
     def rollout_mode(self) -> Iterator[None]:
+        assert self.actor_lock.acquire(blocking=False), "the trainer has the actor"
+        self.actor_lock.release()
         self.journal.append("awake")
+        self.held = self.version
         yield
         self.journal.append("asleep")
 
     def weights_changed(self) -> None:
         self.journal.append("weights changed")
+        self.version += 1
+
+    def pop_generating_s(self) -> float:
+        return 0.125
+
+    def stop(self) -> None:
+        self.is_stopped = True
 
     def metrics(self) -> dict[str, float]:
         return {"sync/seconds": 0.25}
@@ -172,7 +188,7 @@ class Hybrid:
         for request in reversed(requests):
             ids = np.asarray(self.answer(request, sampling), dtype=np.int32)
             log_probs = np.asarray([-(int(request.key) + place / 8) for place in range(len(ids))], dtype=np.float32)
-            yield Generated(request.key, ids, log_probs, self.finish(ids), 1)
+            yield Generated(request.key, ids, log_probs, self.finish(ids), self.held)
 
 
 class Probe:
@@ -371,14 +387,15 @@ def scene(
     run = Run(resolved(config), directory, screen)
     roles = {name: Role(name, journal) for name in config.model_roles()}
     generator = Generator(config, hybrid, Rewards(outcome), Tokenizer(), run.clock.progress)  # type: ignore[arg-type]
+    prompts, probe = Prompts(config.batch.prompts_per_step), Probe(journal)
     components: Any = Components(
         roles["actor"],  # type: ignore[arg-type]
         roles.get("critic"),  # type: ignore[arg-type]
         roles.get("reward_model"),  # type: ignore[arg-type]
         hybrid,  # type: ignore[arg-type]
-        Probe(journal),  # type: ignore[arg-type]
-        Prompts(config.batch.prompts_per_step),  # type: ignore[arg-type]
-        generator,
+        probe,  # type: ignore[arg-type]
+        prompts,  # type: ignore[arg-type]
+        open_stream(config, Collector(config, prompts, generator), hybrid, probe, run.clock),  # type: ignore[arg-type]
         Validations(journal, validations),  # type: ignore[arg-type]
         _kl_controller(config),
     )
@@ -386,7 +403,10 @@ def scene(
     @contextmanager
     def build_components(*arguments: Any) -> Iterator[Any]:
         assert arguments == (config, directory, run.events, run.clock)
-        yield components
+        try:
+            yield components
+        finally:
+            components.stream.close()
 
     def store(batch: DataProto) -> DataProto:
         stored.append(batch)

@@ -223,7 +223,8 @@ def test_a_team_is_put_together(tmp_path: Path, stage: Stage) -> None:
         roles: Any = [team.actor, team.critic, team.reward_model]
         assert [role.name for role in roles] == ["actor", "critic", "reward_model"]
         assert [role.settings for role in roles] == [config.actor, CRITIC, SCORER]
-        assert (team.prompts, team.generator, team.validator) == ("the prompts", "the generator", "the validator")
+        generator = team.stream.collector.generator
+        assert (team.prompts, generator, team.validator) == ("the prompts", "the generator", "the validator")
         assert team.kl == AdaptiveKLController(0.2, 0.5, 10)
         assert stage.given["prompts"] == ("sums", config.data, config.batch, events)
         assert stage.given["rewards"] == (config.reward, events, True)

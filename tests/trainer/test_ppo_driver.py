@@ -23,8 +23,8 @@ from mrl.protocol.columns import Jagged, from_rows
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
+from mrl.trainer.collector import Collector
 from mrl.trainer.generation import ScoredBatch
-from mrl.trainer.ppo import RayPPOTrainer
 from tests.trainer.fakes import CRITIC, END, SCORER, Role, Scene, make_config, scene
 
 KL = KlConfig(where="both", coef=0.1, target=4e-5, horizon_samples=100)
@@ -240,7 +240,7 @@ def test_updates_are_as_many_as_the_samples_come_nearest_to(num_rows: int, sizes
 def test_the_longest_responses_lose_score(tmp_path: Path) -> None:
     overlong = OverlongConfig(buffer_tokens=2, factor=0.5)  # 3 tokens of 4 are half way into it
     with scene(make_config(tmp_path, algorithm={"overlong": overlong}), tmp_path) as found:
-        scored = found.trainer.collect(1)
+        scored = found.components.stream.collector.collect(1)
     assert scored.batch.lengths("responses").tolist() == LENGTHS
     assert scored.batch["scores"].tolist() == [0.0, 0.25 - 0.25, 0.5 - 0.5, 0.75]
     assert scored.batch["scores"].dtype == torch.float64
@@ -263,7 +263,7 @@ def test_the_baseline_of_remax_is_the_greedy_answer_to_the_same_prompt(tmp_path:
     config = make_config(tmp_path, algorithm={"advantage": "remax"}, batch={"prompts_per_step": 3})
     with scene(config, tmp_path, remax_outcome, remax_answer) as found:
         report = found.trainer.step()
-        generator, hybrid = found.components.generator, found.hybrid
+        generator, hybrid = found.components.stream.collector.generator, found.hybrid
     assert hybrid.samplings == [generator.training, generator.greedy]
     assert [len(requests) for requests in hybrid.requests] == [6, 3]
     assert report.batch.row_ids.tolist() == [0, 2, 3]
@@ -281,16 +281,16 @@ def test_the_baseline_of_remax_is_the_greedy_answer_to_the_same_prompt(tmp_path:
 def test_without_remax_nothing_is_generated_greedily(tmp_path: Path) -> None:
     with scene(make_config(tmp_path), tmp_path) as found:
         found.trainer.step()
-    assert found.hybrid.samplings == [found.components.generator.training]
+    assert found.hybrid.samplings == [found.components.stream.collector.generator.training]
 
 
 def test_tokens_that_the_model_did_not_write_are_not_counted(tmp_path: Path) -> None:
     with scene(make_config(tmp_path), tmp_path) as found:
-        collected = found.trainer.collect(1)
+        collected = found.components.stream.collector.collect(1)
         mask = from_rows([torch.tensor([False] + [True] * (length - 1)) for length in LENGTHS])
         column = DataProto.from_dict({"response_mask": mask}, row_ids=[0, 1, 2, 3])
         masked = ScoredBatch(collected.batch.union(column), collected.metrics)
-        found.trainer.collect = lambda step: masked  # type: ignore[method-assign]
+        found.components.stream.collector.collect = lambda step: masked  # type: ignore[method-assign]
         report = found.trainer.step()
     assert report.metrics["actor/tokens"] == sum(LENGTHS) - 4
     for method in ("compute_advantages", "update_actor"):
@@ -378,12 +378,12 @@ def test_segments_are_rows_of_the_step_but_call_for_no_more_updates(tmp_path: Pa
         collected: list[DataProto] = []
 
         def collect(step: int) -> ScoredBatch:
-            scored = RayPPOTrainer.collect(found.trainer, step)
+            scored = Collector.collect(found.components.stream.collector, step)
             rows = scored.batch.with_column("response_mask", _all_written(scored.batch))
             collected.append(rows.with_column("other_segments", [[], [], [segment], []]))
             return ScoredBatch(collected[0], scored.metrics)
 
-        found.trainer.collect = collect  # type: ignore[method-assign]
+        found.components.stream.collector.collect = collect  # type: ignore[method-assign]
         report = found.trainer.step()
         actor: Any = found.components.actor
         (whole,) = actor.whole

@@ -1,0 +1,58 @@
+"""The samples of a step: prompts drawn, responses generated and scored, and what is changed of their scores."""
+
+from __future__ import annotations
+
+import torch
+
+from mrl.algos.token_rewards import overlong_penalty
+from mrl.config.schema import Config
+from mrl.data.prompt_loader import PromptLoader
+from mrl.protocol import DataProto
+from mrl.trainer.dynamic_sampling import full_batch, solved_shares
+from mrl.trainer.generation import Generator, ScoredBatch
+from mrl.trainer.step_metrics import written_lengths
+
+
+class Collector:
+    """Collects a batch whole, or draws its prompts and finishes its samples where others generate in between."""
+
+    def __init__(self, config: Config, prompts: PromptLoader, generator: Generator) -> None:
+        self._config, self._prompts, self.generator = config, prompts, generator
+
+    def collect(self, step: int) -> ScoredBatch:
+        """Generate the step's samples, and score them."""
+        return self.finish(full_batch(self._config, self._prompts, lambda prompts: self.generate(prompts, step)))
+
+    def draw(self) -> DataProto:
+        """Return the prompts of the next batch, a row for each sample."""
+        return self._prompts.next_batch().repeat(self._config.batch.samples_per_prompt)
+
+    def learn(self, batch: DataProto) -> None:
+        """Tell what draws the prompts how these were solved."""
+        self._prompts.learn(solved_shares(self._config, batch))
+
+    def finish(self, scored: ScoredBatch) -> ScoredBatch:
+        """Return the samples with what their lengths cost them."""
+        overlong = self._config.algorithm.overlong
+        if overlong is None:
+            return scored
+        lengths_B = torch.from_numpy(written_lengths(scored.batch))
+        longest = self._config.rollout.max_response_tokens
+        penalty_B = overlong_penalty(lengths_B, longest, overlong.buffer_tokens, overlong.factor)
+        batch = scored.batch.with_column("scores", scored.batch["scores"] + penalty_B)
+        return ScoredBatch(batch, scored.metrics | {"reward/overlong_penalty": float(penalty_B.mean())})
+
+    def generate(self, prompts: DataProto, step: int) -> ScoredBatch:
+        """Generate samples of these prompts; for ReMax also the greedy answer, whose score is the baseline."""
+        generator = self.generator
+        scored = generator.run(prompts.repeat(self._config.batch.samples_per_prompt), generator.training, step)
+        self.learn(scored.batch)
+        if self._config.algorithm.advantage != "remax":
+            return scored
+        greedy = generator.run(prompts, generator.greedy, step).batch
+        baseline = dict(zip(greedy["uid"], greedy["scores"].tolist(), strict=True))
+        uids = scored.batch["uid"]
+        kept = scored.batch.take([row for row, uid in enumerate(uids) if uid in baseline])
+        scores = torch.tensor([baseline[uid] for uid in kept["uid"]], dtype=torch.float64)
+        kept = kept.with_column("baseline_scores", scores)
+        return ScoredBatch(kept, scored.metrics | {"reward/greedy/mean": float(scores.mean())})

@@ -1,0 +1,278 @@
+"""Hands each step its batch: batch k is for step k, and is drawn in that order, whoever is finished first.
+
+`asynchrony.ahead` batches may be begun before the one that is trained: batch k once k - 1 - ahead steps are trained,
+and their weights are in the engines. So no token is drawn by weights that are more than `ahead` updates old when it is
+trained on. Nothing is dropped for its age, and no prompt is drawn for another batch because some sample was slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.config.arithmetic import has_own_rollout_pool
+from mrl.config.schema import Config
+from mrl.errors import CheckpointError
+from mrl.observe.step_timer import StepTimer
+from mrl.protocol import DataProto
+from mrl.rollout.hybrid_engine import HybridEngine
+from mrl.trainer.collector import Collector
+from mrl.trainer.engine_probe import Answers, EngineProbe
+from mrl.trainer.generation import ScoredBatch
+from mrl.trainer.open_rounds import OpenRounds
+
+_LOOK_S = 0.01
+_CLOSE_S = 10.0
+
+
+@dataclass
+class Gate:
+    """Which batches may begin: a rule of counts alone."""
+
+    ahead: int
+    num_steps: int
+    """Of the whole run: no batch is begun that is not trained."""
+    trained: int = 0
+    """Steps whose weights the engines have."""
+    begun: int = 0
+
+    def open(self) -> Iterator[int]:
+        """Begin the batches that may, one after another; yield their numbers."""
+        while self.begun < min(self.trained + 1 + self.ahead, self.num_steps):
+            self.begun += 1
+            yield self.begun
+
+
+class SampleStream:
+    """Where the samples of a step come from. This one generates them when the step asks for them."""
+
+    def __init__(
+        self, config: Config, collector: Collector, hybrid: HybridEngine, probe: EngineProbe, clock: StepTimer
+    ) -> None:
+        self.collector, self._hybrid, self._probe, self._clock = collector, hybrid, probe, clock
+        self._gate = Gate(config.asynchrony.ahead, config.training.steps)
+        self._weighs = config.algorithm.correction is not None
+        self._whole: dict[int, ScoredBatch] = {}
+        """Batches that no step has taken yet."""
+
+    def next(self, step: int) -> tuple[ScoredBatch, Answers]:
+        """Return the batch of this step, and what engines answered that are to be compared with the trainer."""
+        with self._clock("rollout"), self._hybrid.rollout_mode():
+            if step not in self._whole:
+                self._whole[step] = self.collector.collect(step)
+            return self._take(step), self._probe.ask(step)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """The engines with the newest weights and nothing under way, for the length of the block."""
+        self._settle()
+        with self._hybrid.rollout_mode():
+            yield
+
+    def drawn_ahead(self) -> dict[int, ScoredBatch]:
+        """Return the batches that are drawn and not trained, all of them whole: nothing is under way beside them."""
+        if self._gate.ahead:
+            with self._clock("rollout"):
+                self._settle()
+        return dict(sorted(self._whole.items()))
+
+    def go_on(self, step: int, drawn: Mapping[int, ScoredBatch]) -> None:
+        """Go on after this step with the batches that had been drawn by then."""
+        if len(drawn) > self._gate.ahead and not self._weighs:
+            what = f"{len(drawn)} batches were drawn ahead of step {step} by older weights, which nothing weighs now"
+            raise CheckpointError(what, fix=f"asynchrony.ahead={len(drawn)}, or algorithm.correction={{level: token}}")
+        self._gate.trained, self._gate.begun = step, step + len(drawn)
+        self._whole = dict(drawn)
+
+    def close(self) -> None:
+        """End what another thread generates."""
+
+    def _settle(self) -> None:
+        """Wait until nothing is under way."""
+
+    def _take(self, step: int) -> ScoredBatch:
+        return self._whole.pop(step)
+
+
+class _Threaded(SampleStream):
+    """Generates in another thread, which has the actor send weights while the trainer waits for it, and only then."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._thread = ThreadPoolExecutor(1, "generation")
+        self._under_way: list[Future[None]] = []
+        self._has_actor = False
+        self.collector.generator.progress = self._show
+
+    def close(self) -> None:
+        self._hybrid.stop()
+        self._free_actor()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        wait(self._under_way, _CLOSE_S)
+
+    def _settle(self) -> None:
+        self._free_actor()
+        while self._under_way:
+            self._under_way[0].result()
+            self._under_way.pop(0)
+
+    def _show(self, done: int, total: int) -> None:
+        if not self._has_actor:
+            self._clock.progress(done, total)
+
+    def _hold_actor(self) -> None:
+        self._hybrid.actor_lock.acquire()
+        self._has_actor = True
+
+    def _free_actor(self) -> None:
+        if self._has_actor:
+            self._has_actor = False
+            self._hybrid.actor_lock.release()
+
+
+class BetweenBatches(_Threaded):
+    """Generates the next batches while one is trained. Engines take weights between two: one version draws each."""
+
+    def next(self, step: int) -> tuple[ScoredBatch, Answers]:
+        with self._clock("rollout"):
+            self._free_actor()
+            self._gate.trained = step - 1
+            if self._gate.begun < step:
+                with self._hybrid.rollout_mode():
+                    self._begin(next(self._gate.open()))
+                    self._settle()
+            with self.settled():
+                answers = self._probe.ask(step)
+            for number in self._gate.open():
+                self._begin(number)
+            self._hold_actor()
+        return self._take(step), answers
+
+    def _begin(self, number: int) -> None:
+        self._under_way.append(self._thread.submit(self._collect, number))
+
+    def _collect(self, number: int) -> None:
+        self._whole[number] = self.collector.collect(number)
+
+
+class _Open(SampleStream):
+    """Generates all batches that may begin at once. Engines take weights between two tokens of what is under way."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._rounds: OpenRounds | None = None
+        self._taken: DataProto | None = None
+
+    def drawn_ahead(self) -> dict[int, ScoredBatch]:
+        self._learn()
+        return super().drawn_ahead()
+
+    def _learn(self) -> None:
+        """Tell what draws prompts of the last batch: now, so that what it draws does not depend on who is fast."""
+        if self._taken is not None:
+            self.collector.learn(self._taken)
+            self._taken = None
+
+    def _opening(self) -> Iterator[tuple[int, DataProto]]:
+        for number in self._gate.open():
+            yield number, self.collector.draw()
+
+    def _publish(self, number: int, scored: ScoredBatch) -> None:
+        self._whole[number] = self.collector.finish(scored)
+
+    def _take(self, step: int) -> ScoredBatch:
+        self._taken = self._whole[step].batch
+        return super()._take(step)
+
+
+class InFlight(_Open, _Threaded):
+    """Engines with devices of their own: another thread generates, and never stops."""
+
+    def next(self, step: int) -> tuple[ScoredBatch, Answers]:
+        with self._clock("rollout"):
+            self._free_actor()
+            self._learn()
+            answers: Answers = {}
+            if self._rounds is not None:
+                self._wait_until(self._hybrid.has_newest)
+            if self._rounds is None or self._probe.is_due(step):
+                with self.settled():
+                    answers = self._probe.ask(step)
+            self._gate.trained = step - 1
+            self._start()
+            self._wait_until(lambda: step in self._whole)
+            self._hold_actor()
+        return self._take(step), answers
+
+    def _start(self) -> None:
+        if self._rounds is None:
+            self._rounds = OpenRounds(self.collector.generator, self._opening, self._publish, stays_open=True)
+            self._under_way = [self._thread.submit(self._rounds.run)]
+
+    def _settle(self) -> None:
+        if self._rounds is not None:
+            self._rounds.stays_open = False
+        super()._settle()
+        self._rounds = None
+
+    def _wait_until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            for ended in wait(self._under_way, _LOOK_S).done:
+                ended.result()
+
+
+class CarriedOver(_Open):
+    """Engines that take turns with the trainer: samples that hold up no batch go on when the engines wake again."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._running: Iterator[None] = iter(())
+
+    def next(self, step: int) -> tuple[ScoredBatch, Answers]:
+        with self._clock("rollout"), self._hybrid.rollout_mode():
+            self._learn()
+            self._gate.trained = step - 1
+            answers: Answers = {}
+            while step not in self._whole:
+                self._advance()
+            if self._probe.is_due(step):
+                self._exhaust()
+                answers = self._probe.ask(step)
+        return self._take(step), answers
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        with self._hybrid.rollout_mode():
+            self._exhaust()
+            yield
+
+    def _settle(self) -> None:
+        if self._rounds is not None:
+            with self.settled():
+                pass
+
+    def _advance(self) -> None:
+        """Generate until some sample has ended; begin with what may, where nothing is under way."""
+        if self._rounds is None:
+            self._rounds = OpenRounds(self.collector.generator, self._opening, self._publish)
+            self._running = self._rounds.samples()
+        if next(self._running, "end") == "end":
+            self._rounds = None
+
+    def _exhaust(self) -> None:
+        while self._rounds is not None:
+            self._advance()
+
+
+def open_stream(
+    config: Config, collector: Collector, hybrid: HybridEngine, probe: EngineProbe, clock: StepTimer
+) -> SampleStream:
+    """Return the stream that the section `asynchrony` asks for."""
+    kind: type[SampleStream] = SampleStream
+    if config.asynchrony.ahead:
+        in_flight = InFlight if has_own_rollout_pool(config) else CarriedOver
+        kind = BetweenBatches if config.asynchrony.weights == "between" else in_flight
+    return kind(config, collector, hybrid, probe, clock)

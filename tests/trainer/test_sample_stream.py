@@ -1,0 +1,220 @@
+"""Batches ahead of the one that is trained: which weights draw them, in what order, and what is kept of them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.config.algorithm import CorrectionConfig
+from mrl.config.asynchrony import AsynchronyConfig
+from mrl.config.schema import Config, PlacementConfig
+from mrl.errors import AuditFailed, CheckpointError, RolloutError
+from mrl.observe.metrics import read_metrics
+from mrl.protocol import DataProto
+from mrl.protocol.columns import from_rows
+from mrl.trainer.drawn_file import drawn_from_bytes, drawn_to_bytes
+from mrl.trainer.generation import ScoredBatch
+from mrl.trainer.sample_stream import Gate
+from mrl.trainer.staleness import staleness_metrics, with_staleness
+from tests.trainer.fakes import Scene, make_config, scene
+
+APART = PlacementConfig(pools={"all": 4, "engines": 1}, roles={"actor": "all", "rollout": "engines"})
+SCORE = "val/score/mean@1"
+
+
+class Inline:
+    """In the place of a thread: what is handed to it is done before anything else goes on."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def submit(self, function: Any, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*arguments))
+        return future
+
+    def shutdown(self, **_: Any) -> None:
+        pass
+
+
+def ahead(directory: Path, number: int = 1, **sections: Any) -> Config:
+    """Six steps, with that many batches ahead."""
+    algorithm = {"correction": CorrectionConfig()} | sections.pop("algorithm", {})
+    training = {"steps": 6, "keep": 9} | sections.pop("training", {})
+    settings = {"placement": APART, "asynchrony": AsynchronyConfig(ahead=number)} | sections
+    return make_config(directory, algorithm=algorithm, training=training, **settings)
+
+
+def figures(directory: Path, prefix: str = "async/") -> list[dict[str, float]]:
+    lines = read_metrics(directory / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if name.startswith(prefix)} for line in lines]
+
+
+def untimed(directory: Path) -> list[dict[str, Any]]:
+    timed = ("timing_s", "perf/", "reward/seconds")
+    return [
+        {name: value for name, value in line.items() if not name.startswith(timed)}
+        for line in read_metrics(directory / "metrics.jsonl")
+    ]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 5])
+def test_a_batch_begins_as_early_as_it_may_and_no_earlier(number: int) -> None:
+    """Over every order in which training and drawing may take turns."""
+    for seed in range(50):
+        chance, gate, steps = random.Random(seed), Gate(number, 12), 12
+        begun: dict[int, int] = {}
+        while gate.trained < steps:
+            if chance.random() < 0.5:
+                begun |= dict.fromkeys(itertools.islice(gate.open(), chance.randint(0, 2)), gate.trained)
+            elif gate.trained + 1 in begun:
+                gate.trained += 1
+        assert list(begun) == list(range(1, steps + 1)), "in order, each once, and none beyond the run"
+        ages = [batch - 1 - trained for batch, trained in begun.items()]
+        assert 0 <= min(ages) <= max(ages) <= number
+    gate = Gate(number, 12, trained=3, begun=3)
+    assert list(gate.open()) == list(range(4, 5 + number)), "all of them at once where nobody waits"
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_every_batch_is_drawn_by_the_weights_of_so_many_steps_before(number: int, tmp_path: Path) -> None:
+    with scene(ahead(tmp_path, number), tmp_path) as found:
+        found.trainer.fit()
+    ages = [line["async/staleness/max"] for line in figures(tmp_path)]
+    assert ages == [min(step, number) for step in range(6)]
+    assert [line["async/staleness/mean"] for line in figures(tmp_path)] == ages
+    assert [line[f"async/staleness/share_{number}"] for line in figures(tmp_path)][-1] == 1.0
+    assert len(found.hybrid.requests) == 6, "nothing is drawn that no step trains"
+    assert found.hybrid.is_stopped
+
+
+def test_a_thread_does_what_a_program_without_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("thread", "inline"):
+        (tmp_path / name).mkdir()
+        with monkeypatch.context() as patch:
+            if name == "inline":
+                patch.setattr("mrl.trainer.sample_stream.ThreadPoolExecutor", Inline)
+            with scene(ahead(tmp_path / name), tmp_path / name) as found:
+                found.trainer.fit()
+    assert untimed(tmp_path / "thread") == untimed(tmp_path / "inline")
+
+
+def test_the_next_batch_is_generated_while_one_is_trained(tmp_path: Path) -> None:
+    """The second batch ends only after the first update has begun, and the first update only while it is under way."""
+    updating, generating = threading.Event(), threading.Event()
+    with scene(ahead(tmp_path, training={"steps": 2}), tmp_path) as found:
+        generate, update = found.hybrid.generate, found.components.actor.update_actor
+
+        def slowly(*arguments: Any, **named: Any) -> Any:
+            if found.hybrid.requests:
+                generating.set()
+                assert updating.wait(20), "nothing was trained meanwhile"
+            yield from generate(*arguments, **named)
+
+        def note(batch: DataProto) -> Any:
+            assert generating.wait(20), "nothing was generated meanwhile"
+            updating.set()
+            return update(batch)
+
+        found.hybrid.generate = slowly  # type: ignore[method-assign]
+        found.components.actor.update_actor = note
+        found.trainer.fit()
+    assert [line["async/staleness/max"] for line in figures(tmp_path)] == [0, 1]
+
+
+def test_validation_and_saving_wait_for_what_is_under_way(tmp_path: Path) -> None:
+    config = ahead(tmp_path, training={"save_every": 2}, validation={"every": 2})
+    with scene(config, tmp_path, validations=[0.1] * 4) as found:
+        run, under_way = found.components.validator.run, found.components.stream._under_way
+
+        def validate(step: int) -> dict[str, float]:
+            assert not under_way, "samples are under way beside it"
+            assert found.hybrid.held == found.hybrid.version == step + 1
+            return run(step)
+
+        found.components.validator.run = validate
+        found.trainer.fit()
+    assert [line[SCORE] for line in figures(tmp_path, SCORE) if line] == [0.1] * 4
+
+
+def resumed(directory: Path, at: int, **sections: Any) -> tuple[Scene, list[dict[str, Any]]]:
+    """A run of that directory, from the checkpoint of a step."""
+    for path in (directory / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > at:
+            for file in sorted(path.rglob("*"), reverse=True):
+                file.unlink() if file.is_file() else file.rmdir()
+            path.rmdir()
+    with scene(ahead(directory, training={"save_every": 1}, **sections), directory) as found:
+        found.trainer.fit()
+    return found, untimed(directory)
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_resumed_run_trains_the_batches_that_were_drawn_ahead(at: int, tmp_path: Path) -> None:
+    with scene(ahead(tmp_path, training={"save_every": 1}), tmp_path) as whole:
+        whole.trainer.fit()
+    lines = untimed(tmp_path)
+    drawn = [[request.key for request in requests] for requests in whole.hybrid.requests]
+    found, again = resumed(tmp_path, at)
+    theirs = [[request.key for request in requests] for requests in found.hybrid.requests]
+    assert theirs == drawn[at + 1 :], "what the checkpoint holds is not drawn again, and nothing is left out"
+    compared = ("step", "async/staleness/max", "critic/score/mean", "response_length/mean", "reward/score/mean")
+    for mine, line in zip(again, lines, strict=True):
+        assert {name: mine[name] for name in compared} == {name: line[name] for name in compared}
+
+
+def test_a_damaged_file_of_batches_is_an_error(tmp_path: Path) -> None:
+    with scene(ahead(tmp_path, training={"save_every": 1, "steps": 2}), tmp_path) as found:
+        found.trainer.step()
+        content = drawn_to_bytes(found.components.stream.drawn_ahead(), 7)
+    assert list(drawn_from_bytes(content, 9)) == [2]
+    (scored,) = drawn_from_bytes(content, 9).values()
+    (before,) = drawn_from_bytes(content, 7).values()
+    assert set((scored.batch.values("versions") - before.batch.values("versions")).tolist()) == {2}, "as old as then"
+    assert scored.metrics == before.metrics != {}
+    chance = random.Random(0)
+    for _ in range(300):
+        damaged = bytearray(content)
+        if chance.random() < 0.3:
+            del damaged[chance.randrange(len(damaged)) :]
+        else:
+            damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+        with suppress(CheckpointError):  # and by no other error; what of it is harmless is for the hash to see
+            drawn_from_bytes(bytes(damaged), 9)
+
+
+def test_what_fails_in_the_other_thread_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RolloutError("of the test")
+
+    with scene(ahead(tmp_path), tmp_path) as found:
+        found.trainer.step()
+        found.trainer.step()
+        found.hybrid.generate = broken  # type: ignore[method-assign]
+        with pytest.raises(RolloutError, match="of the test"):
+            found.trainer.fit()
+
+
+def test_samples_that_are_too_old_stop_the_run(tmp_path: Path) -> None:
+    versions = from_rows([[3, 3], [2, 4]])
+    batch = DataProto.from_dict({"responses": from_rows([[1, 1], [1, 1]]), "versions": versions})
+    assert staleness_metrics(with_staleness(batch, 4), 2)["async/versions_per_sample"] == 1.5
+    with pytest.raises(AuditFailed, match=r"0 to 2 updates old, and asynchrony\.ahead is 1"):
+        staleness_metrics(with_staleness(batch, 4), 1)
+    with pytest.raises(AuditFailed, match="-1 to 1 updates old"):
+        staleness_metrics(with_staleness(batch, 3), 1)
+    assert staleness_metrics(with_staleness(batch.select("responses"), 4), 0) == {}
+
+
+def test_a_batch_that_was_drawn_ahead_needs_a_run_that_weighs_it(tmp_path: Path) -> None:
+    """Without asynchrony it is trained where there is a correction, and else refused."""
+    scored = ScoredBatch(DataProto.from_dict({"responses": from_rows([[1]])}), {})
+    with scene(make_config(tmp_path), tmp_path) as found, pytest.raises(CheckpointError, match=r"asynchrony\.ahead=1"):
+        found.components.stream.go_on(1, {2: scored})
