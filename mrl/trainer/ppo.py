@@ -26,7 +26,6 @@ from mrl.trainer.components import Components, build_components
 from mrl.trainer.dynamic_sampling import full_batch, solved_shares
 from mrl.trainer.engine_probe import Answers
 from mrl.trainer.generation import ScoredBatch
-from mrl.trainer.model_scores import add_model_scores
 from mrl.trainer.own_metrics import OwnMetrics
 from mrl.trainer.role_client import Metrics, mean_of
 from mrl.trainer.run import Run
@@ -67,7 +66,6 @@ class RayPPOTrainer:
                 team = build_components(self.config, self.run.directory, self.run.events, self.clock)
                 self.components = stack.enter_context(team)
             self.actor, self.critic, self.hybrid = self.components.actor, self.components.critic, self.components.hybrid
-            self.reward_model = self.components.reward_model
             if reason := self.hybrid.full_tensor_reason:
                 self.run.warn("rollout", f"weights travel as whole tensors: {reason}")
             self.num_steps_done = self.run.resume(self.components)
@@ -107,10 +105,6 @@ class RayPPOTrainer:
             samples = self.collect(step)  # responses, rollout_log_probs, scores
             answers = self.components.engine_probe.ask(step)
         self.compare_engines(step, answers)
-        if self.reward_model is not None:
-            with self.clock("reward_model"):
-                rm_scores = self.reward_model.compute_rm_score(samples.batch)
-                samples = add_model_scores(self.config, samples, rm_scores)
         rows = trained_rows(samples.batch)
         batch, metrics = store(rows.batch.select(*self._train_columns(rows.batch))), dict(samples.metrics)
         if step_calls.LOG_PROB in self.calls:
@@ -170,7 +164,7 @@ class RayPPOTrainer:
     def validate(self) -> dict[str, float]:
         """Measure the policy as it is now on the validation prompts."""
         with self.clock("validation"), self.hybrid.rollout_mode():
-            figures = self.components.validator.run(self.num_steps_done)
+            figures = self.components.validator.run(self.num_steps_done, self.components.model_scores)
             answers = self.components.engine_probe.ask(self.num_steps_done)
         while self.components.validator.warnings:
             self.run.warn("validation", self.components.validator.warnings.pop(0))
@@ -205,13 +199,17 @@ class RayPPOTrainer:
         return ScoredBatch(batch, scored.metrics | {"reward/overlong_penalty": float(penalty_B.mean())})
 
     def generate(self, prompts: DataProto, step: int) -> ScoredBatch:
-        """Generate samples of these prompts; for ReMax also the greedy answer, whose score is the baseline."""
-        generator = self.components.generator
+        """Generate samples of these prompts; for ReMax also the greedy answer, whose score is the baseline.
+
+        Reward models score when both are there: on the engines' devices, these sleep until they are asked again.
+        """
+        generator, models = self.components.generator, self.components.model_scores
         scored = generator.run(prompts.repeat(self.config.batch.samples_per_prompt), generator.training, step)
         self.components.prompts.learn(solved_shares(self.config, scored.batch))
         if self.config.algorithm.advantage != "remax":
-            return scored
-        greedy = generator.run(prompts, generator.greedy, step).batch
+            return models.add(scored, learn=True)
+        unscored = generator.run(prompts, generator.greedy, step)
+        scored, greedy = models.add(scored, learn=True), models.add(unscored).batch
         baseline = dict(zip(greedy["uid"], greedy["scores"].tolist(), strict=True))
         uids = scored.batch["uid"]
         kept = scored.batch.take([row for row, uid in enumerate(uids) if uid in baseline])
