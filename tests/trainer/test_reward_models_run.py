@@ -60,7 +60,9 @@ def test_four_roles_give_the_same_numbers_in_every_placement(config: Path) -> No
     common = (f"reward_model={scorer(config, weight=10, running=True)}", "training.steps=2", *VALIDATED)
     together = train(config, "together", *common, "placement.roles.reward_model=all")
     assert together[1]["reward/model/scaled_mean"] == pytest.approx(0.0, abs=1e-6), "the first scores are all there are"
-    assert {"val/model/mean@4", "val/held/model/mean@4", "val/solved/best@2", "val/solved/best@4"} <= together[0].keys()
+    assert {"val/model/mean@4", "val/toy:addition/model/mean@4", "val/solved/best@2", "val/solved/best@4"} <= together[
+        0
+    ].keys()
     assert all(line["critic/loss"] > 0 for line in together[1:]), "the critic learns"
     assert together[1]["reward/kl"] == pytest.approx(0.0, abs=1e-6)
     assert together[2]["reward/kl"] != 0, "there is a reference"
