@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from mrl.cli.report import write_report
-from mrl.demo.tasks import SUMS, TASKS
+from mrl.demo.tasks import RIGHT_PAIRS, SUMS, TASKS
 from mrl.errors import EXIT_STOPPED, SetupError
 
 EXAMPLE = "mrl demo --algorithm grpo --tp 2 --pp 2"
@@ -16,13 +16,16 @@ ALGORITHMS = tuple(SUMS.algorithms)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--task", choices=TASKS, default="sums", help="to add, or to search in several turns (default sums)"
+        "--task",
+        choices=TASKS,
+        default="sums",
+        help="to add, to add from preferences alone, or to search (default sums)",
     )
     parser.add_argument("--seed", type=int, default=1, help="of the model and of all that is drawn (default 1)")
-    parser.add_argument("--algorithm", choices=ALGORITHMS, help="default ppo; search is learned by grpo")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, help="default ppo; the other tasks are learned by grpo")
     parser.add_argument("--tp", type=int, default=2, help="tensor parallel size of the actor (default 2)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size of the actor (default 1)")
-    parser.add_argument("--steps", type=int, help="of reinforcement learning (default 60, of search 50)")
+    parser.add_argument("--steps", type=int, help="of learning by reward (default 60, 50 of search, 25 of preferences)")
     parser.add_argument("--dir", help="a new directory for its files (default runs/demo-DATE)")
 
 
@@ -53,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     last = read_metrics(directory / task.run / "metrics.jsonl")[-1]
     for name, said in task.also.items():
         print(f"{said}: {last[name]:.2f}")
+    if result.figures is not None and RIGHT_PAIRS in result.figures:
+        print(f"pairs of new problems that the reward model has the right way round: {result.figures[RIGHT_PAIRS]:.1%}")
     print(f"report: {write_report(directory / task.run)}")
     print(f"next: mrl train {result.config} run.name=mine training.steps=100")
     for missed in result.missed():

@@ -186,7 +186,7 @@ def _environment(name: str, config: Config) -> Iterator[str]:
         less = "" if full >= environment.max_turns else f": less than the {environment.max_turns} that are allowed"
         rows.append(("full turns that fit", fit + less))
     scored_by = [f"{label} x {function.weight:g}" for label, function in config.reward.functions.items()]
-    scored_by += ["the reward model"] if config.reward_model is not None else []
+    scored_by += [f"{role} x {model.weight:g}" for role, model in config.scoring_models().items()]
     if environment.name not in ENVIRONMENTS:  # those of mrl leave that to functions
         scored_by.insert(0, f"what it gives itself x {environment.weight:g}")
     rows.append(("score", " + ".join(scored_by)))

@@ -47,11 +47,13 @@ def _in_flight(config: Config) -> Iterator[Problem]:
         "algorithm.advantage=remax": algorithm.advantage == "remax",
         "algorithm.dynamic_sampling": algorithm.dynamic_sampling is not None,
         "agent.deterministic=true": config.agent.deterministic,
+        "data.sampler and a reward model": config.data.sampler != "shares" and bool(config.scoring_models()),
     }
     reasons = (
         "its greedy answer would be of other weights than the samples",
         "which prompts are drawn for which batch would depend on how fast samples end",
         "when the weights come does not follow from the seeds",
+        "what is learned of prompts is what functions score, and the scores are whole by then",
     )
     for (given, is_given), reason in zip(refused.items(), reasons, strict=True):
         if is_given:

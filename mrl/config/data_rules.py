@@ -13,7 +13,7 @@ from typing import Any
 
 from mrl.config.judge import JudgeOptions
 from mrl.config.keys import convert
-from mrl.config.reward import RewardFunctionConfig
+from mrl.config.reward import RewardFunctionConfig, label_of
 from mrl.config.rules import problem
 from mrl.config.schema import Config, SourceConfig
 from mrl.config.sft import AnyConfig
@@ -99,29 +99,27 @@ def _signature(file: Path) -> dict[str, bool]:
 
 def check_reward_rules(config: Config) -> Iterator[Problem]:
     """Yield every problem of the reward section."""
-    functions, model = config.reward.functions, config.reward_model
-    weights = [function.weight for function in functions.values()]
-    if not functions and model is None and not config.agent.environments:
+    functions, models = config.reward.functions, config.scoring_models()
+    weights = [function.weight for function in functions.values()] + [model.weight for model in models.values()]
+    if not functions and not models and not config.agent.environments:
         fix = "add one: reward.functions.answer.name=gsm8k, a reward_model section, or an environment that scores"
         yield problem("reward.functions", "names no function", fix)
-    elif not any(weights) and (model is None or model.weight == 0) and not _environments_score(config):
-        key = "reward.functions" if functions else "reward_model.weight"
+    elif not any(weights) and not _environments_score(config):
+        key = "reward.functions" if functions else f"{next(iter(models))}.weight"
         yield problem(key, "every weight is 0, and so would be every reward", "give one another weight")
-    measured = config.validation_reward().functions
-    is_measured = any(each.weight for each in measured.values()) or _environments_score(config)
-    if (functions or model) and config.validation.every and not is_measured:
+    if functions and not models and config.validation.every and not is_measured(config):
         what = "validation goes by reward.functions alone, and none of them has a weight"
         yield problem("validation.every", what, "give one a weight, or validation.every=0")
     yield from _unscored(config)
-    if model is not None:
-        yield from _scored_late(config)
+    if models:
+        yield from _model_scores(config)
     keys = [(f"reward.functions.{label}", label, function) for label, function in functions.items()]
     of_validation = config.validation.reward_functions.items()
     keys += [(f"validation.reward_functions.{label}", label, function) for label, function in of_validation]
     for key, label, function in keys:
         if label == "score":
             yield problem(key, "metrics call the weighted sum so", "choose another name for this function")
-        if label == "model" and model is not None:
+        if label in map(label_of, models):
             yield problem(key, "metrics call the reward model so", "choose another name for this function")
         if function.name in reward_functions():
             yield from _options(key, function)
@@ -133,13 +131,19 @@ def check_reward_rules(config: Config) -> Iterator[Problem]:
             yield problem(f"{key}.name", f'unknown reward function "{function.name}"', fix)
 
 
+def is_measured(config: Config) -> bool:
+    """Return whether a function or an environment says in validation what is right, as no reward model does."""
+    functions = config.validation_reward().functions.values()
+    return any(function.weight for function in functions) or _environments_score(config)
+
+
 def _environments_score(config: Config) -> bool:
     return any(environment.weight for environment in config.agent.environments.values())
 
 
 def _unscored(config: Config) -> Iterator[Problem]:
     """Yield the sources that no function scores, among those whose rows are known by the name of their source."""
-    model_scores = config.reward_model is not None and config.reward_model.weight
+    model_scores = any(model.weight for model in config.scoring_models().values())
     for key, source in _sources(config):
         name = key.split(".", 2)[2]
         if source.columns.data_source is not None or (model_scores and key.startswith("data.train.")):
@@ -153,15 +157,15 @@ def _unscored(config: Config) -> Iterator[Problem]:
             yield problem(key, what, f"add it to {section}.NAME.sources")
 
 
-def _scored_late(config: Config) -> Iterator[Problem]:
-    """Yield what reads scores within the rollout, where the reward model has not scored yet."""
-    why = "compares scores during the rollout, and the reward model scores after it"
-    if config.algorithm.dynamic_sampling is not None:
-        key = "algorithm.dynamic_sampling"
-        yield problem(key, why, f"{key}=null, or reward_model=null")
-    if config.algorithm.advantage == "remax":
-        what = "remax needs the score of a greedy answer too, which the reward model does not see"
-        yield problem("algorithm.advantage", what, "algorithm.advantage=rloo, or reward_model=null")
+def _model_scores(config: Config) -> Iterator[Problem]:
+    """Yield what cannot be of reward models."""
+    for role, model in config.scoring_models().items():
+        if model.running and (model.mean, model.std) != (0.0, 1.0):
+            what = "mean and std are those of what it has scored, and others are given"
+            yield problem(f"{role}.running", what, f"{role}.running=false, or neither {role}.mean nor {role}.std")
+    taken = {"score", "solved"} | ({"model"} if config.reward_model is not None else set())
+    for name in taken & config.reward_models.keys():
+        yield problem(f"reward_models.{name}", "metrics call something else so", "choose another name for this model")
     by_functions = any(function.weight for function in config.reward.functions.values())
     if config.data.sampler == "difficulty" and not by_functions and not _environments_score(config):
         what = "difficulty goes by what functions or environments count as solved, and a reward model scores alone"

@@ -55,8 +55,13 @@ def rename_models(config: AnyTyped, names: Mapping[str, str]) -> AnyTyped:
     """Return the same configuration with other names under these keys."""
     of_model = {key.removeprefix("model."): name for key, name in names.items() if key.startswith("model.")}
     changes: dict[str, Any] = {"model": dataclasses.replace(config.model, **of_model)}
-    if isinstance(config, Config) and config.reward_model is not None and "reward_model.path" in names:
-        changes["reward_model"] = dataclasses.replace(config.reward_model, path=names["reward_model.path"])
+    if isinstance(config, Config):
+        renamed = {
+            role: dataclasses.replace(model, path=names.get(f"{role}.path", model.path))
+            for role, model in config.scoring_models().items()
+        }
+        changes["reward_model"] = renamed.pop("reward_model", None)
+        changes["reward_models"] = {role.partition(".")[2]: model for role, model in renamed.items()}
     if isinstance(config, Config) and config.judge is not None and "judge.path" in names:
         changes["judge"] = dataclasses.replace(config.judge, path=names["judge.path"])
     return dataclasses.replace(config, **changes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
-from mrl.config.bounds import Amount, Count, NotNegative, PlainName, Proportion, Seconds, Text, at_least
+from mrl.config.bounds import Amount, Count, NotNegative, PlainName, Proportion, Seconds, Share, Text, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,30 @@ class RewardFunctionConfig:
     def scores(self, data_source: str) -> bool:
         """Return whether the samples of a data source are its to score."""
         return not self.sources or any(fnmatchcase(data_source, pattern) for pattern in self.sources)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelScoreConfig:
+    """What becomes of a reward model's scores, in this order: mean and std, clip, weight."""
+
+    mean: float = 0.0
+    """What is taken from each score, as `val/score/mean` of `mrl rm`."""
+    std: Share = 1.0
+    """What it is divided by then, as `val/score/std` of `mrl rm`."""
+    running: bool = False
+    """Whether mean and std are those of all that it has scored in training, this step included, in place of these."""
+    clip: Share | None = None
+    """What is farther from 0 by then is cut to this; null cuts nothing."""
+    weight: float = 1.0
+    """What is multiplied at last, before it is added to the score of the reward functions; 0 only records it."""
+    truncated_score: float | None = None
+    """What a response that its length cut off gets before `weight`, in place of a score; null has the model judge it,
+    which has been shown none without an end where `mrl rm` made it."""
+
+
+def label_of(role: str) -> str:
+    """Return what metrics call the reward model of a role: `model`, or its name where there are several."""
+    return role.partition(".")[2] or "model"
 
 
 @dataclass(frozen=True, kw_only=True)

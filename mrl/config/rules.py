@@ -124,7 +124,7 @@ def roles_have_pools(config: AnyConfig) -> Iterator[Problem]:
         models.append(JUDGE)
     for role, pool in placement.roles.items():
         key = f"placement.roles.{role}"
-        if role not in _ROLES:
+        if role not in _ROLES and role not in models:
             yield problem(key, "unknown role", did_you_mean(role, _ROLES))
         elif role not in models and (role != "rollout" or isinstance(config, SftConfig)):
             yield problem(key, f"there is no {role} section", f"add one, or set {key}=null")
@@ -132,8 +132,9 @@ def roles_have_pools(config: AnyConfig) -> Iterator[Problem]:
             yield problem(key, f'there is no pool "{pool}"', did_you_mean(pool, placement.pools))
     for role in models:
         if role not in placement.roles:
-            fix = f"placement.roles.{role}={next(iter(placement.pools), 'POOL')}"
-            yield problem("placement.roles", f"the {role} has no pool", fix)
+            pool, key = next(iter(placement.pools), "POOL"), "placement.roles"
+            fix = f"{key}={{{role}: {pool}}}" if "." in role else f"{key}.{role}={pool}"
+            yield problem(key, f"the {role} has no pool", fix)
     for pool in placement.pools:
         if pool not in placement.roles.values():
             yield problem(

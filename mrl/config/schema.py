@@ -14,7 +14,7 @@ from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.asynchrony import AsynchronyConfig
 from mrl.config.bounds import Characters, Count, NotNegative, PlainName, Proportion, Seconds, Share, Text
 from mrl.config.judge import JudgeConfig
-from mrl.config.reward import RewardConfig
+from mrl.config.reward import ModelScoreConfig, RewardConfig
 from mrl.config.validation import ValidationConfig
 
 
@@ -228,13 +228,11 @@ class TrainedModelConfig(MegatronModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelConfig(MegatronModelConfig):
-    """A frozen model that scores responses. It reads the policy's own token ids, so its tokens must be the policy's."""
+class RewardModelConfig(ModelScoreConfig, MegatronModelConfig):
+    """A frozen model that scores responses: the policy's token ids, or their text where its tokens are others."""
 
     path: Text
     """A directory or a name on the hub, as in `model.path`, with a head of one output (`score.weight`)."""
-    weight: float = 1.0
-    """What its score is multiplied by before it is added to that of the reward functions; 0 only records it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,6 +360,8 @@ class Config:
     """The value model; null where the advantage needs none."""
     reward_model: RewardModelConfig | None = None
     """A model that scores responses, beside the reward functions or in their place; null where these suffice."""
+    reward_models: dict[PlainName, RewardModelConfig] = field(default_factory=dict)
+    """More of them: what metrics call each -> the model, whose role in placement.roles is `reward_models.NAME`."""
     judge: JudgeConfig | None = None
     """A language model that the reward function `judge` asks where its `service` has no address; null where all have.
     Its pool is its own."""
@@ -381,13 +381,17 @@ class Config:
 
     def model_roles(self) -> dict[str, MegatronModelConfig]:
         """Return the roles that Megatron runs, trained or frozen, by name."""
-        frozen = {"reward_model": self.reward_model} if self.reward_model is not None else {}
-        return {**self.trained_roles(), **frozen}
+        return {**self.trained_roles(), **self.scoring_models()}
+
+    def scoring_models(self) -> dict[str, RewardModelConfig]:
+        """Return the reward models by their roles."""
+        one = {"reward_model": self.reward_model} if self.reward_model is not None else {}
+        return one | {f"reward_models.{name}": model for name, model in self.reward_models.items()}
 
     def model_of(self, role: str) -> tuple[str, str]:
         """Return the key that says which model a role begins with, and what it says."""
-        if role == "reward_model" and self.reward_model is not None:
-            return "reward_model.path", self.reward_model.path
+        if role in (scoring := self.scoring_models()):
+            return f"{role}.path", scoring[role].path
         if role == "critic" and self.model.critic is not None:
             return "model.critic", self.model.critic
         return "model.path", self.model.path

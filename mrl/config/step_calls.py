@@ -60,8 +60,8 @@ _ADVANTAGES_OPTIONAL: Columns = ("response_mask", "values", "old_log_probs", "re
 RM_SCORE = StepCall(
     role="reward_model",
     method="compute_rm_score",
-    when="there is a reward model",
-    is_made=lambda config: config.reward_model is not None,
+    when="there is a reward model; after each generation, not in the order of the others",
+    is_made=lambda config: bool(config.scoring_models()),
     reads=("prompts", "responses"),
     writes=("rm_scores",),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -50,14 +51,18 @@ class ValidationConfig:
     def best(self) -> str:
         return self.best_metric or f"val/score/mean@{self.samples_per_prompt}"
 
-    def figures(self) -> list[str]:
-        """Return what is measured of each source and of all together, as it stands behind `val/` or `val/SOURCE/`."""
-        means = [f"{what}/mean@{self.samples_per_prompt}" for what in ("score", "solved")]
-        return [*means, *(f"solved/{kind}@{k}" for k in self.counts if k > 1 for kind in ("pass", "maj"))]
+    def figures(self, models: Sequence[str] = (), *, by_rule: bool = True) -> list[str]:
+        """Return what is measured of each source and of all together, as it stands behind `val/` or `val/SOURCE/`.
 
-    def source_of_best(self) -> str | None:
-        """Return the source that the best goes by, empty for all together; None where there is no such figure."""
-        for figure in self.figures():
+        Without a rule that says what is right there is only what reward models say, by what metrics call them.
+        """
+        means = [f"{what}/mean@{self.samples_per_prompt}" for what in [*by_rule * ["score", "solved"], *models]]
+        kinds = by_rule * ["pass", "maj", *bool(models) * ["best"]]
+        return [*means, *(f"solved/{kind}@{k}" for k in self.counts if k > 1 for kind in kinds)]
+
+    def source_of_best(self, figures: Sequence[str]) -> str | None:
+        """Return the source that the best goes by, empty for all together; None where it is none of these figures."""
+        for figure in figures:
             if self.best == f"val/{figure}":
                 return ""
             if self.best.startswith("val/") and self.best.endswith(f"/{figure}"):

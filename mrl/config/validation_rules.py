@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.data_rules import gives_answers
+from mrl.config.data_rules import gives_answers, is_measured
+from mrl.config.reward import label_of
 from mrl.config.rules import nearest, problem
 from mrl.config.schema import Config
 from mrl.config.sft import SftConfig
@@ -24,6 +25,12 @@ def check_validation_rules(config: Config) -> Iterator[Problem]:
                 what = f"{given} means nothing beside validation.greedy, which draws nothing"
                 yield problem(f"validation.{name}", what, f"validation.{name}={value:g}, or validation.greedy=false")
     yield from _best_is_measured(config)
+
+
+def validation_figures(config: Config) -> list[str]:
+    """Return what is measured of each source and of all together, as it stands behind `val/` or `val/SOURCE/`."""
+    models = [label_of(role) for role in config.scoring_models()]
+    return config.validation.figures(models, by_rule=is_measured(config))
 
 
 def check_sft_rules(config: SftConfig) -> Iterator[Problem]:
@@ -46,9 +53,11 @@ def _best_is_measured(config: Config) -> Iterator[Problem]:
     validation, key = config.validation, "validation.best_metric"
     if validation.keep_best and not validation.every:
         yield problem("validation.keep_best", "nothing is validated: validation.every is 0", "validation.every=10")
-    names = [f"val/{figure}" for figure in validation.figures()]
-    if validation.source_of_best() is None:
-        fix = f"{did_you_mean(validation.best, names)} Or of one source: val/SOURCE/{validation.figures()[0]}"
+    figures = validation_figures(config)
+    names = [f"val/{figure}" for figure in figures]
+    is_read = validation.every or validation.best_metric is not None
+    if is_read and names and validation.source_of_best(figures) is None:
+        fix = f"{did_you_mean(validation.best, names)} Or of one source: val/SOURCE/{figures[0]}"
         yield problem(key, f'validation has no figure "{validation.best}"', fix)
     functions = config.validation_reward().functions.values()
     if "/solved/maj@" in validation.best and not any(gives_answers(function.name) for function in functions):

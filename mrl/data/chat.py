@@ -34,7 +34,12 @@ class ChatTokenizer(Protocol):
     special_tokens_map: Mapping[str, Any]
 
     def __call__(
-        self, text: list[str], *, add_special_tokens: bool, return_offsets_mapping: bool = False
+        self,
+        text: list[str],
+        *,
+        add_special_tokens: bool,
+        return_offsets_mapping: bool = False,
+        split_special_tokens: bool = False,
     ) -> Mapping[str, list[list[Any]]]: ...
 
     def __len__(self) -> int: ...
@@ -69,18 +74,22 @@ def load_tokenizer(path: str, data: DataConfig | None = None, *, renders: bool =
 
 def compare_tokenizer(policy: ChatTokenizer, path: str) -> Iterator[str]:
     """Refuse a model to which the policy's token ids mean other tokens; warn where its chat template is another."""
-    mine, other = policy.get_vocab(), load_tokenizer(path, renders=False)
-    theirs = other.get_vocab()
-    if different := [token for token, number in mine.items() if theirs.get(token) != number]:
-        token = different[0]
-        raise DataError(
-            f"{len(different)} of the policy's {len(mine)} tokens have other ids or none: {token!r} is "
-            f"{mine[token]} to the policy and {theirs.get(token, 'unknown')} here",
-            where=path,
-            fix="a reward model with the policy's tokenizer: it is given token ids, and no text is tokenised anew",
-        )
+    other = load_tokenizer(path, renders=False)
+    if different := different_tokens(policy, other):
+        raise DataError(different, where=path, fix="a model with the policy's tokenizer: it is given token ids")
     if other.chat_template != policy.chat_template:
         yield f"the chat template of {path} is not the policy's, in whose form it will read prompts"
+
+
+def different_tokens(policy: ChatTokenizer, other: ChatTokenizer) -> str:
+    """Return how the policy's token ids mean other tokens to a model; empty where they mean the same."""
+    mine, theirs = policy.get_vocab(), other.get_vocab()
+    different = [token for token, number in mine.items() if theirs.get(token) != number]
+    if not different:
+        return ""
+    token = different[0]
+    shown = f"{token!r} is {mine[token]} to the policy and {theirs.get(token, 'unknown')} here"
+    return f"{len(different)} of the policy's {len(mine)} tokens have other ids or none: {shown}"
 
 
 class PromptEncoder:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,9 +18,11 @@ from mrl.config.load import load_config, load_sft_config
 from mrl.config.schema import ClusterConfig
 from mrl.controller import ray_cluster
 from mrl.demo.model import make_model
-from mrl.demo.tasks import MAX_WARM_START, SUMS, DemoTask
+from mrl.demo.preferences import JudgeSettings, sample_policy, train_judged
+from mrl.demo.tasks import MAX_WARM_START, RIGHT_PAIRS, SUMS, DemoTask
 from mrl.errors import SetupError
 from mrl.observe.console import Console
+from mrl.observe.metrics import read_metrics
 from mrl.trainer.ppo import RayPPOTrainer
 from mrl.trainer.run import open_run
 from mrl.trainer.sft import train_sft
@@ -40,7 +42,7 @@ actor:
   parallel: {{tp: {tp}, pp: {pp}}}
   schedule: {{decay_steps: {updates}}}
 training: {{steps: {steps}, seed: {seed}}}
-validation: {{every: {steps}}}
+validation: {{every: {every}}}
 """
 
 
@@ -96,7 +98,9 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
     settings.directory.mkdir(parents=True, mode=0o700)
     with ray_cluster(settings.cluster):
         model = warm_model(settings, console, seconds)
-        return learn(settings, model, console, seconds)
+        if not settings.task.is_judged:
+            return learn(settings, model, console, seconds)
+        return learn_from_preferences(settings, model, console, seconds)
 
 
 def warm_model(settings: DemoSettings, console: Console, seconds: dict[str, float]) -> Path:
@@ -104,18 +108,38 @@ def warm_model(settings: DemoSettings, console: Console, seconds: dict[str, floa
     task = settings.task
     console.print(f"making a model of {task.num_layers} layers that knows nothing")
     initial = settings.directory / "initial"
-    _timed(seconds, "model", lambda: make_model(initial, settings.seed, task.num_layers))
+    timed(seconds, "model", lambda: make_model(initial, settings.seed, task.num_layers))
     console.print(f"SFT on the answers of {task.teacher}")
-    return _timed(seconds, "sft", lambda: _warm_start(settings, initial, console))
+    return timed(seconds, "sft", lambda: _warm_start(settings, initial, console))
+
+
+def learn_from_preferences(
+    settings: DemoSettings, model: Path, console: Console, seconds: dict[str, float]
+) -> DemoResult:
+    """Sample a warmed-up model, train a reward model on pairs of its answers, and then the model by that alone."""
+    console.print("sampling 16 answers to each problem, of which a judge prefers the right ones")
+    values = values_of(settings, model)
+    samples = timed(seconds, "samples", lambda: sample_policy(values, settings.directory))
+    console.print("mrl rm on pairs of a right and a wrong answer")
+    judge, right = timed(seconds, "rm", lambda: train_judged(samples, JudgeSettings(), values, console))
+    result = learn(settings, model, console, seconds, judge=judge)
+    return result if result.figures is None else replace(result, figures={**result.figures, RIGHT_PAIRS: right})
 
 
 def learn(
-    settings: DemoSettings, model: Path, console: Console, seconds: dict[str, float], overrides: Sequence[str] = ()
+    settings: DemoSettings,
+    model: Path,
+    console: Console,
+    seconds: dict[str, float],
+    overrides: Sequence[str] = (),
+    judge: Path | None = None,
 ) -> DemoResult:
-    """Train a warmed-up model by rewards."""
+    """Train a warmed-up model by rewards, which may be those of a reward model."""
     task = settings.task
     config = settings.directory / "demo.yaml"
-    config.write_text(demo_yaml(settings, model, config), encoding="utf-8")
+    text = demo_yaml(settings, model, config)
+    text += "" if judge is None else f"reward_model: {{path: {json.dumps(str(judge))}}}\n"
+    config.write_text(text, encoding="utf-8")
     console.print(f"{settings.algorithm}: {settings.steps} steps of {task.samples_per_step} samples, as {config} says")
     resolved = load_config(str(config), overrides)
     with open_run(resolved, console) as run:
@@ -123,13 +147,16 @@ def learn(
         began = time.monotonic()
         with trainer.init_workers():
             seconds["start of workers"] = time.monotonic() - began
-            before = _timed(seconds, "validation before", trainer.validate)[task.solved]
+            before = timed(seconds, "validation before", trainer.validate)[task.solved]
             console.print(f"right before: {100 * before:.1f} % of sampled answers to {task.unseen}")
-            figures = _timed(seconds, settings.algorithm, trainer.fit)
+            figures = timed(seconds, settings.algorithm, trainer.fit)
+        if task.validated_every is not None and trainer.num_steps_done == settings.steps:
+            validated = [line for line in read_metrics(run.directory / "metrics.jsonl") if task.solved in line]
+            figures = max(validated[1:], key=lambda line: line[task.solved])
     return DemoResult(before, figures if trainer.num_steps_done == settings.steps else None, seconds, config, task)
 
 
-def _timed(seconds: dict[str, float], name: str, work: Callable[[], Result]) -> Result:
+def timed(seconds: dict[str, float], name: str, work: Callable[[], Result]) -> Result:
     began = time.monotonic()
     result = work()
     seconds[name] = time.monotonic() - began
@@ -137,19 +164,22 @@ def _timed(seconds: dict[str, float], name: str, work: Callable[[], Result]) -> 
 
 
 def _warm_start(settings: DemoSettings, initial: Path, console: Console) -> Path:
-    devices = settings.cluster.devices_per_node
-    values = [f"run.dir={settings.directory}", f"model.path={initial}", f"training.seed={settings.seed}"]
-    values += [f"cluster.devices_per_node={devices}", f"placement.pools.laptop={devices}"]
-
     def on_update(step: int, metrics: dict[str, float]) -> None:
         if step % 40 == 0:
             console.print(f"  update {step}: loss {metrics['loss']:.3f}")
 
-    with open_run(load_sft_config(str(CONFIGS / settings.task.warm_up), values), console) as run:
+    with open_run(load_sft_config(str(CONFIGS / settings.task.warm_up), values_of(settings, initial)), console) as run:
         model = train_sft(run, on_update)
     if model is None:
         raise SetupError("the demo was asked to stop while its model was warmed up", fix="run it again")
     return model
+
+
+def values_of(settings: DemoSettings, model: Path) -> list[str]:
+    """Return what a run of the demo is told beside its file."""
+    devices = settings.cluster.devices_per_node
+    values = [f"run.dir={settings.directory}", f"model.path={model}", f"training.seed={settings.seed}"]
+    return [*values, f"cluster.devices_per_node={devices}", f"placement.pools.laptop={devices}"]
 
 
 def demo_yaml(settings: DemoSettings, model: Path, path: Path) -> str:
@@ -165,5 +195,6 @@ def demo_yaml(settings: DemoSettings, model: Path, path: Path) -> str:
         pp=settings.pp,
         updates=max(settings.task.updates_per_step * settings.steps, 21),
         steps=settings.steps,
+        every=settings.task.validated_every or settings.steps,
         seed=settings.seed,
     )

@@ -1,4 +1,4 @@
-"""What `mrl demo` can teach: sums, or to look up what no model can know."""
+"""What `mrl demo` can teach: sums, by rule or by preferences, or to look up what no model can know."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 MAX_WARM_START = 0.40
+RIGHT_PAIRS = "rm/val/accuracy"
+"""Of a demo with a judge: the share of held-out pairs that the reward model has the right way round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,10 @@ class DemoTask:
     steps: int
     samples_per_step: int
     updates_per_step: int
+    validated_every: int | None = None
+    """Steps between validations, of which the best gives the result; null validates at the end."""
+    is_judged: bool = False
+    """Whether a judge orders pairs of the warmed-up model's answers, and a reward model learns from these."""
     goals: Mapping[str, float]
     """Figure of the last validation -> what it has to be at least; the first is also measured before."""
 
@@ -68,4 +74,19 @@ SEARCH = DemoTask(
         "reward/two_hops/facts/searches/mean": "searches where two are needed",
     },
 )
-TASKS: Mapping[str, DemoTask] = {"sums": SUMS, "search": SEARCH}
+PREFERENCES = DemoTask(
+    algorithms={"grpo": "preferences.yaml"},
+    warm_up="sft.yaml",
+    run="rewarded",
+    teacher=SUMS.teacher,
+    unseen=SUMS.unseen,
+    num_layers=2,
+    steps=25,
+    samples_per_step=512,
+    updates_per_step=4,
+    validated_every=5,
+    is_judged=True,
+    goals={"val/solved/mean@4": 0.65, RIGHT_PAIRS: 0.97},
+    also={},
+)
+TASKS: Mapping[str, DemoTask] = {"sums": SUMS, "search": SEARCH, "preferences": PREFERENCES}

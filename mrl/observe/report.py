@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -11,6 +13,7 @@ from typing import Any
 from mrl.observe.curves import COLORS, Lines, curves
 
 _RECENT = 10
+OVER_OPTIMIZED = "The reward model is over-optimized"
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,13 @@ class HealthFinding:
 
 
 def findings(lines: Lines) -> list[HealthFinding]:
-    """Return everything that looks unhealthy over the last steps, compared with the first."""
-    return [found for rule in _RULES if (found := rule(lines)) is not None]
+    """Return everything that looks unhealthy over the last steps, compared with the first, or with a validation before.
+
+    Line 0 is a validation before the first step, where there was one.
+    """
+    steps = [line for line in lines if line["step"] > 0]
+    found = [rule(steps) for rule in _RULES] + [_over_optimized(lines)]
+    return [finding for finding in found if finding is not None]
 
 
 def _mean(lines: Lines, name: str) -> float | None:
@@ -66,6 +74,28 @@ def _skipped_updates(lines: Lines) -> HealthFinding | None:
     return HealthFinding("Updates were skipped", f"{skipped:g} optimizer steps had gradients that were not finite")
 
 
+def _over_optimized(lines: Lines) -> HealthFinding | None:
+    """Say where reward models score a policy higher than before, and the rule of its validation lower.
+
+    The fall is from the best validation, by more than two standard errors of a difference of two shares.
+    """
+    rule = next((key for line in lines for key in line if re.fullmatch(r"val/solved/mean@\d+", key)), "")
+    measured = [line for line in lines if line.get(rule) is not None and line.get("val/prompts")]
+    if not measured:
+        return None
+    best, last = max(measured, key=lambda line: float(line[rule])), measured[-1]
+    before, after, num = best[rule], last[rule], int(rule.partition("@")[2]) * last["val/prompts"]
+    error = max(1 / num, math.sqrt((before * (1 - before) + after * (1 - after)) / num))
+    models = [key for key in last if re.fullmatch(r"val/(?!score/|solved/)[^/]+/mean@\d+", key) and key in best]
+    risen = [key for key in models if last[key] > best[key]]
+    if not risen or before - after <= 2 * error:
+        return None
+    what = f"{risen[0]} rose from {best[risen[0]]:.3g} to {last[risen[0]]:.3g} between steps {best['step']} and "
+    what += f"{last['step']}, while {rule} fell from {before:.3g} to {after:.3g}, by {(before - after) / error:.1f} "
+    what += f"standard errors: step {best['step']} was better (validation.keep_best), algorithm.kl.where=reward holds "
+    return HealthFinding(OVER_OPTIMIZED, f"{what}it back, and more pairs of its own answers mend the model")
+
+
 _RULES = (
     _above("groups/uniform_share", 0.6, "Most prompts teach nothing", "all samples of such a prompt score the same"),
     _above("response_length/clip_ratio", 0.2, "Responses are cut off", "raise rollout.max_response_tokens"),
@@ -98,7 +128,7 @@ def render_report(
     steps = [line for line in lines if line["step"] > 0]  # before the first there is only a validation
     sections = [
         f"<h1>{escape(name)}</h1><p>{_summary(lines, len(steps))}</p>",
-        f"<h2>Health</h2>{_health(steps)}",
+        f"<h2>Health</h2>{_health(lines)}",
         f"<h2>Curves</h2>{curves({name: lines})}",
         f"<h2>Where the seconds of a step went</h2>{_phases(steps)}",
         *(f"<h2>Samples of {escape(of)}</h2>{_samples(rows)}" for of, rows in samples.items()),
@@ -116,7 +146,7 @@ def render_comparison(runs: Mapping[str, Lines], difference: str) -> str:
         f"{_summary(lines, len(steps[name]))}</p>"
         for (name, lines), color in zip(runs.items(), COLORS, strict=False)
     )
-    found = "".join(f"<h3>{escape(name)}</h3>{_health(of_run)}" for name, of_run in steps.items())
+    found = "".join(f"<h3>{escape(name)}</h3>{_health(of_run)}" for name, of_run in runs.items())
     sections = [
         f"<h1>{escape(title)}</h1>{summaries}",
         f"<h2>Difference of the configurations</h2><pre>{escape(difference or 'None.')}</pre>",

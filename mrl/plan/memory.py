@@ -42,10 +42,15 @@ _ORIGINS = {
     "gradients": "of the same elements, in float32 unless ddp.grad_reduce_in_fp32 is false",
     "optimizer": "float32 weights and Adam's two moments of the elements that the rank owns",
 }
-HEADS: dict[str, Head] = {"actor": "lm", "critic": "score", "reward_model": "score"}
 
-_SCORING = {"actor": "log-probs", "critic": "values", "reward_model": "reward model"}
-"""What the phase is called in which a role runs without learning."""
+
+def head_of(role: str) -> Head:
+    return "lm" if role == "actor" else "score"
+
+
+def scoring_phase(role: str) -> str:
+    """Return what the phase is called in which a role runs without learning."""
+    return {"actor": "log-probs", "critic": "values"}.get(role) or role.replace("_", " ")
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,7 @@ def role_stages(subject: PlanInput, role: str) -> tuple[Role, ...]:
 
 
 def role_at_stage(config: AnyConfig, spec: ModelSpec, name: str, stage: int) -> Role:
-    model, head = config.model_roles()[name], HEADS[name]
+    model, head = config.model_roles()[name], head_of(name)
     batch = role_batch(config, name)
     tokens = f"{model.max_tokens_per_device} tokens of a micro-batch on a device"
     item = partial(Item, name)
@@ -177,10 +182,10 @@ def role_at_stage(config: AnyConfig, spec: ModelSpec, name: str, stage: int) -> 
         item("a weight's gradient", held.largest_parameter, "of the largest parameter, before it is added up"),
     ]
     score = [item("activations", forward_activations(spec, model), f"{tokens}, one layer at a time")]
-    head_of = partial(head_bytes, spec, model, head, device=config.cluster.device)
+    scored = partial(head_bytes, spec, model, head, device=config.cluster.device)
     if stage == model.parallel.pp - 1:
-        train.append(item("head", head_of(backward=True), f"{tokens}, if all are scored"))
-        score.append(item("head", head_of(backward=False), f"{tokens}, if all are scored"))
+        train.append(item("head", scored(backward=True), f"{tokens}, if all are scored"))
+        score.append(item("head", scored(backward=False), f"{tokens}, if all are scored"))
     return Role(name, stage, held, tuple(train) if name in config.trained_roles() else (), tuple(score))
 
 
@@ -188,10 +193,13 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
     """Yield the phases of a pool where these roles meet."""
     everything = [item for role in roles for item in role.all_items()]
     awake = [Item("rollout", *part) for part in engine.parts]
-    while_taking, while_generating, beside = everything, everything, awake
+    while_taking, while_generating, while_scoring, beside = everything, everything, everything, awake
     if config.sync.offload and not has_own_rollout_pool(config):
         actors = [role for role in roles if role.name == "actor"]
         while_generating = [role.reserve() for role in roles]
+        models = [role for role in roles if role.name in config.scoring_models()]
+        if actors:  # in the middle of a rollout, while engines sleep and all others are away
+            while_scoring = [*while_generating, *(item for role in models for item in role.held("parameters"))]
         while_taking = [*while_generating, *(item for role in actors for item in role.held("parameters"))]
         beside = [item for item in awake if item.what == RESERVE]  # asleep
     buckets = Item("rollout", "buckets", engine.bucket_bytes, "twice sync.bucket_bytes, or two of the largest tensor")
@@ -211,7 +219,8 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
             yield Phase("weights", pool, (*everything, buckets))
     for role in roles:
         if role.name != "actor" or needs_old_log_probs(config) or has_reference(config):
-            yield Phase(_SCORING[role.name], pool, (*everything, *beside, *role.score))
+            present = while_scoring if role.name in config.scoring_models() else everything
+            yield Phase(scoring_phase(role.name), pool, (*present, *beside, *role.score))
         if role.train:
             yield Phase(f"train {role.name}", pool, (*everything, *beside, *role.train))
 

@@ -27,7 +27,7 @@ from mrl.models.layout import layers_of_chunk
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS
-from mrl.plan.memory import HEADS, EngineMemory, engine_memory
+from mrl.plan.memory import EngineMemory, engine_memory, head_of, scoring_phase
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.weights import buffers, engine_elements, stage_weights
 from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner
@@ -155,8 +155,8 @@ def plan_time(subject: PlanInput, lengths: Lengths) -> TimePlan:
 def role_phases(subject: PlanInput, role: str, lengths: Lengths) -> Iterator[TimedPhase]:
     config = subject.config
     forward = partial(_work, subject, role, lengths, trains=False)
-    if role == "reward_model":
-        yield TimedPhase("reward model", forward())
+    if role in config.scoring_models():
+        yield TimedPhase(scoring_phase(role), forward())
         return
     if role == "critic":
         yield TimedPhase("values", forward())
@@ -286,7 +286,7 @@ def _s_per_byte(subject: PlanInput, span: int) -> float:
 def _reduction_s(subject: PlanInput, role: str, mesh: Mesh) -> float:
     """Return the seconds of one update: gradients to their owners in float32, and weights back."""
     model = subject.config.trained_roles()[role]
-    found = buffers(subject.specs[role], model, mesh, HEADS[role], 0)
+    found = buffers(subject.specs[role], model, mesh, head_of(role), 0)
     moved = sum(buffer.num_padded * (1 - 1 / buffer.num_owners) for buffer in found) * (4 + ITEM_BYTES[model.dtype])
     return moved * _s_per_byte(subject, mesh.world_size // mesh.pp)
 

@@ -33,7 +33,7 @@ from mrl.preflight.findings import CheckResult, Verdict, fail, guarded, ok, skip
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.trainer.components import check_model, manager_class, model_setup
-from mrl.trainer.model_scores import check_reward_model
+from mrl.trainer.model_scores import check_reward_models
 from mrl.trainer.reward_sources import check_reward_sources
 from mrl.trainer.supervised_tasks import supervised_setup
 
@@ -119,7 +119,7 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
     yield ok("tokenizer", f"{len(tokenizer)} tokens, {form}")
     if isinstance(config, Config):
         yield from guarded("end tokens", _check_ends(config, tokenizer))
-        yield from guarded("reward_model", _check_reward_model(config, tokenizer))
+        yield from guarded("reward_model", _check_reward_models(config, tokenizer))
     scored: dict[str, list[Prompt]] = {}
     for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
         for name, source in sources.items():
@@ -141,7 +141,7 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
         if part == "validation" and not reward.functions:
             continue  # which has been said of training, whose functions it would have
         of_part = {key: prompts for key, prompts in scored.items() if key.startswith(f"data.{part}.")}
-        others = config.reward_model is not None or bool(config.agent.environments)
+        others = bool(config.scoring_models() or config.agent.environments)
         yield from guarded("rewards", _check_rewards(reward, of_part, tokenizer, others))
 
 
@@ -165,12 +165,12 @@ def _check_ends(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResul
     yield ok("end tokens", ", ".join(ends)) if ends else warn("end tokens", "nothing but its length ends a response")
 
 
-def _check_reward_model(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
-    if config.reward_model is not None:
-        warnings = list(check_reward_model(config, tokenizer))
-        yield from (warn("reward_model", warning) for warning in warnings)
-        if not warnings:
-            yield ok("reward_model", f"{config.reward_model.path} reads the policy's tokens")
+def _check_reward_models(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
+    warnings = list(check_reward_models(config, tokenizer))
+    yield from (warn(role, warning) for role, warning in warnings)
+    for role, model in config.scoring_models().items():
+        if role not in dict(warnings):
+            yield ok(role, f"{model.path} reads the policy's tokens")
 
 
 def _opened(config: AnyConfig, sources: Mapping[str, SourceConfig], tokenizer: ChatTokenizer) -> RLHFDataset:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mrl.config.arithmetic import num_engines, role_devices
+from mrl.config.arithmetic import has_own_rollout_pool, num_engines, role_devices
 from mrl.config.judge import JUDGE
 from mrl.config.schema import Config, PlacementConfig
 from mrl.controller import RunContext
@@ -14,12 +14,19 @@ from mrl.rollout.hybrid_engine import HybridEngine
 
 
 def engines_alone(config: Config) -> Config:
-    """Return a configuration with as many engines, a pool of their own, and no other but the judge's."""
-    pools, roles = {"engines": num_engines(config) * config.rollout.tp}, {"actor": "nobody", "rollout": "engines"}
+    """Return a configuration with as many engines, and no other roles but the judge and reward models.
+
+    These keep their pools, and may share that of the engines, which have ended when they start.
+    """
+    where = config.placement.roles["rollout" if has_own_rollout_pool(config) else "actor"]
+    pools, roles = {where: num_engines(config) * config.rollout.tp}, {"actor": "nobody", "rollout": where}
+    for role in config.scoring_models():
+        pool = roles[role] = config.placement.roles[role]
+        pools[pool] = config.placement.pools[pool]
     if config.judge is not None:
         pools[JUDGE], roles[JUDGE] = role_devices(config, JUDGE), JUDGE
     placement = PlacementConfig(pools=pools, roles=roles)
-    return replace(config, placement=placement, critic=None, reward_model=None)
+    return replace(config, placement=placement, critic=None)
 
 
 class FileEngine(HybridEngine):

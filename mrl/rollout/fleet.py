@@ -69,7 +69,8 @@ class RolloutFleet:
         self._replicas: dict[int, RayWorkerGroup] = {}
         self._versions: dict[int, int | None] = dict.fromkeys(range(num_replicas))
         self._starting: dict[int, Future[RayWorkerGroup]] = {}
-        self._unprobed: set[int] = set()
+        self.unprobed: set[int] = set()
+        """Those that have not been asked since they started."""
         self._pace = Pace(events)
         self._served: set[int] = set()
         """Those that have finished a sample since they started: what breaks them is not what they are."""
@@ -160,7 +161,7 @@ class RolloutFleet:
         asked = {
             index: self._threads.submit(_probe_replica, replica, request, sampling, version)
             for index, replica in self._replicas.items()
-            if self._versions[index] == version and (everyone or index in self._unprobed)
+            if self._versions[index] == version and (everyone or index in self.unprobed)
         }
         answers = {}
         for index, future in asked.items():
@@ -173,7 +174,7 @@ class RolloutFleet:
                 self._drop_replica(index, f"its answer cannot be right: {wrong}", num_asked=1)
             else:
                 answers[index] = answer
-        self._unprobed -= answers.keys()
+        self.unprobed -= answers.keys()
         return answers
 
     def sleep(self, *, keep: bool = False) -> None:
@@ -306,7 +307,7 @@ class RolloutFleet:
     def _start_missing(self) -> None:
         for index in self._versions.keys() - self._replicas.keys() - self._starting.keys():
             self._starting[index] = self._threads.submit(self._start, index)
-            self._unprobed.add(index)
+            self.unprobed.add(index)
 
     def _join(self) -> None:
         """Take in the replicas that have started since."""

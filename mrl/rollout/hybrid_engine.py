@@ -49,6 +49,7 @@ class HybridEngine:
 
     _actor: RayWorkerGroup
     _guests: list[RayWorkerGroup]
+    _scoring: list[RayWorkerGroup]
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class HybridEngine:
             self._gpus = (self._receivers or groups["actor"].result()).visible_gpus()
         self._version = 1
         self._held = 0
+        """The version of the weights that the engines have; 0 while they sleep."""
         self._is_generating = self._parameters_are_away = False
         self._metrics: dict[str, float] = {}
         self._cache = config.asynchrony.cache if config.asynchrony.weights == "in_flight" else None
@@ -94,7 +96,9 @@ class HybridEngine:
         config, tp = self._config, self._config.rollout.tp
         groups, pools = {role: group.result() for role, group in self._groups.items()}, config.placement.roles
         self._actor = groups["actor"]
-        self._guests = [group for role, group in groups.items() if role != "actor" and pools[role] == pools["actor"]]
+        guests = {role: group for role, group in groups.items() if role != "actor" and pools[role] == pools["actor"]}
+        self._guests = [*guests.values()]
+        self._scoring = [group for role, group in guests.items() if role in config.scoring_models()]
         num_workers = num_engines(config) * tp
         nodes = [node for node, _ in self._actor.where()]
         first = len(nodes) if self._receivers else 0
@@ -141,18 +145,12 @@ class HybridEngine:
             self._actor.offload("gradients", "optimizer")
             for group in self._guests:
                 group.offload(*PARTS)
-            self._wake("weights")
-        if self._held != self._version:
-            self._fleet.update(self._version, self._cache)
-            self._held = self._version
-        if self._take_turns:
-            self._actor.offload("parameters")
-            self._parameters_are_away = True
-            self._wake("kv_cache")
+        self._wake_up()
         yield
         # A failure in the block ends the run, and with it every process: there is no way back to training then.
         if self._take_turns:
-            self._fleet.sleep(keep=self._cache is not None)
+            if self._held:
+                self._fleet.sleep(keep=self._cache is not None)
             self._held = 0
             for group in (self._actor, *self._guests):
                 group.onload(*PARTS)
@@ -171,6 +169,8 @@ class HybridEngine:
         meanwhile. With `in_flight` they go on with newer weights when these come."""
         if not self._is_generating and (self._take_turns or not self._held):
             raise RolloutError("the trainer has the devices: generate within rollout_mode")
+        if self._is_generating:
+            self._wake_up()
         return self._fleet.stream(requests, sampling, self._held, follow_ups, self._cache if in_flight else None)
 
     def has_newest(self) -> bool:
@@ -189,7 +189,17 @@ class HybridEngine:
 
     def probe(self, request: GenerationRequest, sampling: Sampling, *, everyone: bool) -> dict[int, Generated]:
         """One request, answered by all engines, or by those alone that have not been asked since they started."""
+        if everyone or self._fleet.unprobed:
+            self._wake_up()
         return self._fleet.probe(request, sampling, self._version, everyone=everyone)
+
+    def pause(self) -> None:
+        """Have reward models on the engines' devices amid a rollout; engines that are asked again take them back."""
+        if self._take_turns and self._scoring and self._held:
+            self._fleet.sleep()
+            self._held = 0
+            for group in self._scoring:
+                group.onload(*PARTS)
 
     def close(self) -> None:
         """End the engines; no socket stays behind."""
@@ -197,6 +207,21 @@ class HybridEngine:
         if self._receivers is not None:
             self._receivers.shutdown()
         shutil.rmtree(self._sockets, ignore_errors=True)
+
+    def _wake_up(self) -> None:
+        """Have the engines with the actor's weights; where they take turns with others, with the devices as well."""
+        if self._held == self._version:
+            return
+        if self._take_turns:
+            for group in self._scoring:
+                group.offload(*PARTS)
+            self._wake("weights")
+        self._fleet.update(self._version, self._cache)
+        self._held = self._version
+        if self._take_turns:
+            self._actor.offload("parameters")
+            self._parameters_are_away = True
+            self._wake("kv_cache")
 
     def _wake(self, part: Part) -> None:
         """Wake that part of all engines; of a GPU without room for it, say who holds what."""

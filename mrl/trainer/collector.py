@@ -10,18 +10,20 @@ from mrl.data.prompt_loader import PromptLoader
 from mrl.protocol import DataProto
 from mrl.trainer.dynamic_sampling import full_batch, solved_shares
 from mrl.trainer.generation import Generator, ScoredBatch
+from mrl.trainer.model_scores import ModelScores
 from mrl.trainer.step_metrics import written_lengths
 
 
 class Collector:
     """Collects a batch whole, or draws its prompts and finishes its samples where others generate in between."""
 
-    def __init__(self, config: Config, prompts: PromptLoader, generator: Generator) -> None:
-        self._config, self._prompts, self.generator = config, prompts, generator
+    def __init__(self, config: Config, prompts: PromptLoader, generator: Generator, models: ModelScores) -> None:
+        self._config, self._prompts, self.generator, self._models = config, prompts, generator, models
 
     def collect(self, step: int) -> ScoredBatch:
         """Generate the step's samples, and score them."""
-        return self.finish(full_batch(self._config, self._prompts, lambda prompts: self.generate(prompts, step)))
+        scored = full_batch(self._config, self._prompts, lambda prompts: self.generate(prompts, step))
+        return self._penalized(scored)
 
     def draw(self) -> DataProto:
         """Return the prompts of the next batch, a row for each sample."""
@@ -32,6 +34,10 @@ class Collector:
         self._prompts.learn(solved_shares(self._config, batch))
 
     def finish(self, scored: ScoredBatch) -> ScoredBatch:
+        """Return samples that others generated with their whole scores."""
+        return self._penalized(self._models.add(scored, learn=True))
+
+    def _penalized(self, scored: ScoredBatch) -> ScoredBatch:
         """Return the samples with what their lengths cost them."""
         overlong = self._config.algorithm.overlong
         if overlong is None:
@@ -43,13 +49,17 @@ class Collector:
         return ScoredBatch(batch, scored.metrics | {"reward/overlong_penalty": float(penalty_B.mean())})
 
     def generate(self, prompts: DataProto, step: int) -> ScoredBatch:
-        """Generate samples of these prompts; for ReMax also the greedy answer, whose score is the baseline."""
-        generator = self.generator
+        """Generate samples of these prompts; for ReMax also the greedy answer, whose score is the baseline.
+
+        Reward models score when both are there: on the engines' devices, these sleep until they are asked again.
+        """
+        generator, models = self.generator, self._models
         scored = generator.run(prompts.repeat(self._config.batch.samples_per_prompt), generator.training, step)
         self.learn(scored.batch)
         if self._config.algorithm.advantage != "remax":
-            return scored
-        greedy = generator.run(prompts, generator.greedy, step).batch
+            return models.add(scored, learn=True)
+        unscored = generator.run(prompts, generator.greedy, step)
+        scored, greedy = models.add(scored, learn=True), models.add(unscored).batch
         baseline = dict(zip(greedy["uid"], greedy["scores"].tolist(), strict=True))
         uids = scored.batch["uid"]
         kept = scored.batch.take([row for row, uid in enumerate(uids) if uid in baseline])

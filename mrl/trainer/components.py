@@ -32,7 +32,7 @@ from mrl.trainer.collector import Collector
 from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator
 from mrl.trainer.judge import judge_served
-from mrl.trainer.model_scores import check_reward_model
+from mrl.trainer.model_scores import ModelScores, check_reward_models, scoring_models
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.reward_sources import check_reward_sources
 from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, RoleClient
@@ -48,13 +48,18 @@ _WORKERS = {
 _CLIENTS = {"actor": ActorClient, "critic": CriticClient, "reward_model": RewardModelClient}
 
 
+def kind_of(role: str) -> str:
+    """Return the key above: that of `reward_models.NAME` is the one of `reward_model`."""
+    return "reward_model" if role.startswith("reward_models.") else role
+
+
 @dataclass
 class Components:
     """What a step calls."""
 
     actor: ActorClient
     critic: CriticClient | None
-    reward_model: RewardModelClient | None
+    model_scores: ModelScores
     hybrid: HybridEngine
     engine_probe: EngineProbe
     prompts: PromptLoader
@@ -70,12 +75,14 @@ class Components:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside the models, as plain JSON."""
-        return {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict()}
+        model_scores = self.model_scores.state_dict()
+        return {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict(), "model_scores": model_scores}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self.prompts.load_state_dict(state["prompts"])
         self.kl.load_state_dict(state["kl"])
+        self.model_scores.load_state_dict(state.get("model_scores", {}))  # older runs have saved none
 
 
 @contextmanager
@@ -86,8 +93,8 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
         tokenizer = load_tokenizer(config.model.path, config.data)
         for name in config.model_roles():
             check_model(model_setup(name, config))
-        for warning in check_reward_model(config, tokenizer):
-            events.write(Warned("reward_model", warning))
+        for role, warning in check_reward_models(config, tokenizer):
+            events.write(Warned(role, warning))
         for warning in check_reward_sources(config):
             events.write(Warned("reward", warning))
         prompts = PromptLoader(
@@ -100,10 +107,10 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
         dialogs = open_dialogs(config, tokenizer, events.write, stack)
         with clock("start"):
             context = stack.enter_context(placed_run(config, directory, events))
-            groups = stack.enter_context(_started(config, context))
+            groups = stack.enter_context(started_groups(config, context, list(config.model_roles())))
             hybrid = HybridEngine(config, groups, context, reads_text=has_stops(config.agent))
             stack.callback(hybrid.close)
-            roles = _with_models(config, groups, events)
+            roles = with_models(config, groups, events)
             hybrid.connect()
             if config.judge is not None:
                 asked = stack.enter_context(judge_served(config.judge, config.cluster.device, context))
@@ -113,12 +120,15 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             judge = Generator(config, hybrid, others, tokenizer, clock.progress, dialogs)
         validator = Validator(config, validation, judge, directory, events)
         probe = EngineProbe(config, hybrid, roles["actor"], tokenizer, events)
-        stream = open_stream(config, Collector(config, prompts, generator), hybrid, probe, clock)
+        models = ModelScores(scoring_models(config, roles, tokenizer), clock, hybrid.pause)
+        if config.asynchrony.ahead and config.asynchrony.weights == "between":  # in another thread, which has no phases
+            models = ModelScores(scoring_models(config, roles, tokenizer))
+        stream = open_stream(config, Collector(config, prompts, generator, models), hybrid, probe, clock)
         stack.callback(stream.close)
         yield Components(
             actor=roles["actor"],
             critic=roles.get("critic"),
-            reward_model=roles.get("reward_model"),
+            model_scores=models,
             hybrid=hybrid,
             engine_probe=probe,
             prompts=prompts,
@@ -135,7 +145,7 @@ def _managers(
     make, rewards, others = manager_class(config.reward), None, None
     in_environments = bool(config.agent.environments)
     if config.reward.functions:
-        reward, is_model = config.reward.told(environment), config.reward_model is not None
+        reward, is_model = config.reward.told(environment), bool(config.scoring_models())
         rewards = stack.enter_context(make(reward, events, others_score=is_model or in_environments))
     if config.validation.reward_functions:
         told = config.validation_reward().told(environment)
@@ -171,10 +181,12 @@ def model_setup(role: str, config: Config) -> ModelSetup:
 
 
 @contextmanager
-def _started(config: Config, context: RunContext) -> Iterator[dict[str, Future[RayWorkerGroup]]]:
-    """The processes of all roles, which start at once, for the length of the block."""
-    with ThreadPoolExecutor(len(config.model_roles()), "start") as threads:
-        groups = {name: threads.submit(_start, name, config, context) for name in config.model_roles()}
+def started_groups(
+    config: Config, context: RunContext, roles: Sequence[str]
+) -> Iterator[dict[str, Future[RayWorkerGroup]]]:
+    """The processes of these roles, which start at once, for the length of the block."""
+    with ThreadPoolExecutor(len(roles) or 1, "start") as threads:
+        groups = {name: threads.submit(_start, name, config, context) for name in roles}
         try:
             yield groups
         finally:
@@ -192,26 +204,27 @@ def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
         "critic": [config.algorithm, horizon],
         "reward_model": [],
     }
-    worker_class = config.model_roles()[role].worker or _WORKERS[role]
-    worker = RayClassWithInitArgs(worker_class, model_setup(role, config), *arguments[role])
+    kind = kind_of(role)
+    worker_class = config.model_roles()[role].worker or _WORKERS[kind]
+    worker = RayClassWithInitArgs(worker_class, model_setup(role, config), *arguments[kind])
     return RayWorkerGroup(role, worker, role_mesh(config, role), context)
 
 
-def _with_models(config: Config, groups: Mapping[str, Future[RayWorkerGroup]], events: EventLog) -> dict[str, Any]:
+def with_models(config: Config, groups: Mapping[str, Future[RayWorkerGroup]], events: EventLog) -> dict[str, Any]:
     """Load the models side by side, but on one GPU in turn: loading takes memory of its own."""
 
     def load(names: Sequence[str]) -> dict[str, RoleClient]:
         loaded: dict[str, RoleClient] = {}
         for name in names:
             group, began = groups[name].result(), time.monotonic()
-            loaded[name] = _CLIENTS[name](group, config.model_roles()[name])
+            loaded[name] = _CLIENTS[kind_of(name)](group, config.model_roles()[name])
             events.write(ModelLoaded(name, loaded[name].num_parameters, time.monotonic() - began))
         return loaded
 
     queues: dict[str, list[str]] = defaultdict(list)
     for name in groups:
         queues[name if config.cluster.device == "cpu" else config.placement.roles[name]].append(name)
-    with ThreadPoolExecutor(len(queues), "load") as threads:
+    with ThreadPoolExecutor(len(queues) or 1, "load") as threads:
         loaded = dict(item for roles in threads.map(load, queues.values()) for item in roles.items())
     return {name: loaded[name] for name in groups}
 

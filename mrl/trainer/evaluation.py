@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from mrl.config.model_names import in_directories
 from mrl.config.schema import Config
 from mrl.config.validation import ValidationConfig
-from mrl.data.chat import load_tokenizer
+from mrl.controller import RunContext
+from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.events import EventLog
 from mrl.rollout.file_engine import FileEngine, engines_alone
 from mrl.trainer.agents import has_stops, open_dialogs
-from mrl.trainer.components import check_model, manager_class, model_setup
+from mrl.trainer.components import check_model, manager_class, model_setup, started_groups, with_models
 from mrl.trainer.generation import Generator
 from mrl.trainer.judge import judge_served
+from mrl.trainer.model_scores import ModelScores, ScoringModel, check_reward_models, scoring_models
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.validation import Validator
 
@@ -28,26 +30,45 @@ def evaluate(
     """Return the figures of each of these, which are those of a run's validation at the same weights."""
     config = in_directories(engines_alone(config))
     tokenizer = load_tokenizer(config.model.path, config.data)
-    check_model(model_setup("actor", config))
+    for role in ("actor", *config.scoring_models()):
+        check_model(model_setup(role, config))
+    for role, warning in check_reward_models(config, tokenizer):
+        say(f"{role}: {warning}")
     dataset = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
     with ExitStack() as stack:
-        reward, in_environments = config.validation_reward(), bool(config.agent.environments)
-        if config.judge is None:
-            rewards = stack.enter_context(manager_class(reward)(reward, events, others_score=in_environments))
+        reward, others_score = config.validation_reward(), bool(config.agent.environments or config.scoring_models())
+        rewards = None
+        if config.judge is None and reward.functions:
+            rewards = stack.enter_context(manager_class(reward)(reward, events, others_score=others_score))
         dialogs = open_dialogs(config, tokenizer, events.write, stack)
         context = stack.enter_context(placed_run(config, directory, events))
         engines = FileEngine(config, context, reads_text=has_stops(config.agent))
-        stack.callback(engines.close)
+        ending = stack.enter_context(ExitStack())
+        ending.callback(engines.close)
         if config.judge is not None:
             reward = reward.told(stack.enter_context(judge_served(config.judge, config.cluster.device, context)))
-            rewards = stack.enter_context(manager_class(reward)(reward, events, others_score=in_environments))
-        found = []
+            rewards = stack.enter_context(manager_class(reward)(reward, events, others_score=others_score))
+        validators, sampled = [], []
         with engines.rollout_mode():
             for number, validation in enumerate(settings, 1):
                 each = replace(config, validation=validation)
                 generator = Generator(each, engines, rewards, tokenizer, lambda done, total: None, dialogs)
-                validator = Validator(each, dataset, generator, directory, events)
-                found.append(validator.run(0))
-                for message in [*validator.warnings, f"{number} of {len(settings)} done"]:
-                    say(message)
+                validators.append(Validator(each, dataset, generator, directory, events))
+                sampled.append(validators[-1].sample())
+                say(f"{number} of {len(settings)} done")
+        ending.close()  # reward models may be given their devices
+        models = ModelScores(stack.enter_context(_started_models(config, context, events, tokenizer)))
+        found = [validator.measure(0, of_it, models) for validator, of_it in zip(validators, sampled, strict=True)]
+        for message in (message for validator in validators for message in validator.warnings):
+            say(message)
     return found
+
+
+@contextmanager
+def _started_models(
+    config: Config, context: RunContext, events: EventLog, tokenizer: ChatTokenizer
+) -> Iterator[list[ScoringModel]]:
+    """The reward models, for the length of the block."""
+    names = list(config.scoring_models())
+    with started_groups(config, context, names) as groups:
+        yield scoring_models(config, with_models(config, groups, events), tokenizer)

@@ -180,7 +180,7 @@ class Generator:
         To leave such a conversation out would teach the model to come to no end.
         """
         score, config = dialog.score, self._config
-        if score is None and config.reward_model is None and not config.reward.scores(dialog.opening.data_source):
+        if score is None and not config.scoring_models() and not config.reward.scores(dialog.opening.data_source):
             if dialog.ended_conversation.ended == "done":
                 what = f"neither the environment {name} nor a reward function has scored it"
                 return Failure("bad_result", what, dialog.environment_s)

@@ -1,44 +1,185 @@
-"""A reward model's part in the scores: whether it reads what the policy writes, and how its scores are added."""
+"""The reward models' part in the scores: what they read of a sample, and what becomes of what they say."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
+from mrl.config.reward import ModelScoreConfig, label_of
 from mrl.config.schema import Config
-from mrl.data.chat import ChatTokenizer, compare_tokenizer
+from mrl.data.chat import ChatTokenizer, compare_tokenizer, different_tokens, load_tokenizer
+from mrl.data.response_text import ResponseEncoder
 from mrl.errors import ModelError, RewardError
 from mrl.models.families import read_spec
 from mrl.protocol import DataProto
+from mrl.protocol.columns import from_rows
 from mrl.trainer.generation import ScoredBatch
+from mrl.trainer.role_client import Metrics, RewardModelClient
 from mrl.trainer.step_metrics import summary_metrics
 
-
-def check_reward_model(config: Config, tokenizer: ChatTokenizer) -> Iterator[str]:
-    """Refuse a reward model that cannot read the policy's token ids; what else there is to be warned of."""
-    if config.reward_model is None:
-        return
-    path = config.reward_model.path
-    yield from compare_tokenizer(tokenizer, path)
-    known, written = read_spec(path).vocab, read_spec(config.model.path).vocab
-    if known < written:
-        what = f"has embeddings for {known} tokens, but the policy writes {written}"
-        raise ModelError(what, where=path, fix="a reward model that was made from a model of the policy's family")
+Scores = npt.NDArray[np.float64]
 
 
-def add_model_scores(config: Config, samples: ScoredBatch, written: DataProto) -> ScoredBatch:
-    """Add the reward model's scores to the samples'; a score that is no number stops the run."""
-    assert config.reward_model is not None, "only a reward model that is there scores"
-    batch = samples.batch
-    model_scores = batch.union(written)["rm_scores"].double()
-    for row in np.flatnonzero(~np.isfinite(model_scores.numpy()))[:1].tolist():
-        sample = f"sample {batch.row_ids[row]} of prompt {batch['uid'][row]}"
-        response = batch["response_text"][row]
-        raise RewardError(
-            f"the reward model gives {sample} a score of {float(model_scores[row])}; response {response!r:.200}",
-            where="reward_model",
-            fix="are its weights whole, and is reward_model.dtype the one that it was made for?",
-        )
-    batch = batch.with_column("scores", batch["scores"] + config.reward_model.weight * model_scores)
-    return ScoredBatch(batch, samples.metrics | summary_metrics("reward/model", model_scores.numpy()))
+def check_reward_models(config: Config, tokenizer: ChatTokenizer) -> Iterator[tuple[str, str]]:
+    """Refuse a reward model that cannot read what the policy writes; yield its role and what there is to be said."""
+    for role, model in config.scoring_models().items():
+        path = model.path
+        if different := different_tokens(tokenizer, load_tokenizer(path, renders=False)):
+            if config.agent.environments:
+                what = f"{different}; it would be given texts, and conversations with environments are token ids"
+                raise ModelError(what, where=path, fix="a reward model with the policy's tokenizer")
+            ResponseEncoder(path, config.data)
+            yield role, f"{path} reads texts, which are cut into its own tokens and put into its template: {different}"
+            continue
+        yield from ((role, warning) for warning in compare_tokenizer(tokenizer, path))
+        known, written = read_spec(path).vocab, read_spec(config.model.path).vocab
+        if known < written:
+            what = f"has embeddings for {known} tokens, but the policy writes {written}"
+            raise ModelError(what, where=path, fix="a reward model that was made from a model of the policy's family")
+
+
+class ScoreScale:
+    """What becomes of one model's scores, and the mean and spread of all that it has scored in training."""
+
+    def __init__(self, config: ModelScoreConfig) -> None:
+        self._config = config
+        self._num, self._mean, self._squares = 0, 0.0, 0.0
+
+    def learn(self, scores: Scores) -> None:
+        """Take these into mean and spread: what they have together follows from what two parts have."""
+        if not len(scores):
+            return
+        num, mean, squares = len(scores), float(scores.mean()), float(np.square(scores - scores.mean()).sum())
+        total, apart = self._num + num, mean - self._mean
+        self._mean += apart * num / total
+        self._squares += squares + apart * apart * self._num * num / total
+        self._num = total
+
+    def scaled(self, scores: Scores) -> tuple[Scores, Metrics]:
+        """Return them by mean and spread, and cut; with what there is to be shown of that."""
+        mean, std, clip, figures = self._config.mean, self._config.std, self._config.clip, {}
+        if self._config.running:
+            mean, std = self._mean, math.sqrt(self._squares / max(1, self._num))
+            figures = {"running_mean": mean, "running_std": std}
+        found = (scores - mean) / (std or 1.0)  # scores that are all alike say nothing, and are 0
+        if clip is not None:
+            figures["clipped_share"] = float((np.abs(found) > clip).mean())
+            found = found.clip(-clip, clip)
+        return found, figures
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num": self._num, "mean": self._mean, "squares": self._squares}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._num, self._mean, self._squares = state["num"], state["mean"], state["squares"]
+
+
+@dataclass(frozen=True)
+class ScoringModel:
+    """One reward model."""
+
+    role: str
+    config: ModelScoreConfig
+    client: RewardModelClient
+    encoder: ResponseEncoder | None
+    """What gives it texts in its own tokens; None where the policy's are its own."""
+    scale: ScoreScale
+
+    def raw(self, batch: DataProto) -> Scores:
+        """Return what it says of each sample; what is no number stops the run."""
+        rows = batch
+        if self.encoder is not None:
+            samples = zip(batch["messages"], batch["response_text"], batch["truncated"].tolist(), strict=True)
+            rows = self._fitting(batch, [self.encoder.encode(*sample) for sample in samples])
+        scores: Scores = self.client.compute_rm_score(rows)["rm_scores"].double().numpy()
+        for row in np.flatnonzero(~np.isfinite(scores))[:1].tolist():
+            raise RewardError(
+                f"the reward model gives {_sample(batch, row)} a score of {float(scores[row])}; "
+                f"response {batch['response_text'][row]!r:.200}",
+                where=self.role,
+                fix=f"are its weights whole, and is {self.role}.dtype the one that it was made for?",
+            )
+        return scores
+
+    def _fitting(self, batch: DataProto, encoded: list[tuple[list[int], list[int]]]) -> DataProto:
+        for row, (prompt, response) in enumerate(encoded):
+            num = len(prompt) + len(response)
+            if num > self.client.capacity:
+                what = f"{_sample(batch, row)} has {num} tokens by its tokenizer; a micro-batch holds"
+                fix = f"a larger {self.role}.max_tokens_per_device"
+                raise RewardError(f"{what} {self.client.capacity}", where=self.role, fix=fix)
+        parts = zip(("prompts", "responses"), zip(*encoded, strict=True), strict=True)
+        columns = {name: from_rows([torch.tensor(ids) for ids in rows]) for name, rows in parts}
+        return DataProto.from_dict(tensors=columns, row_ids=batch.row_ids)
+
+
+def scoring_models(config: Config, roles: Mapping[str, Any], policy: ChatTokenizer) -> list[ScoringModel]:
+    """Return the reward models among these roles."""
+    found = []
+    for role, model in config.scoring_models().items():
+        is_other = different_tokens(policy, load_tokenizer(model.path, renders=False))
+        encoder = ResponseEncoder(model.path, config.data) if is_other else None
+        found.append(ScoringModel(role, model, roles[role], encoder, ScoreScale(model)))
+    return found
+
+
+class ModelScores:
+    """Adds what the reward models say to the scores, of each round of samples once it has been generated."""
+
+    def __init__(
+        self,
+        models: list[ScoringModel],
+        clock: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext(),
+        pause: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Make one that calls `pause` for the models' devices before they score."""
+        self._models, self._clock, self._pause = models, clock, pause
+
+    def add(self, samples: ScoredBatch, *, learn: bool = False) -> ScoredBatch:
+        """Return the samples with their whole scores, and a column of what each model said; without a model as they
+        are. Means and spreads `learn` from samples of training."""
+        if not self._models:
+            return samples
+        batch, metrics = samples.batch, dict(samples.metrics)
+        with self._clock("reward_model"):
+            self._pause()
+            for model in self._models:
+                raw, label = model.raw(batch), label_of(model.role)
+                metrics |= summary_metrics(f"reward/{label}", raw)
+                worth, figures = self._worth(model, raw, batch["truncated"].numpy(), learn=learn)
+                metrics |= {f"reward/{label}/{name}": value for name, value in figures.items()}
+                whole = batch["scores"] + model.config.weight * torch.from_numpy(worth)
+                batch = batch.with_column("scores", whole).with_column(model.role, torch.from_numpy(raw))
+        return ScoredBatch(batch, metrics)
+
+    def _worth(
+        self, model: ScoringModel, raw: Scores, is_truncated: npt.NDArray[np.bool_], *, learn: bool
+    ) -> tuple[Scores, Metrics]:
+        is_ruled = is_truncated & (model.config.truncated_score is not None)
+        if learn:
+            model.scale.learn(raw[~is_ruled])
+        worth, figures = model.scale.scaled(raw)
+        if model.config.truncated_score is not None:
+            worth[is_ruled] = model.config.truncated_score
+            figures["truncated_share"] = float(is_ruled.mean())
+        is_scaled = bool(figures) or (model.config.mean, model.config.std) != (0.0, 1.0)
+        return worth, figures | ({"scaled_mean": float(worth.mean())} if is_scaled else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {model.role: model.scale.state_dict() for model in self._models}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for model in self._models:
+            if model.role in state:  # else it is new in this run
+                model.scale.load_state_dict(state[model.role])
+
+
+def _sample(batch: DataProto, row: int) -> str:
+    return f"sample {batch.row_ids[row]} of prompt {batch['uid'][row]}"

@@ -32,6 +32,8 @@ class PairFigures:
     lengths: Positions
     sources: list[str]
     """Of each pair."""
+    prompts: Positions
+    """Of each response, the number of the prompt that it answers; the first of a prompt is the best."""
 
     @classmethod
     def of(cls, batches: Sequence[DataProto], scores: Floats) -> PairFigures:
@@ -41,7 +43,8 @@ class PairFigures:
         lengths = np.concatenate([rows.lengths("responses") for rows in batches]).astype(np.int64)
         sources = [source for rows in batches for source in rows["data_source"]]
         better, worse, weights = (each.numpy() for each in (pairs.better_P, pairs.worse_P, pairs.weight_P))
-        return cls(better, worse, weights, scores, lengths, [sources[row] for row in better])
+        prompts = (ranks == 0).cumsum(0).numpy() - 1
+        return cls(better, worse, weights, scores, lengths, [sources[row] for row in better], prompts)
 
     def metrics(self, losses: Floats | None = None) -> dict[str, float]:
         """Return loss, accuracy and margin, of all pairs and of each source; by which half is longer; calibration.
@@ -63,12 +66,22 @@ class PairFigures:
         ):
             if chosen.any():
                 found[f"val/accuracy/{name}"] = float(np.average(right[chosen], weights=self.weights[chosen]))
+        if np.bincount(self.prompts).max() > 2:
+            found["val/best_of_n"] = self._best_of_n()
         found["val/pairs"] = float(len(gaps))
         found["val/longer_wins"] = float(np.average(0.5 * (longer + 1), weights=self.weights))
         found["val/calibration_error"] = calibration_error(gaps, self.weights)
         if self.lengths.std() and self.scores.std():
             found["val/score_length_correlation"] = float(np.corrcoef(self.scores, self.lengths)[0, 1])
         return found
+
+    def _best_of_n(self) -> float:
+        """Return the share of prompts whose best response has the highest score of all; n that are equal count 1/n."""
+        highest = np.full(self.prompts[-1] + 1, -np.inf)
+        np.maximum.at(highest, self.prompts, self.scores)
+        is_highest = self.scores == highest[self.prompts]
+        firsts = np.flatnonzero(np.diff(self.prompts, prepend=-1))
+        return float(np.mean(is_highest[firsts] / np.bincount(self.prompts, weights=is_highest)))
 
 
 def warnings_of(figures: Mapping[str, float]) -> Iterator[tuple[str, str]]:

@@ -25,7 +25,6 @@ from mrl.trainer.audit import check_invariants
 from mrl.trainer.components import Components, build_components
 from mrl.trainer.drawn_file import drawn_from_bytes, drawn_to_bytes
 from mrl.trainer.engine_probe import Answers
-from mrl.trainer.model_scores import add_model_scores
 from mrl.trainer.own_metrics import OwnMetrics
 from mrl.trainer.role_client import Metrics, mean_of
 from mrl.trainer.run import Run
@@ -67,7 +66,6 @@ class RayPPOTrainer:
                 team = build_components(self.config, self.run.directory, self.run.events, self.clock)
                 self.components = stack.enter_context(team)
             self.actor, self.critic, self.hybrid = self.components.actor, self.components.critic, self.components.hybrid
-            self.reward_model = self.components.reward_model
             if reason := self.hybrid.full_tensor_reason:
                 self.run.warn("rollout", f"weights travel as whole tensors: {reason}")
             self.num_steps_done = self.run.resume(self.components)
@@ -108,10 +106,6 @@ class RayPPOTrainer:
         step = self.clock.step = self.num_steps_done + 1
         samples, answers = self.components.stream.next(step)  # responses, rollout_log_probs, scores
         self.compare_engines(step, answers)
-        if self.reward_model is not None:
-            with self.clock("reward_model"):
-                rm_scores = self.reward_model.compute_rm_score(samples.batch)
-                samples = add_model_scores(self.config, samples, rm_scores)
         rows = trained_rows(samples.batch)
         batch = with_staleness(rows.batch, self.hybrid.version)
         metrics = samples.metrics | staleness_metrics(batch, self.config.asynchrony.ahead)
@@ -175,7 +169,7 @@ class RayPPOTrainer:
     def validate(self) -> dict[str, float]:
         """Measure the policy as it is now on the validation prompts."""
         with self.clock("validation"), self.components.stream.settled():
-            figures = self.components.validator.run(self.num_steps_done)
+            figures = self.components.validator.run(self.num_steps_done, self.components.model_scores)
             answers = self.components.engine_probe.ask(self.num_steps_done)
         while self.components.validator.warnings:
             self.run.warn("validation", self.components.validator.warnings.pop(0))

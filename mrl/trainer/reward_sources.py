@@ -17,7 +17,7 @@ def check_reward_sources(config: Config) -> Iterator[str]:
     """Raise where nothing scores a data source; yield what to warn of: patterns that match no data source.
 
     Rows are read only where a function names its sources. Of many training rows that code makes some are read; a
-    sample of yet another source stops the run. Validation goes by the functions alone: a reward model scores nothing.
+    sample of yet another source stops the run. What is right in validation the functions alone say.
     """
     rewards = {"train": config.reward, "validation": config.validation_reward()}
     patterns = {
@@ -34,7 +34,7 @@ def check_reward_sources(config: Config) -> Iterator[str]:
         for name, source in sources.items()
     }
     for (part, key), names in found.items():
-        if part == "train" and config.reward_model is not None and config.reward_model.weight:
+        if part == "train" and any(model.weight for model in config.scoring_models().values()):
             continue
         for name in sorted(names):
             if not rewards[part].scores(name) and config.agent.name_for(name) is None:

@@ -40,6 +40,21 @@ class RoleClient:
         """Any multiple of this many rows of similar length can be spread over the ranks and their micro-batches."""
         return self.group.mesh.dp * self._packing.count_multiple
 
+    @property
+    def capacity(self) -> int:
+        """The tokens of a micro-batch, and so of the longest row."""
+        return self._packing.capacity(self._max_tokens)
+
+    def score(self, method: str, batch: DataProto) -> DataProto:
+        """Return the rows with the columns that a method writes. Where some rank would have none, it is given rows
+        again."""
+        num = round_up(len(batch), self.row_multiple)
+        times = -(-num // len(batch))
+        by_copy = np.arange(times * len(batch)).reshape(-1, times).T.ravel()  # each row once, then each again
+        padded = batch.repeat(times).take(by_copy[:num])
+        written, _ = _merged(getattr(self.group, method)(*self._shards(padded)))
+        return padded.union(written).take(np.arange(len(batch)))
+
     def _forward(self, call: StepCall, batch: DataProto, prefix: str = "") -> tuple[DataProto, Metrics]:
         """Return the columns that the model writes for these rows, and the metrics beside them."""
         return _merged(getattr(self.group, call.method)(*self._shards(batch)), prefix)
@@ -100,17 +115,12 @@ class RewardModelClient(RoleClient):
     """Calls the reward model's workers."""
 
     def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """Return `rm_scores` of the responses."""
-        return self._forward(step_calls.RM_SCORE, batch)[0]
+        """Return the rows with `rm_scores` of the responses."""
+        return self.score(step_calls.RM_SCORE.method, batch)
 
 
 class SupervisedClient(RoleClient):
     """Calls the workers of a model that learns from what the data say."""
-
-    @property
-    def capacity(self) -> int:
-        """The tokens of a micro-batch, and so of the longest row."""
-        return self._packing.capacity(self._max_tokens)
 
     def update(self, method: str, batch: DataProto) -> Metrics:
         """Make one optimizer step on these rows; return how full its micro-batches are too."""
@@ -120,16 +130,6 @@ class SupervisedClient(RoleClient):
         packing = {"micro_batches": num, "tokens": tokens, "fill": tokens / self.capacity}
         metrics = self._update(method, shards, sizes)
         return metrics | {f"packing/{name}": float(value) for name, value in packing.items()}
-
-    def score(self, method: str, batch: DataProto) -> DataProto:
-        """Return the rows with the columns that a method writes. Where some rank would have none, it is given rows
-        again."""
-        num = round_up(len(batch), self.row_multiple)
-        times = -(-num // len(batch))
-        by_copy = np.arange(times * len(batch)).reshape(-1, times).T.ravel()  # each row once, then each again
-        padded = batch.repeat(times).take(by_copy[:num])
-        written, _ = _merged(getattr(self.group, method)(*self._shards(padded)))
-        return padded.union(written).take(np.arange(len(batch)))
 
 
 def group_sizes(batch: DataProto) -> npt.NDArray[np.int64] | None:

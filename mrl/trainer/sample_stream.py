@@ -165,10 +165,23 @@ class _Open(SampleStream):
         super().__init__(*parts)
         self._rounds: OpenRounds | None = None
         self._taken: DataProto | None = None
+        self._finished: set[int] = set()
 
     def drawn_ahead(self) -> dict[int, ScoredBatch]:
         self._learn()
-        return super().drawn_ahead()
+        for number in super().drawn_ahead():
+            self._finish(number)
+        return dict(sorted(self._whole.items()))
+
+    def go_on(self, step: int, drawn: Mapping[int, ScoredBatch]) -> None:
+        super().go_on(step, drawn)
+        self._finished = set(drawn)
+
+    def _finish(self, number: int) -> None:
+        """Complete the scores, which the actor's devices may be needed for: the trainer has them now."""
+        if number not in self._finished:
+            self._finished.add(number)
+            self._whole[number] = self.collector.finish(self._whole[number])
 
     def _learn(self) -> None:
         """Tell what draws prompts of the last batch: now, so that what it draws does not depend on who is fast."""
@@ -181,10 +194,11 @@ class _Open(SampleStream):
             yield number, self.collector.draw()
 
     def _publish(self, number: int, scored: ScoredBatch) -> None:
-        self._whole[number] = self.collector.finish(scored)
+        self._whole[number] = scored
 
     def _take(self, step: int) -> ScoredBatch:
         self._taken = self._whole[step].batch
+        self._finish(step)
         return super()._take(step)
 
 

@@ -47,6 +47,7 @@ def sample_columns(batch: DataProto) -> dict[str, Any]:
         "score": batch["scores"].tolist(),
         "num_tokens": written_lengths(batch).tolist(),
         "truncated": batch["truncated"].tolist(),
+        **{name: batch[name].tolist() for name in columns if name.startswith("reward_model")},
         **{name: batch[name] for name in ("turns", "ended") if name in columns},
         **({"segments": [1 + len(more) for more in batch["other_segments"]]} if "other_segments" in columns else {}),
     }

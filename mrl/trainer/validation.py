@@ -10,15 +10,18 @@ from typing import Any
 
 import numpy as np
 
+from mrl.config.data_rules import is_measured
 from mrl.config.schema import Config
 from mrl.config.validation import ValidationConfig
+from mrl.config.validation_rules import validation_figures
 from mrl.data.prompt_loader import SkipLog, one_pass
 from mrl.data.rlhf_dataset import CHECKED_AT_ONCE, Prompt, RLHFDataset
 from mrl.data.sample_files import write_samples
 from mrl.errors import DataError, did_you_mean
 from mrl.events import EventLog
-from mrl.rollout.requests import Sampling
-from mrl.trainer.generation import Generator
+from mrl.trainer.generation import Generator, ScoredBatch
+from mrl.trainer.model_figures import model_figures
+from mrl.trainer.model_scores import ModelScores
 from mrl.trainer.samples import sample_columns
 
 Answers = list[tuple[str | None, float]]
@@ -38,25 +41,35 @@ class Validator:
         self.warnings: list[str] = []
         """What has not been said yet."""
 
-    def run(self, step: int, sampling: Sampling | None = None) -> dict[str, float]:
-        """Measure every source, and all together. The sampling is the same at each validation."""
+    def run(self, step: int, models: ModelScores) -> dict[str, float]:
+        """Measure every source, and all together."""
+        return self.measure(step, self.sample(), models)
+
+    def sample(self) -> list[ScoredBatch]:
+        """Generate what is measured, and score it by rule. The sampling is the same at each validation."""
+        num, sampling = self._config.validation.samples_per_prompt, self._generator.validation
+        prompts = one_pass(self._dataset, self._config.batch.prompts_per_step * 4, self._skips)
+        return [self._generator.run(some.repeat(num), sampling, step=0) for some in prompts]
+
+    def measure(self, step: int, sampled: Sequence[ScoredBatch], models: ModelScores) -> dict[str, float]:
+        """Return the figures of these samples; the models are asked when all are there."""
         answers: dict[str, dict[str, Answers]] = defaultdict(lambda: defaultdict(list))
         columns: dict[str, list[Any]] = defaultdict(list)
-        validation = self._config.validation
-        sampling = sampling or self._generator.validation
-        for prompts in one_pass(self._dataset, self._config.batch.prompts_per_step * 4, self._skips):
-            batch = self._generator.run(prompts.repeat(validation.samples_per_prompt), sampling, step=0).batch
+        scored, whole = [each.batch for each in sampled], [models.add(each).batch for each in sampled]
+        for batch in scored:
             rows = zip(batch["data_source"], batch["uid"], batch["answer"], batch["scores"].tolist(), strict=True)
             for source, uid, answer, score in rows:
                 answers[source][uid].append((answer, score))
+        for batch in whole:
             for name, values in sample_columns(batch).items():
                 columns[name].extend(values)
-        if validation.save_samples:
+        if self._config.validation.save_samples:
             try:
                 write_samples(self._directory / "samples", step, columns, "validation")
             except OSError as error:
                 self.warnings.append(f"validation.save_samples: the responses cannot be written: {error}")
-        return self._figures(answers)
+        by_models = model_figures(self._config, scored, whole)
+        return (self._figures(answers) if is_measured(self._config) else {}) | by_models
 
     def _figures(self, answers: Mapping[str, Mapping[str, Answers]]) -> dict[str, float]:
         figures: dict[str, float] = {}
@@ -129,7 +142,7 @@ def _majority(answers: Sequence[tuple[str | None, float]]) -> float:
 
 def check_best(config: Config, dataset: RLHFDataset) -> None:
     """Refuse a best that goes by a source of which there is no row."""
-    wanted, found = config.validation.source_of_best(), set[str]()
+    wanted, found = config.validation.source_of_best(validation_figures(config)), set[str]()
     if not wanted or not config.validation.every:
         return
     for begin in range(0, len(dataset), CHECKED_AT_ONCE):

@@ -165,6 +165,7 @@ actor:
     lr: 1e-06                                    # run.yaml:22
 critic: null                                     # command line
 reward_model: null                               # default
+reward_models: {}                                # default
 judge: null                                      # default
 rollout:
   tp: 1                                          # default

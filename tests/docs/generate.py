@@ -66,7 +66,10 @@ COLUMNS = {
     "advantages": ("tokens", "how much better each token did than expected"),
     "returns": ("tokens", "what the critic is trained towards"),
     "scores": ("one number", "the reward of the response: the weighted sum of the functions and the reward model"),
-    "rm_scores": ("one number", "what the reward model says of the response; the driver adds it to the scores"),
+    "rm_scores": (
+        "one number",
+        "what the reward model says of the response; the driver scales it and adds it to the scores",
+    ),
     "baseline_scores": ("one number", "ReMax: the score of the greedy answer to the same prompt"),
     "position": ("one number", "where the row stands in the batch, so that shards can be put together"),
 }

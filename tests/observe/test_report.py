@@ -107,3 +107,32 @@ def test_what_names_a_run_or_a_phase_is_never_markup() -> None:
     assert "<b>phase" not in page
     assert "<i>" not in page
     assert "&lt;b&gt;phase" in page
+
+
+def validated(step: int, solved: float, model: float, **more: float) -> dict[str, Any]:
+    figures = {"val/prompts": 160.0, "val/solved/mean@4": solved, "val/score/mean@4": 0.5, "val/model/mean@4": model}
+    return line(step, **figures, **more)
+
+
+def test_a_reward_model_that_is_gamed_is_named_from_its_evidence() -> None:
+    lines = [validated(0, 0.31, -1.0), validated(5, 0.68, 1.2), line(6), validated(20, 0.55, 1.5)]
+    (found,) = findings(lines)
+    assert found.title == "The reward model is over-optimized"
+    assert "val/model/mean@4 rose from 1.2 to 1.5 between steps 5 and 20" in found.evidence
+    assert "val/solved/mean@4 fell from 0.68 to 0.55, by 4.8 standard errors: step 5 was better" in found.evidence
+    (from_the_start,) = findings([validated(0, 0.31, -1.0), validated(5, 0.14, 0.5)])
+    assert "between steps 0 and 5" in from_the_start.evidence
+    assert "step 5 was better" in render_report("run", lines, {}, "")
+    assert "step 5 was better" in render_comparison({"one": lines, "two": lines[:2]}, "")
+    assert findings([validated(0, 1.0, 0.0), validated(5, 0.0, 1.0)]), "no error at all is no reason to divide by it"
+
+
+def test_a_fall_is_no_over_optimization_by_itself() -> None:
+    best = validated(5, 0.68, 1.2)
+    assert findings([best, validated(20, 0.64, 1.5)]) == [], "two standard errors are 0.05 here"
+    assert findings([best, validated(20, 0.4, 1.1)]) == [], "the model has seen it too"
+    without = [
+        {name: value for name, value in each.items() if "model" not in name} for each in (best, validated(9, 0.1, 2))
+    ]
+    assert findings(without) == [], "there is no reward model"
+    assert findings([validated(5, 0.3, 1.0), validated(20, 0.7, 2.0)]) == []

@@ -179,6 +179,8 @@ def test_a_reward_model_has_parameters_alone_and_leaves_for_the_rollout() -> Non
     assert size(scoring, "reward_model", "parameters") == held
     assert size(rollout, "reward_model", "parameters") == 0
     assert not {item.what for item in scoring.items if item.role == "reward_model"} & {"gradients", "optimizer"}
+    assert size(scoring, "actor", "parameters") == size(scoring, "critic", "parameters") == 0, "amid the rollout"
+    assert {item.what for item in scoring.items if item.role == "rollout"} == {RESERVE}, "engines sleep meanwhile"
     without = plan_memory(subject_of("ppo-llama3.1-8b-1n8g"))
     assert plan.host_bytes_per_node - without.host_bytes_per_node == 8 * held
 

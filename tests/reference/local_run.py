@@ -43,6 +43,7 @@ from mrl.trainer.collector import Collector
 from mrl.trainer.components import Components
 from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator, ScoredBatch
+from mrl.trainer.model_scores import ModelScores, scoring_models
 from mrl.trainer.ppo import RayPPOTrainer
 from mrl.trainer.role_client import RoleClient
 from mrl.trainer.run import open_run
@@ -202,14 +203,15 @@ def local_team(
         generator.run = lambda *args, **kwargs: _with_holes(whole(*args, **kwargs))  # type: ignore[method-assign]
     prompts = PromptLoader(dataset, config.data, config.batch, events)
     probe = EngineProbe(config, hybrid, roles["actor"], tokenizer, events)
+    models = ModelScores(scoring_models(config, roles, tokenizer), clock)
     yield Components(
         actor=roles["actor"],
         critic=roles.get("critic"),
-        reward_model=roles.get("reward_model"),
+        model_scores=models,
         hybrid=hybrid,
         engine_probe=probe,
         prompts=prompts,
-        stream=open_stream(config, Collector(config, prompts, generator), hybrid, probe, clock),
+        stream=open_stream(config, Collector(config, prompts, generator, models), hybrid, probe, clock),
         validator=Validator(config, validation, generator, Path(config.run.dir, config.run.name), events),
         kl=team_module._kl_controller(config),
     )

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from mrl.config.arithmetic import num_engines
 from mrl.config.judge import JudgeConfig
-from mrl.config.schema import PlacementConfig
+from mrl.config.schema import PlacementConfig, RewardModelConfig
 from mrl.controller import DeviceSlots, RunContext
 from mrl.events import EventLog
 from mrl.rollout import hybrid_engine
@@ -24,17 +25,19 @@ from tests.rollout.stub_groups import Stage, StubGroup
 from tests.rollout.test_hybrid_engine import APART, TOGETHER, config_of, requests
 
 
-@pytest.mark.parametrize(("placement", "num_devices"), [(TOGETHER, 4), (APART, 2)], ids=["together", "apart"])
+@pytest.mark.parametrize(
+    ("placement", "pool", "num_devices"), [(TOGETHER, "laptop", 4), (APART, "engines", 2)], ids=["together", "apart"]
+)
 def test_there_are_as_many_engines_and_nobody_else(
-    placement: Any, num_devices: int, tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    placement: Any, pool: str, num_devices: int, tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = engines_alone(config_of(str(tiny("qwen3")), placement, 2, {}))
     config = replace(config, rollout=replace(config.rollout, stop=["</answer>"]))
-    assert config.placement.pools == {"engines": num_devices}
+    assert config.placement.pools == {pool: num_devices}
     assert list(config.model_roles()) == ["actor"]
     judged = PlacementConfig(pools=placement[0] | {"j": 3}, roles=placement[1] | {"judge": "j"})
     given = replace(config_of(str(tiny("qwen3")), placement, 2, {}), judge=JudgeConfig(path="some/judge"))
-    assert engines_alone(replace(given, placement=judged)).placement.pools == {"engines": num_devices, "judge": 3}
+    assert engines_alone(replace(given, placement=judged)).placement.pools == {pool: num_devices, "judge": 3}
     stage = Stage()
     monkeypatch.setattr(hybrid_engine, "RayWorkerGroup", partial(StubGroup, stage))
     resources: Any = SimpleNamespace(device_slots=lambda role: DeviceSlots([f"{role}{n}" for n in range(4)], 0.5, role))
@@ -51,6 +54,24 @@ def test_there_are_as_many_engines_and_nobody_else(
     for index in range(num_devices // 2):
         settings = stage.started[f"rollout-{index}"].worker.args[1]
         assert (settings.loads_files, settings.reads_text) == (True, True)
+
+
+def test_reward_models_keep_their_pools_and_may_have_that_of_the_engines(tiny: Tiny) -> None:
+    given = config_of(str(tiny("qwen3")), TOGETHER, 2, {})
+    models = {"near": RewardModelConfig(path="a", max_tokens_per_device=64)}
+    models["far"] = replace(models["near"], path="b")
+    roles = TOGETHER[1] | {"reward_models.near": "laptop", "reward_models.far": "other"}
+    placement = PlacementConfig(pools=TOGETHER[0] | {"other": 3}, roles=roles)
+    rollout = replace(given.rollout, replicas=1)
+    config = engines_alone(replace(given, placement=placement, reward_models=models, rollout=rollout))
+    assert config.placement.pools == {"laptop": 4, "other": 3}, "a model's layout needs all devices of its pool"
+    assert config.placement.roles == {
+        "actor": "nobody",
+        "rollout": "laptop",
+        "reward_models.near": "laptop",
+        "reward_models.far": "other",
+    }
+    assert num_engines(config) == 1
 
 
 def test_an_engine_that_has_loaded_its_weights_takes_none() -> None:

@@ -58,9 +58,14 @@ def make(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Iterato
     made: list[HybridEngine] = []
 
     def start(
-        placement: tuple[dict[str, int], dict[str, str]] = TOGETHER, family: str = "qwen3", *, tp: int = 2, **sync: Any
+        placement: tuple[dict[str, int], dict[str, str]] = TOGETHER,
+        family: str = "qwen3",
+        *,
+        tp: int = 2,
+        model: str = "",
+        **sync: Any,
     ) -> Made:
-        config, stage = config_of(str(tiny(family)), placement, tp, sync), Stage()
+        config, stage = config_of(str(tiny(family)), placement, tp, sync, model), Stage()
         monkeypatch.setattr(hybrid_engine, "RayWorkerGroup", partial(StubGroup, stage))
         stage.answers["actor", "where"] = lambda: [(node, 0) for node in NODES["actor"]]
         stage.answers["receiver", "where"] = lambda: [(node, 0) for node in NODES["receiver"]]
@@ -83,13 +88,18 @@ def make(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Iterato
         each.close()
 
 
-def config_of(model: str, placement: tuple[dict[str, int], dict[str, str]], tp: int, sync: dict[str, Any]) -> Config:
+def config_of(
+    model: str, placement: tuple[dict[str, int], dict[str, str]], tp: int, sync: dict[str, Any], scorer: str = ""
+) -> Config:
+    """The preset with these changes, and with a reward model of that role."""
     pools, roles = ("{" + ", ".join(f"{key}: {value}" for key, value in each.items()) + "}" for each in placement)
     device = sync.pop("device", "cpu")
     vllm = sync.pop("vllm", "{enable_prefix_caching: true}")
     overrides = [f"placement.pools={pools}", f"placement.roles={roles}", f"model.path={model}", f"rollout.tp={tp}"]
     if limit_s := sync.pop("engine_start_s", None):
         overrides.append(f"deadlines.engine_start_s={limit_s}")
+    if scorer:
+        overrides.append(f"{scorer}={{path: {model}, max_tokens_per_device: 1024}}")
     overrides += [f"sync.{name}={str(value).lower()}" for name, value in sync.items()]
     overrides += [f"cluster.device={device}", f"rollout.vllm={vllm}", "cluster.devices_per_node=8"]
     overrides += [f"{role}.parallel.sequence_parallel=true" for role in ("actor", "critic")]
@@ -138,6 +148,49 @@ def test_engines_that_slept_get_their_weights_again_and_a_new_version_after_an_u
             assert (sampling.temperature, asked) == (0.7, version)
         stage.arguments.clear()
         stage.take()
+
+
+def test_a_reward_model_has_the_devices_between_two_rounds(make: Callable[..., Made]) -> None:
+    """It alone comes back for its scores; engines take the devices again when they are asked, and only then."""
+    pools, roles = TOGETHER
+    engine, stage = make((pools, roles | {"reward_models.safe": "laptop"}), model="reward_models.safe")
+    engine.connect()
+    model = "reward_models.safe"
+    stage.take()
+    with engine.rollout_mode():
+        list(engine.generate(requests("a"), Sampling()))
+        stage.take()
+        engine.pause()
+        engine.pause()
+        assert stage.take() == [("replicas", "sleep"), (model, ONLOAD, *EVERYTHING)]
+        list(engine.generate(requests("b"), Sampling()))
+        again = [line for line in stage.take() if line[1] != "submit_and_poll"]
+        receives, sends = sent(1, "[0, 1, 2, 3]")
+        assert again == [
+            *[(model, OFFLOAD, *EVERYTHING), ("replicas", "wake", "weights"), receives],
+            *[("actor", ONLOAD, "parameters"), sends, *GENERATING],
+        ]
+        assert engine.probe(requests("p")[0], Sampling(), everyone=False), "which all are"
+        engine.pause()
+        stage.take()
+        assert not engine.probe(requests("p")[0], Sampling(), everyone=False)
+        assert not stage.take(), "nobody is woken for nothing"
+    way_back = [(role, ONLOAD, *EVERYTHING) for role in ("actor", "critic", model)]
+    assert stage.take() == way_back, "the engines sleep already"
+    with engine.rollout_mode():
+        stage.take()
+    assert stage.take() == [("replicas", "sleep"), *way_back]
+
+
+def test_a_reward_model_elsewhere_scores_while_the_engines_stay_awake(make: Callable[..., Made]) -> None:
+    pools, roles = TOGETHER
+    placement = (pools | {"other": 4}, roles | {"reward_models.safe": "other"})
+    engine, stage = make(placement, model="reward_models.safe")
+    engine.connect()
+    with engine.rollout_mode():
+        stage.take()
+        engine.pause()
+        assert stage.take() == []
 
 
 def test_without_offload_nobody_moves_and_only_new_weights_travel(make: Callable[..., Made]) -> None:

@@ -47,6 +47,7 @@ from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer.collector import Collector
 from mrl.trainer.components import Components, _kl_controller
 from mrl.trainer.generation import Generator
+from mrl.trainer.model_scores import ModelScores, ScoreScale, ScoringModel
 from mrl.trainer.ppo import RayPPOTrainer
 from mrl.trainer.run import Run
 from mrl.trainer.sample_stream import open_stream
@@ -166,6 +167,9 @@ class Hybrid:
         yield
         self.journal.append("asleep")
 
+    def pause(self) -> None:
+        self.journal.append("paused")
+
     def weights_changed(self) -> None:
         self.journal.append("weights changed")
         self.version += 1
@@ -272,8 +276,7 @@ class Role:
 
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         self._took("compute_rm_score", batch)
-        row_ids = batch.row_ids[::-1].copy()
-        return DataProto.from_dict({"rm_scores": torch.tensor(row_ids * 0.5)}, row_ids=row_ids)
+        return batch.with_column("rm_scores", torch.tensor(batch.row_ids * 0.5))
 
     def compute_log_prob(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         return self._written("compute_log_prob", batch), {"mismatch/log_prob_abs_diff_mean": 0.001}
@@ -353,7 +356,7 @@ class Validations:
         self.journal, self.scores = journal, iter(scores)
         self.warnings: list[str] = []
 
-    def run(self, step: int) -> dict[str, float]:
+    def run(self, step: int, models: ModelScores) -> dict[str, float]:
         self.journal.append("validation")
         return {"val/score/mean@1": next(self.scores)}
 
@@ -368,6 +371,7 @@ class Scene:
     screen: Screen
     hybrid: Hybrid
     journal: Journal
+    roles: dict[str, Role]
     stored: list[DataProto]
     """What was put into the object store."""
 
@@ -386,16 +390,22 @@ def scene(
     stored: list[DataProto] = []
     run = Run(resolved(config), directory, screen)
     roles = {name: Role(name, journal) for name in config.model_roles()}
+    models = [
+        ScoringModel(role, settings, roles[role], None, ScoreScale(settings))  # type: ignore[arg-type]
+        for role, settings in config.scoring_models().items()
+    ]
     generator = Generator(config, hybrid, Rewards(outcome), Tokenizer(), run.clock.progress)  # type: ignore[arg-type]
     prompts, probe = Prompts(config.batch.prompts_per_step), Probe(journal)
+    scores = ModelScores(models, run.clock, hybrid.pause)
+    collector = Collector(config, prompts, generator, scores)  # type: ignore[arg-type]
     components: Any = Components(
         roles["actor"],  # type: ignore[arg-type]
         roles.get("critic"),  # type: ignore[arg-type]
-        roles.get("reward_model"),  # type: ignore[arg-type]
+        scores,
         hybrid,  # type: ignore[arg-type]
         probe,  # type: ignore[arg-type]
         prompts,  # type: ignore[arg-type]
-        open_stream(config, Collector(config, prompts, generator), hybrid, probe, run.clock),  # type: ignore[arg-type]
+        open_stream(config, collector, hybrid, probe, run.clock),  # type: ignore[arg-type]
         Validations(journal, validations),  # type: ignore[arg-type]
         _kl_controller(config),
     )
@@ -418,5 +428,5 @@ def scene(
         trainer = RayPPOTrainer(run)
         with trainer.init_workers() as started:
             assert started is components
-            yield Scene(trainer, components, run, screen, hybrid, journal, stored)
+            yield Scene(trainer, components, run, screen, hybrid, journal, roles, stored)
     run.events.close()

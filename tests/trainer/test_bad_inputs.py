@@ -175,10 +175,11 @@ CASES: dict[str, tuple[Break, list[str], str]] = {
     "a reward option that is not there": (nothing, ["reward.functions.answer.options={strict: 1}"], "strict"),
     "a reward model that works": (scorer(), REWARD_MODEL, REACHED),
     "a reward model without a head": (scorer(lambda t: t.pop("score.weight")), REWARD_MODEL, "score.weight is missing"),
-    "a reward model of other tokens": (
-        scorer(lambda t: None, tokens_swapped),
+    "a reward model of other tokens": (scorer(lambda t: None, tokens_swapped), REWARD_MODEL, REACHED),
+    "a reward model of other tokens without a template": (
+        scorer(lambda t: None, tokens_swapped, remove("scorer/chat_template.jinja")),
         REWARD_MODEL,
-        "2 of the policy's 262 tokens have other ids or none",
+        "the tokenizer has no chat template",
     ),
     "a reward model without a tokenizer": (
         scorer(lambda t: None, remove("scorer/tokenizer.json")),

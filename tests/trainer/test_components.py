@@ -24,24 +24,25 @@ from mrl.events import EventLog, ModelLoaded, Warned, read_events
 from mrl.observe.step_timer import StepTimer
 from mrl.trainer import components as made
 from mrl.trainer import nodes
-from mrl.trainer.components import Components, _kl_controller, _with_models, build_components, model_setup
+from mrl.trainer.components import Components, _kl_controller, build_components, model_setup, with_models
+from mrl.trainer.model_scores import ModelScores
 from mrl.workers.messages import ModelSetup
 from tests.trainer.fakes import CRITIC, SCORER, Prompts, Tokenizer, make_config
 
 KL = KlConfig(where="reward", coef=0.2, target=0.5, horizon_samples=10)
 
 
-def team_of(kl: Any, critic: Any = None, drawn: int = 0) -> Any:
+def team_of(kl: Any, critic: Any = None, drawn: int = 0, models: Any = ()) -> Any:
     nothing: Any = None
     prompts: Any = Prompts()
     prompts.num_drawn = drawn
     actor: Any = "the actor"
-    return Components(actor, critic, nothing, nothing, nothing, prompts, nothing, nothing, kl)
+    return Components(actor, critic, ModelScores(models), nothing, nothing, prompts, nothing, nothing, kl)
 
 
 def test_the_roles_of_a_team_are_those_that_learn() -> None:
     assert team_of(FixedKLController(0.1)).roles == {"actor": "the actor"}
-    both = replace(team_of(FixedKLController(0.1), critic="the critic"), reward_model="frozen")
+    both = team_of(FixedKLController(0.1), critic="the critic", models=["frozen"])
     assert list(both.roles.items()) == [("actor", "the actor"), ("critic", "the critic")]
 
 
@@ -125,7 +126,8 @@ class Stage:
             "in_directories": lambda config: config,
             "load_tokenizer": self._load_tokenizer,
             "check_model": lambda setup: self.journal.append(("check", setup.path, setup.head)),
-            "check_reward_model": lambda config, tokenizer: iter(["it reads other templates"]),
+            "check_reward_models": lambda config, tokenizer: iter([("reward_model", "it reads other templates")]),
+            "scoring_models": lambda config, roles, tokenizer: [roles.get("reward_model")],
             "check_reward_sources": self._check_sources,
             "open_dataset": self._open_dataset,
             "PromptLoader": self._recorder("prompts"),
@@ -195,7 +197,7 @@ class Stage:
         self.given["hybrid"] = (config, sorted(groups), context)
         self.journal.append("hybrid")
         return SimpleNamespace(
-            connect=lambda: self.journal.append("connect"), close=lambda: self.journal.append("close")
+            connect=lambda: self.journal.append("connect"), close=lambda: self.journal.append("close"), pause=None
         )
 
     def _role(self, group: Any, settings: Any) -> Any:
@@ -220,7 +222,7 @@ def team_in(directory: Path, config: Config) -> Iterator[tuple[Components, Event
 def test_a_team_is_put_together(tmp_path: Path, stage: Stage) -> None:
     config = whole_config(tmp_path, algorithm={"kl": KL})
     with team_in(tmp_path, config) as (team, events, clock):
-        roles: Any = [team.actor, team.critic, team.reward_model]
+        roles: Any = [team.actor, team.critic, *team.model_scores._models]
         assert [role.name for role in roles] == ["actor", "critic", "reward_model"]
         assert [role.settings for role in roles] == [config.actor, CRITIC, SCORER]
         generator = team.stream.collector.generator
@@ -292,7 +294,7 @@ def test_models_load_side_by_side_but_for_those_of_one_gpu(
     for role, group in groups.items():
         group.set_result(role)
     events = EventLog(tmp_path / "events.jsonl")
-    loaded = _with_models(config, groups, events)
+    loaded = with_models(config, groups, events)
     assert {name: role.settings for name, role in loaded.items()} == config.model_roles()  # type: ignore[attr-defined]
     assert max(most) == together
     seen = [record.event for record in read_events(tmp_path / "events.jsonl")]
@@ -318,7 +320,7 @@ def test_workers_are_started_with_what_they_need(tmp_path: Path, stage: Stage) -
 def test_a_team_may_do_without_critic_scorer_and_functions(tmp_path: Path, stage: Stage) -> None:
     config = whole_config(tmp_path, critic=None, reward_model=None, reward=RewardConfig())
     with team_in(tmp_path, config) as (team, _, _):
-        assert (team.critic, team.reward_model, list(stage.workers)) == (None, None, ["actor"])
+        assert (team.critic, team.model_scores._models, list(stage.workers)) == (None, [None], ["actor"])
         assert stage.given["generator"][2] is None
         assert "rewards" not in stage.given
 

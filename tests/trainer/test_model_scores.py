@@ -1,95 +1,237 @@
-"""A reward model's scores in a batch."""
+"""Reward models' scores in a batch: what they are given, what becomes of what they say, and what is kept of it."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from mrl.config.agent import AgentConfig, EnvironmentConfig
+from mrl.config.reward import ModelScoreConfig
+from mrl.config.schema import DataConfig
 from mrl.data.chat import load_tokenizer
+from mrl.data.response_text import ResponseEncoder
 from mrl.data.toy_tokenizer import save_toy_tokenizer
-from mrl.errors import ModelError, RewardError
+from mrl.errors import DataError, ModelError, RewardError
 from mrl.protocol import DataProto
 from mrl.trainer.generation import ScoredBatch
-from mrl.trainer.model_scores import add_model_scores, check_reward_model
-
-CONFIG: Any = SimpleNamespace(reward_model=SimpleNamespace(weight=0.5))
-
-
-def samples() -> ScoredBatch:
-    scores = torch.tensor([1.0, 0.0, 0.25], dtype=torch.float64)
-    texts = {"uid": ["a", "a", "b"], "response_text": ["one", "two", "three"]}
-    return ScoredBatch(DataProto.from_dict({"scores": scores}, texts, row_ids=[7, 8, 9]), {"reward/score/mean": 5 / 12})
+from mrl.trainer.model_scores import ModelScores, ScoreScale, ScoringModel, check_reward_models, scoring_models
+from tests.data.test_response_text import other_tokenizer
+from tests.trainer.fakes import SCORER, make_config
 
 
-def written(*scores: float) -> DataProto:
-    """What the workers answer, with the rows in another order."""
-    return DataProto.from_dict({"rm_scores": torch.tensor(scores)}, row_ids=[9, 7, 8])
+def samples(num: int = 3) -> ScoredBatch:
+    scores = torch.tensor([1.0, 0.0, 0.25][:num], dtype=torch.float64)
+    texts = {"uid": ["a", "a", "b"][:num], "response_text": ["one", "two", "three"][:num]}
+    truncated = torch.tensor([False, False, True][:num])
+    batch = DataProto.from_dict({"scores": scores, "truncated": truncated}, texts, row_ids=[7, 8, 9][:num])
+    return ScoredBatch(batch, {"reward/score/mean": 5 / 12})
 
 
-def test_scores_are_added_by_row_and_both_parts_stay_visible() -> None:
-    scored = add_model_scores(CONFIG, samples(), written(2.0, -1.0, 4.0))
-    assert scored.batch.row_ids.tolist() == [7, 8, 9]
+def models_that_say(said: list[float], *settings: ModelScoreConfig, journal: list[str] | None = None) -> ModelScores:
+    """One model, or several with names, which say these numbers of the rows."""
+    journal = [] if journal is None else journal
+
+    def compute_rm_score(batch: DataProto) -> DataProto:
+        journal.append("score")
+        return batch.with_column("rm_scores", torch.tensor(said[: len(batch)]))
+
+    client: Any = SimpleNamespace(compute_rm_score=compute_rm_score, capacity=8)
+    roles = ["reward_model"] if len(settings) == 1 else [f"reward_models.{name}" for name in "xyz"[: len(settings)]]
+    found = [
+        ScoringModel(role, config, client, None, ScoreScale(config))
+        for role, config in zip(roles, settings, strict=True)
+    ]
+    return ModelScores(found, pause=lambda: journal.append("pause"))
+
+
+def test_scores_are_added_and_both_parts_stay_visible() -> None:
+    journal: list[str] = []
+    scored = models_that_say([-1.0, 4.0, 2.0], ModelScoreConfig(weight=0.5), journal=journal).add(samples())
+    assert journal == ["pause", "score"], "engines are away first"
     assert scored.batch["scores"].tolist() == [1.0 - 0.5, 0.0 + 2.0, 0.25 + 1.0]
     assert scored.batch["scores"].dtype == torch.float64
-    assert "rm_scores" not in scored.batch.columns()
+    assert scored.batch["reward_model"].tolist() == [-1.0, 4.0, 2.0], "for samples/"
     assert scored.metrics["reward/score/mean"] == 5 / 12
     assert scored.metrics["reward/model/mean"] == pytest.approx(5 / 3)
     assert (scored.metrics["reward/model/min"], scored.metrics["reward/model/max"]) == (-1.0, 4.0)
+    assert not any("scaled" in name for name in scored.metrics), "nothing is done with them"
+
+
+def test_without_a_model_samples_stay_as_they_are_and_engines_awake() -> None:
+    given, journal = samples(), list[str]()
+    assert ModelScores([], pause=lambda: journal.append("pause")).add(given) is given
+    assert not journal
+
+
+def test_several_models_are_added_by_their_weights() -> None:
+    models = models_that_say([1.0, 2.0, 4.0], ModelScoreConfig(weight=0.5), ModelScoreConfig(weight=-2.0, mean=1.0))
+    scored = models.add(samples())
+    wanted = [1.0 + 0.5 - 0.0, 0.0 + 1.0 - 2.0, 0.25 + 2.0 - 6.0]
+    assert scored.batch["scores"].tolist() == wanted
+    assert scored.metrics["reward/x/mean"] == scored.metrics["reward/y/mean"] == pytest.approx(7 / 3)
+    assert scored.metrics["reward/y/scaled_mean"] == pytest.approx(4 / 3)
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf")])
 def test_a_score_that_is_no_number_names_its_sample(score: float) -> None:
     with pytest.raises(RewardError, match=f"sample 8 of prompt a a score of {score}; response 'two'") as caught:
-        add_model_scores(CONFIG, samples(), written(0.0, 0.0, score))
+        models_that_say([0.0, score, 0.0], ModelScoreConfig()).add(samples())
+    assert caught.value.where == "reward_model"
     assert caught.value.fix
 
 
+def test_scores_are_normalized_cut_and_weighed_in_this_order() -> None:
+    config = ModelScoreConfig(mean=2.0, std=4.0, clip=1.5, weight=10.0)
+    scored = models_that_say([10.0, 0.0, -20.0], config).add(samples())
+    assert scored.batch["scores"].tolist() == [1.0 + 15.0, 0.0 - 5.0, 0.25 - 15.0]
+    assert scored.metrics["reward/model/clipped_share"] == pytest.approx(2 / 3)
+    assert scored.metrics["reward/model/scaled_mean"] == pytest.approx((1.5 - 0.5 - 1.5) / 3)
+    assert scored.metrics["reward/model/mean"] == pytest.approx(-10 / 3), "what it said itself"
+
+
+def test_a_response_that_was_cut_off_may_be_scored_by_rule() -> None:
+    config = ModelScoreConfig(running=True, truncated_score=-3.0, weight=2.0)
+    models = models_that_say([1.0, 3.0, 999.0], config)
+    scored = models.add(samples(), learn=True)
+    assert scored.batch["scores"].tolist() == [1.0 - 2.0, 0.0 + 2.0, 0.25 - 6.0]
+    assert scored.metrics["reward/model/truncated_share"] == pytest.approx(1 / 3)
+    assert scored.metrics["reward/model/running_mean"] == 2.0, "what no score is of is not learned from"
+
+
+def test_running_mean_and_spread_are_those_of_all_scores() -> None:
+    chance = np.random.default_rng(0)
+    scale, seen = ScoreScale(ModelScoreConfig(running=True)), np.zeros(0)
+    for num in (5, 1, 64, 3):
+        some = chance.normal(7.0, 3.0, num)
+        seen = np.concatenate([seen, some])
+        scale.learn(some)
+        found, figures = scale.scaled(some)
+        assert found == pytest.approx((some - seen.mean()) / (seen.std() or 1.0), abs=1e-12)
+        assert (figures["running_mean"], figures["running_std"]) == pytest.approx((seen.mean(), seen.std()), abs=1e-12)
+    scale.learn(np.zeros(0))
+    assert scale.state_dict()["num"] == 73
+    alike = ScoreScale(ModelScoreConfig(running=True))
+    alike.learn(np.full(4, 2.5))
+    assert alike.scaled(np.full(4, 2.5))[0].tolist() == [0.0] * 4, "scores that are all alike say nothing"
+
+
+def test_validation_and_greedy_answers_are_not_learned_from() -> None:
+    models = models_that_say([1.0, 3.0, 5.0], ModelScoreConfig(running=True))
+    models.add(samples(), learn=True)
+    before = models.state_dict()
+    models.add(samples(2))
+    assert models.state_dict() == before != {}
+
+
+def test_a_resumed_run_scores_to_the_bit_as_if_it_had_not_stopped() -> None:
+    said, config = [0.1, 0.7, -1.3], ModelScoreConfig(running=True)
+    models = models_that_say(said, config)
+    models.add(samples(), learn=True)
+    resumed = models_that_say(said, config)
+    resumed.load_state_dict(json.loads(json.dumps(models.state_dict())))
+    assert torch.equal(
+        resumed.add(samples(2), learn=True).batch["scores"], models.add(samples(2), learn=True).batch["scores"]
+    )
+    assert resumed.state_dict() == models.state_dict()
+    models_that_say(said, config).load_state_dict({})  # of a run without it
+
+
+def test_scores_of_float32_are_added_in_float64() -> None:
+    scored = models_that_say([0.0, 0.0, 0.1], ModelScoreConfig(weight=3.0)).add(samples())
+    assert scored.batch["scores"].tolist() == [1.0, 0.0, 0.25 + 3.0 * float(torch.tensor(0.1))]
+
+
+def files_of(directory: Path, name: str, vocab: int = 262) -> Path:
+    """The tokenizer and the shape of a model."""
+    from transformers import Qwen3Config
+
+    path = directory / name
+    save_toy_tokenizer(path)
+    config = Qwen3Config(vocab_size=vocab, hidden_size=32, num_hidden_layers=1)
+    (path / "config.json").write_text(json.dumps(config.to_dict()))
+    return path
+
+
+def config_of(policy: Path, scorer: Path, **sections: Any) -> Any:
+    config = make_config(policy.parent, reward_model=replace(SCORER, path=str(scorer)), **sections)
+    return replace(config, model=replace(config.model, path=str(policy)))
+
+
 def test_another_chat_template_is_warned_of(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in ("policy", "scorer")]
-    for path in paths:
-        save_toy_tokenizer(path)
-        (path / "config.json").write_text(json.dumps(small_model()))
-    policy, scorer = map(str, paths)
-    config: Any = SimpleNamespace(model=SimpleNamespace(path=policy), reward_model=SimpleNamespace(path=scorer))
-    tokenizer = load_tokenizer(policy)
-    assert list(check_reward_model(config, tokenizer)) == []
-    (paths[1] / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    (warning,) = check_reward_model(config, tokenizer)
+    policy, scorer = files_of(tmp_path, "policy"), files_of(tmp_path, "scorer")
+    tokenizer = load_tokenizer(str(policy))
+    config = config_of(policy, scorer)
+    assert list(check_reward_models(config, tokenizer)) == []
+    (scorer / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    ((role, warning),) = check_reward_models(config, tokenizer)
+    assert role == "reward_model"
     assert warning.startswith(f"the chat template of {scorer} is not the policy's")
 
 
 @pytest.mark.parametrize(("known", "refused"), [(261, True), (262, False), (263, False)])
 def test_a_scorer_knows_every_token_that_the_policy_writes(known: int, refused: bool, tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in ("policy", "scorer")]
-    for path, vocab in zip(paths, (262, known), strict=True):
-        save_toy_tokenizer(path)
-        (path / "config.json").write_text(json.dumps(small_model(vocab)))
-    policy, scorer = map(str, paths)
-    config: Any = SimpleNamespace(model=SimpleNamespace(path=policy), reward_model=SimpleNamespace(path=scorer))
-    tokenizer = load_tokenizer(policy)
+    policy, scorer = files_of(tmp_path, "policy", 262), files_of(tmp_path, "scorer", known)
+    tokenizer, config = load_tokenizer(str(policy)), config_of(policy, scorer)
     if not refused:
-        assert list(check_reward_model(config, tokenizer)) == []
+        assert list(check_reward_models(config, tokenizer)) == []
         return
     with pytest.raises(ModelError, match="has embeddings for 261 tokens, but the policy writes 262"):
-        list(check_reward_model(config, tokenizer))
+        list(check_reward_models(config, tokenizer))
 
 
-def test_without_a_reward_model_there_is_nothing_to_check() -> None:
+def test_a_scorer_with_other_tokens_is_given_texts_which_is_said(tmp_path: Path) -> None:
+    policy, scorer = files_of(tmp_path, "policy"), other_tokenizer(tmp_path / "scorer")
+    tokenizer, config = load_tokenizer(str(policy)), config_of(policy, scorer)
+    ((role, said),) = check_reward_models(config, tokenizer)
+    assert role == "reward_model"
+    assert f"{scorer} reads texts, which are cut into its own tokens and put into its template: " in said
+    (model,) = scoring_models(config, {"reward_model": None}, tokenizer)
+    assert model.encoder is not None
+    (same,) = scoring_models(config_of(policy, policy), {"reward_model": None}, tokenizer)
+    assert same.encoder is None, "token ids go over as they were sampled"
+    agent = AgentConfig(environments={"shop": EnvironmentConfig(name="a:b")})
+    with pytest.raises(ModelError, match="conversations with environments are token ids") as caught:
+        list(check_reward_models(replace(config, agent=agent), tokenizer))
+    assert caught.value.fix == "a reward model with the policy's tokenizer"
+    (scorer / "chat_template.jinja").unlink()
+    with pytest.raises(DataError, match="has no chat template"):
+        list(check_reward_models(config, tokenizer))
+
+
+def test_texts_go_over_by_rows_and_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    given: list[DataProto] = []
+
+    def compute_rm_score(batch: DataProto) -> DataProto:
+        given.append(batch)
+        return batch.with_column("rm_scores", torch.tensor([1.0, 2.0, 3.0]))
+
+    encoder = ResponseEncoder(str(other_tokenizer(tmp_path / "scorer")), DataConfig(train={}))
+    client: Any = SimpleNamespace(compute_rm_score=compute_rm_score, capacity=30)
+    model = ScoringModel("reward_models.x", ModelScoreConfig(), client, encoder, ScoreScale(ModelScoreConfig()))
+    found = samples()
+    batch = found.batch.with_column("messages", [({"role": "user", "content": text},) for text in ("1", "2", "3")])
+    ModelScores([model]).add(replace(found, batch=batch))
+    (rows,) = given
+    assert rows.row_ids.tolist() == [7, 8, 9]
+    assert rows.lengths("responses").tolist() == [4, 3, 5], "the end is not there where it was cut"
+    long = batch.with_column("response_text", ["one", "two and more", "three"])
+    with pytest.raises(
+        RewardError, match=r"sample 8 of prompt a has 32 tokens by its tokenizer; .* holds 30"
+    ) as caught:
+        ModelScores([model]).add(replace(found, batch=long))
+    assert (caught.value.where, caught.value.fix) == (
+        "reward_models.x",
+        "a larger reward_models.x.max_tokens_per_device",
+    )
+
+
+def test_without_a_reward_model_there_is_nothing_to_check(tmp_path: Path) -> None:
     tokenizer: Any = None
-    assert list(check_reward_model(SimpleNamespace(reward_model=None), tokenizer)) == []  # type: ignore[arg-type]
-
-
-def test_scores_of_float32_are_added_in_float64() -> None:
-    scored = add_model_scores(SimpleNamespace(reward_model=SimpleNamespace(weight=3.0)), samples(), written(0.1, 0, 0))  # type: ignore[arg-type]
-    assert scored.batch["scores"].tolist() == [1.0, 0.0, 0.25 + 3.0 * float(torch.tensor(0.1))]
-
-
-def small_model(vocab: int = 262) -> dict[str, Any]:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(vocab_size=vocab, hidden_size=32, num_hidden_layers=1).to_dict()
+    assert list(check_reward_models(make_config(tmp_path), tokenizer)) == []

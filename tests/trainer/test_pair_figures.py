@@ -133,3 +133,14 @@ def test_a_validation_warns_but_not_before_training() -> None:
     assert said == []
     assert sft._validated(run, cast(Any, components), 10) == figures
     assert said == ["length wins"]
+
+
+def test_the_best_of_a_prompts_responses() -> None:
+    """Of three, four and two responses: the first has the highest score, shares it, has it not."""
+    won = ("a", [(3.0, 2), (1.0, 2), (2.0, 2)])
+    tied = ("a", [(2.0, 2), (2.0, 2), (0.0, 2), (1.0, 2)])
+    lost = ("b", [(0.0, 2), (1.0, 2)])
+    assert figures_of(won)["val/best_of_n"] == 1.0
+    assert figures_of(won, tied, lost)["val/best_of_n"] == pytest.approx((1 + 0.5 + 0) / 3)
+    assert figures_of(won, tied, lost, in_batches=2)["val/best_of_n"] == pytest.approx(0.5)
+    assert "val/best_of_n" not in figures_of(lost), "of pairs it would be the accuracy"

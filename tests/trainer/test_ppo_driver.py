@@ -14,9 +14,9 @@ import torch
 from mrl.agents.conversation import Conversation
 from mrl.algos.kl import AdaptiveKLController
 from mrl.config.agent import AgentConfig, EnvironmentConfig
-from mrl.config.algorithm import KlConfig, OverlongConfig
+from mrl.config.algorithm import DynamicSamplingConfig, KlConfig, OverlongConfig
 from mrl.config.reward import RewardFunctionConfig
-from mrl.errors import AuditFailed
+from mrl.errors import AuditFailed, RewardError
 from mrl.events import Warned, read_events
 from mrl.protocol import DataProto
 from mrl.protocol.columns import Jagged, from_rows
@@ -55,8 +55,8 @@ def test_a_step_goes_through_its_phases_in_order(tmp_path: Path) -> None:
     with scene(with_everything(tmp_path), tmp_path) as found:
         found.trainer.step()
     assert found.journal == [
-        *phase("rollout", "awake", ("generate", 4), ("ask", 1), "asleep"),
-        *phase("reward_model", ("reward_model", "compute_rm_score", 4)),
+        *phase("rollout", "awake", ("generate", 4)),
+        *phase("reward_model", "paused", ("reward_model", "compute_rm_score", 4), ("ask", 1), "asleep"),
         *phase("old_log_prob", ("actor", "compute_log_prob", 4)),
         *phase("ref_log_prob", ("actor", "compute_ref_log_prob", 4)),
         *phase("values", ("critic", "compute_values", 4)),
@@ -104,7 +104,7 @@ def test_everyone_is_given_the_rows_that_are_its_own(tmp_path: Path) -> None:
         "the functions give a quarter of the row id, and the reward model its half, which weighs 2"
     )
     assert stored.lengths("responses").tolist() == LENGTHS
-    (scored,) = seen(found.components.reward_model, "compute_rm_score")
+    (scored,) = seen(found.roles["reward_model"], "compute_rm_score")
     assert "response_text" in scored.columns(), "what it scores is still here"
     (advantage,) = seen(critic, "compute_advantages")
     wanted = TRAIN_COLUMNS | {"old_log_probs", "ref_log_probs", "values", "position"}
@@ -276,6 +276,35 @@ def test_the_baseline_of_remax_is_the_greedy_answer_to_the_same_prompt(tmp_path:
     assert advantage["position"].tolist() == [0, 1, 2], "where their uids stand, which are no row ids"
     (whole,) = found.components.actor.whole
     assert list(whole.uids) == ["p0", "p1", "p1"]
+
+
+def test_a_reward_model_scores_the_greedy_answers_too(tmp_path: Path) -> None:
+    """It is asked when all is generated: the engines give their devices away once."""
+    config = make_config(tmp_path, algorithm={"advantage": "remax"}, reward_model=SCORER)
+    with scene(config, tmp_path) as found:
+        report = found.trainer.step()
+    assert found.journal[:9] == [
+        *phase("rollout", "awake", ("generate", 4), ("generate", 2)),
+        *phase("reward_model", "paused", ("reward_model", "compute_rm_score", 4)),
+        *phase("reward_model", "paused"),
+    ]
+    assert report.batch["scores"].tolist() == [0.0, 1.25, 2.5, 3.75]
+    assert report.batch["baseline_scores"].tolist() == [0.0, 0.0, 1.25, 1.25], "the greedy answers have rows 0 and 1"
+
+
+def test_dynamic_sampling_goes_by_whole_scores(tmp_path: Path) -> None:
+    """The rule gives all the same; by what the model says as well, the samples of a prompt differ."""
+    algorithm = {"dynamic_sampling": DynamicSamplingConfig(most_rounds=1)}
+    alike: Any = lambda sample: Score(0.5, {"rule": 0.5}, 0.0)  # noqa: E731
+    for name in ("without", "with"):
+        (tmp_path / name).mkdir()
+    what = "0 of 2 prompts have samples that score differently"
+    without = scene(make_config(tmp_path, algorithm=algorithm), tmp_path / "without", alike)
+    with without as found, pytest.raises(RewardError, match=what):
+        found.trainer.step()
+    with scene(make_config(tmp_path, algorithm=algorithm, reward_model=SCORER), tmp_path / "with", alike) as found:
+        report = found.trainer.step()
+    assert report.batch["scores"].tolist() == [0.5, 1.5, 2.5, 3.5]
 
 
 def test_without_remax_nothing_is_generated_greedily(tmp_path: Path) -> None:

@@ -134,10 +134,10 @@ def test_validation_and_saving_wait_for_what_is_under_way(tmp_path: Path) -> Non
     with scene(config, tmp_path, validations=[0.1] * 4) as found:
         run, under_way = found.components.validator.run, found.components.stream._under_way
 
-        def validate(step: int) -> dict[str, float]:
+        def validate(step: int, models: Any) -> dict[str, float]:
             assert not under_way, "samples are under way beside it"
             assert found.hybrid.held == found.hybrid.version == step + 1
-            return run(step)
+            return run(step, models)
 
         found.components.validator.run = validate
         found.trainer.fit()

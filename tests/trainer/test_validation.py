@@ -6,24 +6,33 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from mrl.config.reward import RewardConfig, RewardFunctionConfig
+from mrl.config.schema import RewardModelConfig
 from mrl.config.validation import ValidationConfig
 from mrl.data.rlhf_dataset import Prompt, SkippedRow
 from mrl.data.rows import PromptRow
 from mrl.data.sampler import Draw
 from mrl.errors import DataError
 from mrl.events import EventLog
+from mrl.protocol import DataProto
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
 from mrl.trainer.generation import Generator
+from mrl.trainer.model_scores import ModelScores, ScoreScale, ScoringModel
 from mrl.trainer.validation import Validator, check_best, pass_at, score_figures, vote_figures
 from tests.trainer.fakes import END, Hybrid, Rewards, Tokenizer, make_config
 
+NO_MODELS = ModelScores([])
+REWARD = RewardConfig(functions={"rule": RewardFunctionConfig(name="gsm8k")})
 ANSWERS = {
     "a": [("12", 1.0), ("12", 1.0), ("13", 0.0), ("14", 0.0)],  # the commonest answer is right
     "b": [("7", 0.0), ("7", 0.0), ("8", 1.0), ("9", 0.0)],  # it is wrong, another is right
@@ -133,8 +142,11 @@ class Stage:
     """A validator on a real generator: sample k of prompt n says 10 x n + k."""
 
     def __init__(self, directory: Path, outcome: Any, rows: Any, num_samples: int = 2, **settings: Any) -> None:
+        models = {name: settings.pop(name) for name in ("reward_model", "reward") if name in settings}
         sections = {"samples_per_prompt": num_samples, "temperature": 0.25, "solved_at": 0.5} | settings
-        config = make_config(directory, validation=sections, batch={"prompts_per_step": 1})
+        config = make_config(
+            directory, validation=sections, batch={"prompts_per_step": 1}, **({"reward": REWARD} | models)
+        )
         self.hybrid, self.events = Hybrid([], self._answer), EventLog(directory / "events.jsonl")
         self.rewards = Rewards(outcome)
         arguments: Any = (config, self.hybrid, self.rewards, Tokenizer(), lambda done, total: None)
@@ -157,7 +169,7 @@ def half_right(sample: Sample) -> Outcome:
 
 def test_validation_draws_from_its_own_distribution_the_same_each_time(tmp_path: Path) -> None:
     stage = Stage(tmp_path, half_right, Rows(6))
-    first, second = stage.validator.run(0), stage.validator.run(7)
+    first, second = stage.validator.run(0, NO_MODELS), stage.validator.run(7, NO_MODELS)
     assert first == second
     assert {sampling.temperature for sampling in stage.hybrid.samplings} == {0.25}
     requests = stage.hybrid.requests
@@ -169,7 +181,7 @@ def test_validation_draws_from_its_own_distribution_the_same_each_time(tmp_path:
 
 
 def test_figures_are_of_each_source_and_of_all_together(tmp_path: Path) -> None:
-    found = Stage(tmp_path, half_right, Rows(6)).validator.run(0)
+    found = Stage(tmp_path, half_right, Rows(6)).validator.run(0, NO_MODELS)
     expected = {
         "val/even/prompts": 3,
         "val/even/score/mean@2": (0.5 + 0.5 + 0.0) / 3,
@@ -190,13 +202,13 @@ def test_figures_are_of_each_source_and_of_all_together(tmp_path: Path) -> None:
 
 def test_what_is_too_long_is_skipped_and_counted(tmp_path: Path) -> None:
     stage = Stage(tmp_path, half_right, Rows(6, bad=[1, 3]))
-    found = stage.validator.run(0)
+    found = stage.validator.run(0, NO_MODELS)
     assert (found["val/prompts"], found["val/odd/prompts"]) == (4, 1)
     assert stage.validator._skips.overlong == Counter({"all": 2})
 
 
 def test_an_answer_in_one_sample_is_its_prompts(tmp_path: Path) -> None:
-    found = Stage(tmp_path, half_right, Rows(3), num_samples=1).validator.run(0)
+    found = Stage(tmp_path, half_right, Rows(3), num_samples=1).validator.run(0, NO_MODELS)
     assert found == {
         "val/even/prompts": 2.0,
         "val/even/score/mean@1": 1.0,
@@ -218,7 +230,7 @@ def odd_alone_answers(sample: Sample) -> Outcome:
 def test_where_no_function_gives_an_answer_nobody_votes_which_is_said_once(tmp_path: Path) -> None:
     stage = Stage(tmp_path, odd_alone_answers, Rows(4))
     for _ in range(2):
-        found = stage.validator.run(0)
+        found = stage.validator.run(0, NO_MODELS)
         assert {name for name in found if "maj@" in name} == {"val/odd/solved/maj@2", "val/solved/maj@2"}
         assert found["val/solved/maj@2"] == 1.0
     assert stage.validator.warnings == ["no maj@k of even: no reward function says which answer it judged"]
@@ -227,12 +239,12 @@ def test_where_no_function_gives_an_answer_nobody_votes_which_is_said_once(tmp_p
 def test_where_no_response_has_an_answer_nothing_is_solved_by_votes(tmp_path: Path) -> None:
     """A curve of maj@k has no holes where the policy was at its worst."""
     stage = Stage(tmp_path, lambda sample: Score(1.0, {}, 0.0, ""), Rows(4))
-    assert stage.validator.run(0)["val/even/solved/maj@2"] == 0.0
+    assert stage.validator.run(0, NO_MODELS)["val/even/solved/maj@2"] == 0.0
     assert stage.validator.warnings == []
 
 
 def test_responses_are_written_as_those_of_training_are(tmp_path: Path) -> None:
-    Stage(tmp_path, half_right, Rows(3)).validator.run(20)
+    Stage(tmp_path, half_right, Rows(3)).validator.run(20, NO_MODELS)
     rows = pq.read_table(tmp_path / "samples" / "validation-000020.parquet").to_pylist()
     assert [(row["uid"], row["response"], row["answer"], row["score"]) for row in rows] == [
         (f"all/0/{prompt}", str(10 * prompt + number), str(10 * prompt + number), float(number == 0))
@@ -241,13 +253,13 @@ def test_responses_are_written_as_those_of_training_are(tmp_path: Path) -> None:
     ]
     other = tmp_path / "other"
     other.mkdir()
-    Stage(other, half_right, Rows(3), save_samples=False).validator.run(20)
+    Stage(other, half_right, Rows(3), save_samples=False).validator.run(20, NO_MODELS)
     assert not (other / "samples").exists()
 
 
 def test_greedy_is_one_response_of_the_likeliest_tokens(tmp_path: Path) -> None:
     stage = Stage(tmp_path, half_right, Rows(3), num_samples=1, temperature=1.0, greedy=True)
-    assert stage.validator.run(0)["val/score/mean@1"] == 1.0
+    assert stage.validator.run(0, NO_MODELS)["val/score/mean@1"] == 1.0
     assert {(each.temperature, each.top_k) for each in stage.hybrid.samplings} == {(1.0, 1)}
 
 
@@ -255,8 +267,50 @@ def test_the_best_is_of_a_source_that_is_there(tmp_path: Path) -> None:
     rows: Any = Rows(3)
     for source in ("odd", "even"):
         best = {"every": 1, "best_metric": f"val/{source}/score/mean@1"}
-        check_best(make_config(tmp_path, validation=best), rows)
+        check_best(make_config(tmp_path, validation=best, reward=REWARD), rows)
+    config = make_config(tmp_path, validation={"every": 1, "best_metric": "val/ood/score/mean@1"}, reward=REWARD)
     with pytest.raises(DataError) as caught:
-        check_best(make_config(tmp_path, validation={"every": 1, "best_metric": "val/ood/score/mean@1"}), rows)
+        check_best(config, rows)
     assert caught.value.fix == 'did you mean "odd"?'
     assert 'of the source "ood", of which data.validation has no row' in caught.value.what
+
+
+# --- what reward models say -------------------------------------------------------------------------------------------
+
+
+def says(config: Any, *said: float) -> ModelScores:
+    """A model of those settings that says these numbers of every prompt's samples, one after the other."""
+
+    def compute_rm_score(batch: DataProto) -> DataProto:
+        return batch.with_column("rm_scores", torch.tensor([said[row % len(said)] for row in range(len(batch))]))
+
+    client: Any = SimpleNamespace(compute_rm_score=compute_rm_score)
+    return ModelScores([ScoringModel("reward_model", config, client, None, ScoreScale(config))])
+
+
+@pytest.mark.parametrize(("said", "best"), [((1.0, 5.0, 2.0, 0.0), 0.5), ((5.0, 1.0, 2.0, 0.0), 1.0)])
+def test_a_reward_model_is_measured_beside_the_rule(said: Sequence[float], best: float, tmp_path: Path) -> None:
+    """Samples 0 and 2 of each prompt are right; of two pairs the model chooses one or both of them."""
+    scorer = RewardModelConfig(path="scorer", max_tokens_per_device=64, weight=-1.0 if best == 0.5 else 1.0)
+    said = [-each for each in said] if best == 0.5 else said
+    stage = Stage(tmp_path, even_right, Rows(3), num_samples=4, k=[2, 4], reward_model=scorer)
+    found = stage.validator.run(0, says(scorer, *said))
+    assert found["val/solved/mean@4"] == found["val/score/mean@4"] == 0.5, "the rule alone says what is right"
+    for prefix in ("val", "val/even", "val/odd"):
+        assert found[f"{prefix}/model/mean@4"] == np.mean(said)
+        assert found[f"{prefix}/solved/best@2"] == best
+        assert found[f"{prefix}/solved/best@4"] == (1.0 if best == 1.0 else 0.0)
+    rows = pq.read_table(tmp_path / "samples" / "validation-000000.parquet").to_pydict()
+    assert rows["reward_model"][:4] == list(said), "what it said is there to be read"
+
+
+def test_without_a_rule_there_is_what_the_model_says_and_no_more(tmp_path: Path) -> None:
+    scorer = RewardModelConfig(path="scorer", max_tokens_per_device=64)
+    nothing = RewardConfig()
+    stage = Stage(tmp_path, even_right, Rows(3), num_samples=2, reward_model=scorer, reward=nothing)
+    found = stage.validator.run(0, says(scorer, 1.0, 3.0))
+    assert found == {f"{prefix}/model/mean@2": 2.0 for prefix in ("val/even", "val/odd", "val")}
+
+
+def even_right(sample: Sample) -> Outcome:
+    return Score(float(sample.row_id % 2 == 0), {}, 0.0)

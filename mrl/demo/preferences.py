@@ -1,0 +1,103 @@
+"""The demo's preferences: pairs of what a policy has answered, and the reward model that learns from them.
+
+A judge who knows the sums is asked about pairs of one problem's answers, of which one is right. What it says is all
+that is ever learned of right and wrong: the policy is trained by the reward model alone.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.config.load import load_config, load_config_of
+from mrl.data.sample_files import read_newest_samples
+from mrl.data.toy import addition
+from mrl.errors import DataError, SetupError
+from mrl.events import EventLog
+from mrl.observe.console import Console
+from mrl.observe.metrics import read_metrics
+from mrl.trainer.evaluation import evaluate
+from mrl.trainer.run import open_run
+from mrl.trainer.sft import train_sft
+
+CONFIGS = Path(__file__).parent
+LARGEST = 49
+"""As in base.yaml."""
+_SAMPLES = "sampled"
+
+
+@dataclass(frozen=True)
+class JudgeSettings:
+    """What the judge is asked about, and how well it judges."""
+
+    errors: float = 0.0
+    """Share of the pairs that it has the wrong way round; at 0.5 its words say nothing."""
+    problems: int | None = None
+    """Of how many problems it sees answers; null is all of a part."""
+
+
+def policy_pairs(samples: str, part: str, errors: float = 0.0, problems: int | None = None) -> Sequence[dict[str, Any]]:
+    """Return, of each problem, its right answer with each wrong one that was sampled, the preferred one as `chosen`."""
+    rows = addition(part, LARGEST)
+    questions = {rows[at]["extra_info"]["index"]: rows[at]["prompt"] for at in range(len(rows))}
+    right: dict[int, str] = {}
+    wrong: dict[int, list[str]] = {number: [] for number in questions}
+    for row in read_newest_samples(Path(samples), sys.maxsize, "validation"):
+        number, answer = int(row["uid"].rpartition("/")[2]), row["response"]
+        if row["score"] == 1.0:
+            right[number] = answer
+        elif answer.strip() and answer not in wrong.get(number, [answer]):
+            wrong[number].append(answer)
+    pairs = []
+    for number in sorted(right.keys() & questions)[:problems]:
+        for answer in wrong[number]:
+            is_error = random.Random(f"judge {number} {answer}").random() < errors
+            chosen, rejected = (answer, right[number]) if is_error else (right[number], answer)
+            pairs.append({"prompt": questions[number], "data_source": "sums", "chosen": chosen, "rejected": rejected})
+    if not pairs:
+        raise DataError("no problem has a right and a wrong answer", where=samples)
+    return pairs
+
+
+def sample_policy(values: Sequence[str], directory: Path) -> Path:
+    """Sample answers to all problems, those of validation too; return where they are."""
+    given = [
+        "run.name=sampled",
+        "training.steps=1",
+        "actor.schedule.decay=constant",
+        "data.validation.sums.options.part=all",
+    ]
+    given += ["validation={samples_per_prompt: 16, best_metric: null}", "reward.functions.answer.name=digits"]
+    given += ["reward_model=null", "placement.roles.reward_model=null"]
+    resolved = load_config(str(CONFIGS / "preferences.yaml"), [*values, *given])
+    (directory / _SAMPLES / "logs").mkdir(parents=True, mode=0o700)
+    events = EventLog(directory / _SAMPLES / "events.jsonl")
+    try:
+        evaluate(resolved.config, [resolved.config.validation], directory / _SAMPLES, events, lambda text: None)
+    finally:
+        events.close()
+    return directory / _SAMPLES / "samples"
+
+
+def train_judged(samples: Path, judge: JudgeSettings, values: Sequence[str], console: Console) -> tuple[Path, float]:
+    """Train a reward model on pairs of these samples; return it, and its accuracy on problems that are new to it."""
+    options = {"samples": str(samples), **asdict(judge)}
+    given = [f"data.train.pairs.options.{name}={json.dumps(value)}" for name, value in options.items()]
+    given.append(f"data.validation.pairs.options.samples={json.dumps(str(samples))}")
+
+    def on_update(step: int, metrics: dict[str, float]) -> None:
+        if step % 100 == 0:
+            shown = f"loss {metrics['loss']:.3f}, {metrics['val/accuracy']:.1%} of new pairs right"
+            console.print(f"  update {step}: {shown}")
+
+    resolved = load_config_of("rm", str(CONFIGS / "preferences_rm.yaml"), [*values, *given])
+    with open_run(resolved, console) as run:
+        model = train_sft(run, on_update)
+    if model is None:
+        raise SetupError("the demo was asked to stop while its reward model was trained", fix="run it again")
+    return model, read_metrics(run.directory / "metrics.jsonl")[-1]["val/accuracy"]
