@@ -103,7 +103,8 @@ def check_reward_rules(config: Config) -> Iterator[Problem]:
     weights = [function.weight for function in functions.values()]
     if not functions and model is None and not config.agent.environments:
         fix = "add one: reward.functions.answer.name=gsm8k, a reward_model section, or an environment that scores"
-        yield problem("reward.functions", "names no function", fix)
+        if config.teacher is None:
+            yield problem("reward.functions", "names no function", fix)
     elif not any(weights) and (model is None or model.weight == 0) and not _environments_score(config):
         key = "reward.functions" if functions else "reward_model.weight"
         yield problem(key, "every weight is 0, and so would be every reward", "give one another weight")

@@ -57,6 +57,8 @@ def rename_models(config: AnyTyped, names: Mapping[str, str]) -> AnyTyped:
     changes: dict[str, Any] = {"model": dataclasses.replace(config.model, **of_model)}
     if isinstance(config, Config) and config.reward_model is not None and "reward_model.path" in names:
         changes["reward_model"] = dataclasses.replace(config.reward_model, path=names["reward_model.path"])
+    if isinstance(config, Config) and config.teacher is not None and "teacher.path" in names:
+        changes["teacher"] = dataclasses.replace(config.teacher, path=names["teacher.path"])
     if isinstance(config, Config) and config.judge is not None and "judge.path" in names:
         changes["judge"] = dataclasses.replace(config.judge, path=names["judge.path"])
     return dataclasses.replace(config, **changes)

@@ -237,6 +237,14 @@ class RewardModelConfig(MegatronModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherConfig(MegatronModelConfig):
+    """A frozen model that the policy learns from (`algorithm.distillation`). Its tokens must be the policy's."""
+
+    path: Text
+    """A directory or a name on the hub, as in `model.path`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How samples are generated: vLLM engines on the actor's devices, or on those of the role `rollout`."""
 
@@ -279,8 +287,7 @@ class ColumnsConfig:
     ability: Text | None = "ability"
     """What the row exercises, for metrics; null where the source has no such column."""
     ground_truth: Text | None = "reward_model.ground_truth"
-    """The right answer: text, a list of accepted texts, or `{"target": ...}` of either; null where rewards need
-    none."""
+    """The right answer: text, a list of accepted texts, or `{"target": ...}` of either; null where none is read."""
     extra_info: Text | None = "extra_info"
     """Anything else that rewards read; null where the source has no such column."""
     id: Text | None = None
@@ -361,6 +368,8 @@ class Config:
     """The value model; null where the advantage needs none."""
     reward_model: RewardModelConfig | None = None
     """A model that scores responses, beside the reward functions or in their place; null where these suffice."""
+    teacher: TeacherConfig | None = None
+    """A model that the policy learns from, token by token."""
     judge: JudgeConfig | None = None
     """A language model that the reward function `judge` asks where its `service` has no address; null where all have.
     Its pool is its own."""
@@ -379,13 +388,13 @@ class Config:
 
     def model_roles(self) -> dict[str, MegatronModelConfig]:
         """Return the roles that Megatron runs, trained or frozen, by name."""
-        frozen = {"reward_model": self.reward_model} if self.reward_model is not None else {}
-        return {**self.trained_roles(), **frozen}
+        frozen = {"reward_model": self.reward_model, "teacher": self.teacher}
+        return {**self.trained_roles(), **{role: model for role, model in frozen.items() if model is not None}}
 
     def model_of(self, role: str) -> tuple[str, str]:
         """Return the key that says which model a role begins with, and what it says."""
-        if role == "reward_model" and self.reward_model is not None:
-            return "reward_model.path", self.reward_model.path
+        if isinstance(model := self.model_roles().get(role), RewardModelConfig | TeacherConfig):
+            return f"{role}.path", model.path
         if role == "critic" and self.model.critic is not None:
             return "model.critic", self.model.critic
         return "model.path", self.model.path

@@ -42,9 +42,9 @@ _ORIGINS = {
     "gradients": "of the same elements, in float32 unless ddp.grad_reduce_in_fp32 is false",
     "optimizer": "float32 weights and Adam's two moments of the elements that the rank owns",
 }
-HEADS: dict[str, Head] = {"actor": "lm", "critic": "score", "reward_model": "score"}
+HEADS: dict[str, Head] = {"actor": "lm", "critic": "score", "reward_model": "score", "teacher": "lm"}
 
-_SCORING = {"actor": "log-probs", "critic": "values", "reward_model": "reward model"}
+SCORING = {"actor": "log-probs", "critic": "values", "reward_model": "reward model", "teacher": "teacher"}
 """What the phase is called in which a role runs without learning."""
 
 
@@ -211,7 +211,7 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
             yield Phase("weights", pool, (*everything, buckets))
     for role in roles:
         if role.name != "actor" or needs_old_log_probs(config) or has_reference(config):
-            yield Phase(_SCORING[role.name], pool, (*everything, *beside, *role.score))
+            yield Phase(SCORING[role.name], pool, (*everything, *beside, *role.score))
         if role.train:
             yield Phase(f"train {role.name}", pool, (*everything, *beside, *role.train))
 

@@ -27,7 +27,7 @@ from mrl.models.layout import layers_of_chunk
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS
-from mrl.plan.memory import HEADS, EngineMemory, engine_memory
+from mrl.plan.memory import HEADS, SCORING, EngineMemory, engine_memory
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.weights import buffers, engine_elements, stage_weights
 from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner
@@ -155,8 +155,8 @@ def plan_time(subject: PlanInput, lengths: Lengths) -> TimePlan:
 def role_phases(subject: PlanInput, role: str, lengths: Lengths) -> Iterator[TimedPhase]:
     config = subject.config
     forward = partial(_work, subject, role, lengths, trains=False)
-    if role == "reward_model":
-        yield TimedPhase("reward model", forward())
+    if role in ("reward_model", "teacher"):
+        yield TimedPhase(SCORING[role], forward())
         return
     if role == "critic":
         yield TimedPhase("values", forward())

@@ -36,6 +36,7 @@ from mrl.trainer.components import check_model, manager_class, model_setup
 from mrl.trainer.model_scores import check_reward_model
 from mrl.trainer.reward_sources import check_reward_sources
 from mrl.trainer.supervised_tasks import supervised_setup
+from mrl.trainer.teacher import check_teacher
 
 _BYTES_PER_PARAMETER = 2  # published weights are bfloat16
 
@@ -120,6 +121,7 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
     if isinstance(config, Config):
         yield from guarded("end tokens", _check_ends(config, tokenizer))
         yield from guarded("reward_model", _check_reward_model(config, tokenizer))
+        yield from guarded("teacher", _check_teacher(config, tokenizer))
     scored: dict[str, list[Prompt]] = {}
     for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
         for name, source in sources.items():
@@ -163,6 +165,14 @@ def _check_ends(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResul
     ]
     ends += [f"the text {text!r}" for text in config.rollout.stop]
     yield ok("end tokens", ", ".join(ends)) if ends else warn("end tokens", "nothing but its length ends a response")
+
+
+def _check_teacher(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
+    if config.teacher is not None:
+        warnings = list(check_teacher(config, tokenizer))
+        yield from (warn("teacher", warning) for warning in warnings)
+        if not warnings:
+            yield ok("teacher", f"{config.teacher.path} reads the policy's tokens")
 
 
 def _check_reward_model(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:

@@ -34,7 +34,8 @@ from mrl.trainer.judge import judge_served
 from mrl.trainer.model_scores import check_reward_model
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.reward_sources import check_reward_sources
-from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, RoleClient
+from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, RoleClient, TeacherClient
+from mrl.trainer.teacher import check_teacher
 from mrl.trainer.validation import Validator, check_best
 from mrl.workers.messages import ModelSetup
 
@@ -42,8 +43,14 @@ _WORKERS = {
     "actor": "mrl.workers.actor:ActorRolloutRefWorker",
     "critic": "mrl.workers.critic:CriticWorker",
     "reward_model": "mrl.workers.reward_model:RewardModelWorker",
+    "teacher": "mrl.workers.teacher:TeacherWorker",
 }
-_CLIENTS = {"actor": ActorClient, "critic": CriticClient, "reward_model": RewardModelClient}
+_CLIENTS = {
+    "actor": ActorClient,
+    "critic": CriticClient,
+    "reward_model": RewardModelClient,
+    "teacher": TeacherClient,
+}
 
 
 @dataclass
@@ -53,6 +60,7 @@ class Components:
     actor: ActorClient
     critic: CriticClient | None
     reward_model: RewardModelClient | None
+    teacher: TeacherClient | None
     hybrid: HybridEngine
     engine_probe: EngineProbe
     prompts: PromptLoader
@@ -86,6 +94,8 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             check_model(model_setup(name, config))
         for warning in check_reward_model(config, tokenizer):
             events.write(Warned("reward_model", warning))
+        for warning in check_teacher(config, tokenizer):
+            events.write(Warned("teacher", warning))
         for warning in check_reward_sources(config):
             events.write(Warned("reward", warning))
         prompts = PromptLoader(
@@ -114,6 +124,7 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             actor=roles["actor"],
             critic=roles.get("critic"),
             reward_model=roles.get("reward_model"),
+            teacher=roles.get("teacher"),
             hybrid=hybrid,
             engine_probe=EngineProbe(config, hybrid, roles["actor"], tokenizer, events),
             prompts=prompts,
@@ -152,15 +163,18 @@ def check_model(setup: ModelSetup) -> None:
 
 def model_setup(role: str, config: Config) -> ModelSetup:
     """Return what a role's workers are told of their model."""
-    pools = config.placement.roles
+    pools, distillation = config.placement.roles, config.algorithm.distillation
+    is_taught = role == "actor" and distillation is not None and distillation.form == "full"
     return ModelSetup(
         path=config.model_of(role)[1],
-        head="lm" if role == "actor" else "score",
+        head="lm" if role in ("actor", "teacher") else "score",
         settings=config.model_roles()[role],
         seed=config.training.seed,
         timeout_s=config.deadlines.call_s,
         new_head=role == "critic" and config.model.critic is None,
         keeps_reference=role == "actor" and config.algorithm.kl.where != "none",
+        teacher=config.model_of("teacher")[1] if is_taught else None,
+        vocab=read_spec(config.model.path).vocab if role == "teacher" else None,
         shares_device=config.cluster.device == "cpu" or list(pools.values()).count(pools[role]) > 1,
     )
 
@@ -181,11 +195,12 @@ def _started(config: Config, context: RunContext) -> Iterator[dict[str, Future[R
 
 def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
     """Start the processes of a role; their models come later, all roles' at once."""
-    horizon = config.rollout.max_response_tokens
+    horizon, distillation = config.rollout.max_response_tokens, config.algorithm.distillation
     arguments: dict[str, list[Any]] = {
         "actor": [config.algorithm, config.rollout.temperature, horizon],
         "critic": [config.algorithm, horizon],
         "reward_model": [],
+        "teacher": [distillation.top_k if distillation is not None else 0, config.rollout.temperature],
     }
     worker_class = config.model_roles()[role].worker or _WORKERS[role]
     worker = RayClassWithInitArgs(worker_class, model_setup(role, config), *arguments[role])

@@ -33,6 +33,7 @@ from mrl.trainer.run import Run
 from mrl.trainer.samples import preview, sample_columns, tensor_columns
 from mrl.trainer.segments import trained_rows
 from mrl.trainer.start_progress import show_start_progress
+from mrl.trainer.teacher import distillation_share, validated_kl
 from mrl.workers.messages import WholeBatch
 
 _FETCH_S = 600.0
@@ -120,6 +121,10 @@ class RayPPOTrainer:
         if step_calls.REF_LOG_PROB in self.calls:
             with self.clock("ref_log_prob"):
                 batch = batch.union(self.actor.compute_ref_log_prob(batch))
+        for call in self.calls:
+            if call.role == "teacher":
+                with self.clock("teacher"):
+                    batch = batch.union(getattr(self.components.teacher, call.method)(batch))
         if self.critic is not None:
             with self.clock("values"):
                 batch = batch.union(self.critic.compute_values(batch))
@@ -140,6 +145,7 @@ class RayPPOTrainer:
             self.hybrid.weights_changed()
         for role, of_role in updates.items():
             metrics |= mean_of(of_role, role)
+        metrics |= distillation_share(metrics)
         num_written = int(step_metrics.written_lengths(rows.batch).sum())
         check_invariants(self.config, step, metrics, updates.get("actor", []), num_written)
         self.components.kl.update(metrics["reward/kl"], len(batch))
@@ -172,6 +178,10 @@ class RayPPOTrainer:
         with self.clock("validation"), self.hybrid.rollout_mode():
             figures = self.components.validator.run(self.num_steps_done)
             answers = self.components.engine_probe.ask(self.num_steps_done)
+        if (teacher := self.components.teacher) is not None:
+            with self.clock("validation"):
+                samples = self.components.validator.samples
+                figures["val/teacher_kl"] = validated_kl(self.actor, teacher, samples, _FETCH_S)
         while self.components.validator.warnings:
             self.run.warn("validation", self.components.validator.warnings.pop(0))
         self.compare_engines(self.num_steps_done, answers)

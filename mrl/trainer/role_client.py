@@ -44,6 +44,16 @@ class RoleClient:
         """Return the columns that the model writes for these rows, and the metrics beside them."""
         return _merged(getattr(self.group, call.method)(*self._shards(batch)), prefix)
 
+    def score(self, method: str, batch: DataProto) -> DataProto:
+        """Return the rows, however many, with the columns that a method writes. Where some rank would have none, it is
+        given rows again."""
+        num = round_up(len(batch), self.row_multiple)
+        times = -(-num // len(batch))
+        by_copy = np.arange(times * len(batch)).reshape(-1, times).T.ravel()  # each row once, then each again
+        padded = batch.repeat(times).take(by_copy[:num])
+        written, _ = _merged(getattr(self.group, method)(*self._shards(padded)))
+        return padded.union(written).take(np.arange(len(batch)))
+
     def _update(self, method: str, shards: list[DataProto], sizes: list[list[int]]) -> Metrics:
         """Make one optimizer step on these rows."""
         reports: list[UpdateReport] = getattr(self.group, method)(shards, sizes)
@@ -104,6 +114,22 @@ class RewardModelClient(RoleClient):
         return self._forward(step_calls.RM_SCORE, batch)[0]
 
 
+class TeacherClient(RoleClient):
+    """Calls the teacher's workers."""
+
+    def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:
+        """Return `teacher_log_probs`."""
+        return self._forward(step_calls.TEACHER_LOG_PROB, batch)[0]
+
+    def compute_teacher_top_k(self, batch: DataProto) -> DataProto:
+        """Return also the likeliest tokens of each place, and their log-probs."""
+        return self._forward(step_calls.TEACHER_TOP_K, batch)[0]
+
+    def compute_teacher_hidden(self, batch: DataProto) -> DataProto:
+        """Return also the hidden states of each place."""
+        return self._forward(step_calls.TEACHER_HIDDEN, batch)[0]
+
+
 class SupervisedClient(RoleClient):
     """Calls the workers of a model that learns from what the data say."""
 
@@ -120,16 +146,6 @@ class SupervisedClient(RoleClient):
         packing = {"micro_batches": num, "tokens": tokens, "fill": tokens / self.capacity}
         metrics = self._update(method, shards, sizes)
         return metrics | {f"packing/{name}": float(value) for name, value in packing.items()}
-
-    def score(self, method: str, batch: DataProto) -> DataProto:
-        """Return the rows with the columns that a method writes. Where some rank would have none, it is given rows
-        again."""
-        num = round_up(len(batch), self.row_multiple)
-        times = -(-num // len(batch))
-        by_copy = np.arange(times * len(batch)).reshape(-1, times).T.ravel()  # each row once, then each again
-        padded = batch.repeat(times).take(by_copy[:num])
-        written, _ = _merged(getattr(self.group, method)(*self._shards(padded)))
-        return padded.union(written).take(np.arange(len(batch)))
 
 
 def group_sizes(batch: DataProto) -> npt.NDArray[np.int64] | None:

@@ -17,6 +17,7 @@ from mrl.data.rlhf_dataset import CHECKED_AT_ONCE, Prompt, RLHFDataset
 from mrl.data.sample_files import write_samples
 from mrl.errors import DataError, did_you_mean
 from mrl.events import EventLog
+from mrl.protocol import DataProto
 from mrl.rollout.requests import Sampling
 from mrl.trainer.generation import Generator
 from mrl.trainer.samples import sample_columns
@@ -37,6 +38,8 @@ class Validator:
         self._mute: set[str] = set()
         self.warnings: list[str] = []
         """What has not been said yet."""
+        self.samples: list[DataProto] = []
+        """Of the last run, where a teacher is to read them too."""
 
     def run(self, step: int, sampling: Sampling | None = None) -> dict[str, float]:
         """Measure every source, and all together. The sampling is the same at each validation."""
@@ -44,8 +47,11 @@ class Validator:
         columns: dict[str, list[Any]] = defaultdict(list)
         validation = self._config.validation
         sampling = sampling or self._generator.validation
+        self.samples = []
         for prompts in one_pass(self._dataset, self._config.batch.prompts_per_step * 4, self._skips):
             batch = self._generator.run(prompts.repeat(validation.samples_per_prompt), sampling, step=0).batch
+            if self._config.teacher is not None:
+                self.samples.append(batch)
             rows = zip(batch["data_source"], batch["uid"], batch["answer"], batch["scores"].tolist(), strict=True)
             for source, uid, answer, score in rows:
                 answers[source][uid].append((answer, score))

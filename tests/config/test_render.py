@@ -73,6 +73,7 @@ algorithm:
   dynamic_sampling: null                         # default
   overlong: null                                 # default
   correction: null                               # default
+  distillation: null                             # default
 data:
   train:
     sums:
@@ -165,6 +166,7 @@ actor:
     lr: 1e-06                                    # run.yaml:22
 critic: null                                     # command line
 reward_model: null                               # default
+teacher: null                                    # default
 judge: null                                      # default
 rollout:
   tp: 1                                          # default
@@ -271,7 +273,7 @@ def test_schema_lists_every_key_once_with_its_meaning() -> None:
     assert "  device: cpu | gpu; required\n" in text
     assert "  ray_address: one line of text | null; default null\n" in text
     assert "    Its keys are those of actor.\n" in text
-    assert text.count("max_tokens_per_device:") == 2, "of actor and critic, and of the reward model"
+    assert text.count("max_tokens_per_device:") == 3, "of actor and critic, of the reward model and of the teacher"
 
 
 def test_every_key_of_the_schema_has_a_meaning() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -194,8 +193,8 @@ def _rank_main(rank: int, size: int, rendezvous: str) -> None:
 
 
 @pytest.fixture(params=[2, 4])
-def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
-    yield request.param
+def ranks(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
 
 
 def test_ranks_that_share_the_vocabulary_say_the_same(ranks: int, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ from mrl.trainer.validation import Validator
 from mrl.workers.actor import ActorRolloutRefWorker
 from mrl.workers.critic import CriticWorker
 from mrl.workers.reward_model import RewardModelWorker
+from mrl.workers.teacher import TeacherWorker
 from tests.reference.history import history
 from tests.reference.matrix import LocalCase
 from tests.reference.recording import Recorder
@@ -182,6 +183,9 @@ def local_team(
         worker: Worker
         if role == "actor":
             worker = _Actor(place, setup, config.algorithm, config.rollout.temperature, horizon)
+        elif role == "teacher":
+            assert config.algorithm.distillation is not None, "a teacher teaches"
+            worker = _Teacher(place, setup, config.algorithm.distillation.top_k, config.rollout.temperature)
         elif role == "critic":
             worker = _Critic(place, setup, config.algorithm, horizon)
         else:
@@ -202,6 +206,7 @@ def local_team(
         actor=roles["actor"],
         critic=roles.get("critic"),
         reward_model=roles.get("reward_model"),
+        teacher=roles.get("teacher"),
         hybrid=hybrid,
         engine_probe=EngineProbe(config, hybrid, roles["actor"], tokenizer, events),
         prompts=PromptLoader(dataset, config.data, config.batch, events),
@@ -233,6 +238,10 @@ class _Actor(_InThisWorld, ActorRolloutRefWorker):
 
 
 class _Critic(_InThisWorld, CriticWorker):
+    pass
+
+
+class _Teacher(_InThisWorld, TeacherWorker):
     pass
 
 

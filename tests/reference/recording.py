@@ -40,9 +40,10 @@ class Recorder:
         self._wrap(team.generator, "run", self._on_run)
         self._wrap(trainer, "step", self._on_step)
         self._wrap(trainer, "validate", self._on_validate)
-        roles = {**team.roles, **({"reward_model": team.reward_model} if team.reward_model else {})}
-        for name, role in roles.items():
-            self._listen(name, role)
+        frozen = {"reward_model": team.reward_model, "teacher": team.teacher}
+        for name, role in {**team.roles, **frozen}.items():
+            if role is not None:
+                self._listen(name, role)
 
     def recorded(self) -> dict[str, Any]:
         """All that was heard."""
