@@ -77,7 +77,7 @@ def compare_tokenizer(policy: ChatTokenizer, path: str) -> Iterator[str]:
             f"{len(different)} of the policy's {len(mine)} tokens have other ids or none: {token!r} is "
             f"{mine[token]} to the policy and {theirs.get(token, 'unknown')} here",
             where=path,
-            fix="a reward model with the policy's tokenizer: it is given token ids, and no text is tokenised anew",
+            fix="a model with the policy's tokenizer: it is given token ids, and no text is tokenised anew",
         )
     if other.chat_template != policy.chat_template:
         yield f"the chat template of {path} is not the policy's, in whose form it will read prompts"

@@ -60,13 +60,13 @@ class Components:
     actor: ActorClient
     critic: CriticClient | None
     reward_model: RewardModelClient | None
-    teacher: TeacherClient | None
     hybrid: HybridEngine
     engine_probe: EngineProbe
     prompts: PromptLoader
     generator: Generator
     validator: Validator
     kl: KLController
+    teacher: TeacherClient | None = None
 
     @property
     def roles(self) -> dict[str, RoleClient]:
@@ -124,13 +124,13 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             actor=roles["actor"],
             critic=roles.get("critic"),
             reward_model=roles.get("reward_model"),
-            teacher=roles.get("teacher"),
             hybrid=hybrid,
             engine_probe=EngineProbe(config, hybrid, roles["actor"], tokenizer, events),
             prompts=prompts,
             generator=generator,
             validator=validator,
             kl=_kl_controller(config),
+            teacher=roles.get("teacher"),
         )
 
 

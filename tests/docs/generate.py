@@ -67,6 +67,13 @@ COLUMNS = {
     "returns": ("tokens", "what the critic is trained towards"),
     "scores": ("one number", "the reward of the response: the weighted sum of the functions and the reward model"),
     "rm_scores": ("one number", "what the reward model says of the response; the driver adds it to the scores"),
+    "teacher_log_probs": (
+        "tokens",
+        "log-prob of each response token by the teacher, at rollout.temperature",
+    ),
+    "teacher_top_ids": ("tokens", "which tokens the teacher finds the likeliest in the place of each response token"),
+    "teacher_top_log_probs": ("tokens", "their log-probs, and in the last column that of all other tokens together"),
+    "teacher_hidden": ("tokens", "the teacher's hidden state that its distribution of each response token is made of"),
     "baseline_scores": ("one number", "ReMax: the score of the greedy answer to the same prompt"),
     "position": ("one number", "where the row stands in the batch, so that shards can be put together"),
 }
