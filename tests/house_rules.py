@@ -73,7 +73,10 @@ CORE = {"algos", "protocol", "controller", "models", "rollout", "weight_sync", "
 # whose context an agent rewrites; then what a model of SFT answers, decoded in every layout without an engine; then
 # responses that were ranked: reward models, and policies without one, with their losses, data, rules and figures;
 # then a teacher: a role, its columns, divergences over the vocabulary, and what is planned and checked of it.
-MAX_LINES = {"core": 13_750 + 870 + 350 + 150 + 2_800 + 150 + 850 + 480, "workbench": 13_700 + 3_550 + 800 + 950 + 550 + 110}
+MAX_LINES = {
+    "core": 13_750 + 870 + 350 + 150 + 2_800 + 150 + 850 + 480,
+    "workbench": 13_700 + 3_550 + 800 + 950 + 550 + 110,
+}
 MAX_FILES, MAX_CLASSES, MIN_MEDIAN_FILE_LINES = 240 + 45 + 37 + 5, 380 + 45 + 69 + 9, 105
 """A capability that needs more raises these lines in its own commit, and says why."""
 

@@ -252,7 +252,7 @@ def _check_rewards(
 ) -> Iterator[CheckResult]:
     """Score the right answers in the workers that will score the responses: a sane reward gives them something."""
     if not config.functions and prompts:
-        yield skip("rewards", "there is no reward function: a reward model or environments score alone")
+        yield skip("rewards", "there is no reward function: others score, or a teacher alone is learned from")
         return
     there = {label: function for label, function in config.functions.items() if not asks_own_engines(function)}
     reward = dataclasses.replace(config, functions=there, on_failure="drop", max_failed_share=1.0)  # to see them all
