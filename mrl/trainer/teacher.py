@@ -44,11 +44,14 @@ def distillation_share(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def validated_kl(actor: ActorClient, teacher: TeacherClient, samples: Sequence[DataProto], timeout_s: float) -> float:
     """Return the mean of log pi - log nu over the tokens that the policy wrote at validation."""
-    rows = trained_rows(DataProto.concat(list(samples))).batch
-    batch = rows.select(*(name for name in _READ if name in rows.columns()))
-    batch = actor.score(step_calls.LOG_PROB.method, batch)
-    batch = teacher.score(step_calls.TEACHER_LOG_PROB.method, batch)
-    found = fetch(batch, timeout_s)
-    apart_T = found.values("old_log_probs").double() - found.values("teacher_log_probs").double()
-    mask_T = found.values("response_mask").bool() if "response_mask" in found.columns() else torch.ones_like(apart_T)
-    return float(apart_T[mask_T.bool()].mean())
+    apart = []
+    for part in samples:  # the same row ids occur in several
+        rows = trained_rows(part).batch
+        batch = rows.select(*(name for name in _READ if name in rows.columns()))
+        batch = actor.score(step_calls.LOG_PROB.method, batch)
+        batch = teacher.score(step_calls.TEACHER_LOG_PROB.method, batch)
+        found = fetch(batch, timeout_s)
+        apart_T = found.values("old_log_probs").double() - found.values("teacher_log_probs").double()
+        has_mask = "response_mask" in found.columns()
+        apart.append(apart_T[found.values("response_mask").bool()] if has_mask else apart_T)
+    return float(torch.cat(apart).mean())

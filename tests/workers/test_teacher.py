@@ -182,4 +182,6 @@ def test_what_is_learned_is_what_whole_distributions_say(tmp_path: Path) -> None
                 found = sum(report["parts"].get(figure, 0.0) for report in reports)
                 assert found == pytest.approx(value, rel=1e-5, abs=1e-6), (name, form, figure)
     different = {round(each["grad_norm"], 4) for each in wanted.values()}
-    assert len(different) == len(FORMS) - 1, "k1 as an advantage and k2 as a loss have one gradient, the others their own"
+    assert len(different) == len(FORMS) - 1, (
+        "k1 as an advantage and k2 as a loss have one gradient, the others their own"
+    )
