@@ -47,7 +47,8 @@ def _best_is_measured(config: Config) -> Iterator[Problem]:
     if validation.keep_best and not validation.every:
         yield problem("validation.keep_best", "nothing is validated: validation.every is 0", "validation.every=10")
     names = [f"val/{figure}" for figure in validation.figures()]
-    if validation.source_of_best() is None:
+    names += ["val/teacher_kl"] if config.teacher is not None else []
+    if validation.source_of_best() is None and validation.best not in names:
         fix = f"{did_you_mean(validation.best, names)} Or of one source: val/SOURCE/{validation.figures()[0]}"
         yield problem(key, f'validation has no figure "{validation.best}"', fix)
     functions = config.validation_reward().functions.values()
