@@ -41,7 +41,8 @@ class Conversation:
         self._num_prompt = len(prompt_ids)
         self._context = _joined(np.empty(0, np.int32), prompt_ids)
         self._mask, self._log_probs = np.empty(0, np.bool_), np.empty(0, np.float32)
-        self._versions = np.empty(0, np.int32)
+        self.versions: Ids = np.empty(0, np.int32)
+        """Of each token of the response, which weights drew it; -1 where nobody did."""
         self._turns: list[WrittenTurn] = []
         self._ended = ""
         if not self._num_prompt or max_tokens < 1:
@@ -70,11 +71,6 @@ class Conversation:
     def log_probs(self) -> npt.NDArray[np.float32]:
         """Of each token of the response by the engine that drew it; NaN, never 0, where nobody did."""
         return self._log_probs
-
-    @property
-    def versions(self) -> Ids:
-        """Of each token of the response, which weights drew it; -1 where nobody did."""
-        return self._versions
 
     @property
     def turns(self) -> tuple[WrittenTurn, ...]:
@@ -131,7 +127,7 @@ class Conversation:
 
     def _append(self, ids: Ids, log_probs: npt.NDArray[np.float32], versions: Ids | int, *, is_written: bool) -> None:
         self._context = _joined(self._context, ids)
-        self._versions = _joined(self._versions, np.broadcast_to(np.asarray(versions, np.int32), len(ids)))
+        self.versions = _joined(self.versions, np.broadcast_to(np.asarray(versions, np.int32), len(ids)))
         self._mask = _joined(self._mask, np.full(len(ids), is_written))
         self._log_probs = _joined(self._log_probs, log_probs)
 

@@ -6,15 +6,16 @@ and ranks, and nothing else is left to divide by.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from mrl.algos.aggregate import LossNormalizer
+from mrl.algos.distillation import distilled_advantages
 from mrl.algos.kl import token_kl
 from mrl.algos.losses import POLICY_LOSSES, PolicyTokens, ValueTokens, value_loss
 from mrl.algos.rows import Rows, apply_mask
-from mrl.config.algorithm import KlConfig, LossConfig
+from mrl.config.algorithm import DistillationConfig, KlConfig, LossConfig
 from mrl.errors import BatchError
 
 
@@ -25,6 +26,8 @@ class ActorColumns:
     ref_log_probs_T: Tensor | None = None
     entropy_T: Tensor | None = None
     rollout_weights_T: Tensor | None = None
+    teacher_log_probs_T: Tensor | None = None
+    divergence_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,20 @@ def actor_objective(
     norm: LossNormalizer,
     extra: ActorColumns = ActorColumns(),
     kl: KlConfig | None = None,
+    distillation: DistillationConfig | None = None,
 ) -> Objective:
-    """L = agg(w * pg) + kl.coef * agg(w * kl) - entropy_coef * agg(H), with w the rollout correction, 1 without.
+    """L = agg(w * (pg + kl.coef * kl + distillation.coef * d)) - entropy_coef * agg(H), with w the rollout correction.
 
-    The KL is part of it where `kl.where` says so, the entropy where its coefficient is not 0. The engine's policy draws
-    the tokens of both expectations, of which w makes those of the policy that is trained.
+    The KL is part of it where `kl.where` says so, the divergence d from a teacher where the form of distillation is a
+    loss, the entropy where its coefficient is not 0. As an advantage distillation is a part of pg. The engine's policy
+    draws the tokens of these expectations, of which w makes those of the policy that is trained.
     """
     rows, mask_T = tokens.rows, tokens.mask_T
+    if distillation is not None and distillation.form == "advantage":
+        teacher_T = _column(extra.teacher_log_probs_T, "teacher_log_probs_T", "distillation")
+        advantages_T, old_T = tokens.advantages_T, tokens.old_log_probs_T
+        taught_T = distilled_advantages(advantages_T, old_T, teacher_T, mask_T, distillation.coef)
+        tokens = replace(tokens, advantages_T=taught_T)
     policy = POLICY_LOSSES.resolve(config.policy)(tokens, config)
     terms = {"pg_loss": norm.aggregate(_weighted(policy.loss_T, extra, mask_T), rows, mask_T)}
     loss = terms["pg_loss"]
@@ -56,6 +66,10 @@ def actor_objective(
         kl_T = token_kl(kl.in_loss, tokens.log_probs_T, ref_log_probs_T.detach(), mask_T)
         terms["kl_loss"] = norm.aggregate(_weighted(kl_T, extra, mask_T), rows, mask_T)
         loss = loss + kl.coef * terms["kl_loss"]
+    if distillation is not None and distillation.form != "advantage":
+        apart_T = _weighted(_apart(distillation, tokens, extra), extra, mask_T)
+        terms["distill_loss"] = norm.aggregate(apart_T, rows, mask_T)
+        loss = loss + distillation.coef * terms["distill_loss"]
     if config.entropy_coef:
         entropy_T = _column(extra.entropy_T, "entropy_T", "entropy_coef")
         terms["entropy"] = norm.aggregate(entropy_T, rows, mask_T)
@@ -67,6 +81,14 @@ def actor_objective(
 def _weighted(loss_T: Tensor, extra: ActorColumns, mask_T: Tensor) -> Tensor:
     weights_T = extra.rollout_weights_T
     return loss_T if weights_T is None else loss_T * apply_mask(weights_T, mask_T).detach()
+
+
+def _apart(config: DistillationConfig, tokens: PolicyTokens, extra: ActorColumns) -> Tensor:
+    """Return how far the policy is from the teacher at each token, by an estimate or a divergence."""
+    if config.form != "sampled":
+        return _column(extra.divergence_T, "divergence_T", "distillation.coef")
+    teacher_T = _column(extra.teacher_log_probs_T, "teacher_log_probs_T", "distillation.coef").detach()
+    return token_kl(config.estimator, tokens.log_probs_T, teacher_T, tokens.mask_T)
 
 
 def critic_objective(tokens: ValueTokens, rows: Rows, norm: LossNormalizer, clip: float | None = 0.5) -> Objective:

@@ -83,6 +83,26 @@ class CorrectionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillationConfig:
+    """What is learned from the teacher at each token that the policy wrote. Both are read at rollout.temperature."""
+
+    form: Literal["advantage", "sampled", "top_k", "full"]
+    """`advantage` takes coef (log pi - log nu) from the advantage of the sampled token, with nu the teacher. The others
+    are terms of the loss: an estimate at the sampled token; a divergence of the next token's distributions over the
+    teacher's `top_k` likeliest tokens and all others as one; the same over the full vocabulary."""
+    coef: Amount = 1.0
+    """What it is multiplied by; advantages by rewards count beside it as they are."""
+    estimator: Text = "k2"
+    """Of `sampled`. What it pushes towards on average: `k2` the reverse KL, `k3` the forward KL."""
+    beta: Proportion = 1.0
+    """Of `top_k` and `full`: 0 is the forward KL(nu || pi), 1 the reverse KL(pi || nu), and between them the
+    generalized Jensen-Shannon divergence with the mixture beta nu + (1 - beta) pi, which is smaller the nearer beta
+    is to 0 or 1."""
+    top_k: Count = 64
+    """Of `top_k`: how many tokens the teacher names at each place."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """What is learned from the samples."""
 
@@ -103,3 +123,5 @@ class AlgorithmConfig:
     correction: CorrectionConfig | None = None
     """Importance weights against the mismatch of engine and trainer, reported as `mismatch/rollout_is_*`: mean weight,
     effective sample size (1: all weights are equal), shares of ratios beyond the bounds. Null only measures."""
+    distillation: DistillationConfig | None = None
+    """Learn from the teacher of the section `teacher`, beside rewards or without any; null where there is none."""

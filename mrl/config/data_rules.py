@@ -103,7 +103,8 @@ def check_reward_rules(config: Config) -> Iterator[Problem]:
     weights = [function.weight for function in functions.values()] + [model.weight for model in models.values()]
     if not functions and not models and not config.agent.environments:
         fix = "add one: reward.functions.answer.name=gsm8k, a reward_model section, or an environment that scores"
-        yield problem("reward.functions", "names no function", fix)
+        if config.teacher is None:
+            yield problem("reward.functions", "names no function", fix)
     elif not any(weights) and not _environments_score(config):
         key = "reward.functions" if functions else f"{next(iter(models))}.weight"
         yield problem(key, "every weight is 0, and so would be every reward", "give one another weight")

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from mrl.config.agent_rules import check_agent_rules
 from mrl.config.asynchrony_rules import check_asynchrony_rules
 from mrl.config.data_rules import check_data_rules, check_reward_rules, unchecked_data
+from mrl.config.distillation_rules import check_distillation_rules
 from mrl.config.judge_rules import check_judge_rules
 from mrl.config.keys import convert
 from mrl.config.model_rules import check_model_rules, read_model_shape, unchecked
@@ -154,6 +155,7 @@ def _check(config: AnyConfig) -> tuple[list[Problem], list[str]]:
     if isinstance(config, Config):
         problems += check_reward_rules(config)
         problems += check_validation_rules(config)
+        problems += check_distillation_rules(config)
         problems += check_judge_rules(config)
         problems += check_agent_rules(config)
         problems += check_asynchrony_rules(config)

@@ -62,6 +62,8 @@ def rename_models(config: AnyTyped, names: Mapping[str, str]) -> AnyTyped:
         }
         changes["reward_model"] = renamed.pop("reward_model", None)
         changes["reward_models"] = {role.partition(".")[2]: model for role, model in renamed.items()}
+        if config.teacher is not None and "teacher.path" in names:
+            changes["teacher"] = dataclasses.replace(config.teacher, path=names["teacher.path"])
     if isinstance(config, Config) and config.judge is not None and "judge.path" in names:
         changes["judge"] = dataclasses.replace(config.judge, path=names["judge.path"])
     return dataclasses.replace(config, **changes)

@@ -113,6 +113,9 @@ def _algorithm_names(config: Config) -> Iterator[tuple[str, str, str, Collection
     yield "algorithm.loss.aggregation", "loss aggregation", loss.aggregation, AGGREGATIONS
     yield "algorithm.kl.in_reward", "KL estimator", kl.in_reward, KL_ESTIMATORS
     yield "algorithm.kl.in_loss", "KL estimator", kl.in_loss, KL_ESTIMATORS
+    if algorithm.distillation is not None:
+        estimator = algorithm.distillation.estimator
+        yield "algorithm.distillation.estimator", "KL estimator", estimator, KL_ESTIMATORS
     if algorithm.correction is not None:
         yield "algorithm.correction.level", "importance ratio level", algorithm.correction.level, RATIO_LEVELS
     yield "rollout.engine", "rollout engine", config.rollout.engine, ENGINES

@@ -41,7 +41,7 @@ def _by_distance(values: set[int], value: int) -> list[int]:
     return sorted(values, key=lambda candidate: (abs(candidate - value), candidate))
 
 
-_ROLES = ("actor", "critic", "reward_model", "rollout", JUDGE)
+_ROLES = ("actor", "critic", "reward_model", "teacher", "rollout", JUDGE)
 
 
 def check_rules(config: AnyConfig) -> Iterator[Problem]:

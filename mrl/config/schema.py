@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from mrl.config.agent import AgentConfig
 from mrl.config.algorithm import AlgorithmConfig
-from mrl.config.asynchrony import AsynchronyConfig
 from mrl.config.bounds import Characters, Count, NotNegative, PlainName, Proportion, Seconds, Share, Text
 from mrl.config.judge import JudgeConfig
 from mrl.config.reward import ModelScoreConfig, RewardConfig
+from mrl.config.sync import AsynchronyConfig, SyncConfig
 from mrl.config.validation import ValidationConfig
 
 
@@ -57,22 +57,6 @@ class TrainingConfig:
     """Steps whose token ids, log-probs, values, advantages and the like are written to `tensors/`, as parquet."""
     samples_every: NotNegative = 1
     """Steps between files of samples with their text; 0 writes none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyncConfig:
-    """How weights travel from the trainer into the engines, and how it is known that they arrived."""
-
-    offload: bool = True
-    """Whether the trainer's memory is on the host while the engines generate, and the engines give theirs back while
-    it trains; false where both fit on the devices at once, as on a laptop without GPUs."""
-    bucket_bytes: Count = 256 << 20
-    """What travels at once; twice this is the extra memory."""
-    probe_every: NotNegative = 10
-    """Steps between comparisons of each engine's log-probs of a fixed prompt with the trainer's; one that has just
-    started is always compared, and so is the mean over all samples of a step. 0 never compares any."""
-    probe_tolerance: Share = 0.02
-    """Largest mean difference of log-probs at the same weights; more stops the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +220,14 @@ class RewardModelConfig(ModelScoreConfig, MegatronModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherConfig(MegatronModelConfig):
+    """A frozen model that the policy learns from (`algorithm.distillation`). Its tokens must be the policy's."""
+
+    path: Text
+    """A directory or a name on the hub, as in `model.path`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How samples are generated: vLLM engines on the actor's devices, or on those of the role `rollout`."""
 
@@ -278,8 +270,7 @@ class ColumnsConfig:
     ability: Text | None = "ability"
     """What the row exercises, for metrics; null where the source has no such column."""
     ground_truth: Text | None = "reward_model.ground_truth"
-    """The right answer: text, a list of accepted texts, or `{"target": ...}` of either; null where rewards need
-    none."""
+    """The right answer: text, a list of accepted texts, or `{"target": ...}` of either; null where none is read."""
     extra_info: Text | None = "extra_info"
     """Anything else that rewards read; null where the source has no such column."""
     id: Text | None = None
@@ -362,6 +353,8 @@ class Config:
     """A model that scores responses, beside the reward functions or in their place; null where these suffice."""
     reward_models: dict[PlainName, RewardModelConfig] = field(default_factory=dict)
     """More of them: what metrics call each -> the model, whose role in placement.roles is `reward_models.NAME`."""
+    teacher: TeacherConfig | None = None
+    """A model that the policy learns from, token by token."""
     judge: JudgeConfig | None = None
     """A language model that the reward function `judge` asks where its `service` has no address; null where all have.
     Its pool is its own."""
@@ -381,7 +374,8 @@ class Config:
 
     def model_roles(self) -> dict[str, MegatronModelConfig]:
         """Return the roles that Megatron runs, trained or frozen, by name."""
-        return {**self.trained_roles(), **self.scoring_models()}
+        teacher = {"teacher": self.teacher} if self.teacher is not None else {}
+        return {**self.trained_roles(), **self.scoring_models(), **teacher}
 
     def scoring_models(self) -> dict[str, RewardModelConfig]:
         """Return the reward models by their roles."""
@@ -390,8 +384,8 @@ class Config:
 
     def model_of(self, role: str) -> tuple[str, str]:
         """Return the key that says which model a role begins with, and what it says."""
-        if role in (scoring := self.scoring_models()):
-            return f"{role}.path", scoring[role].path
+        if isinstance(model := self.model_roles().get(role), RewardModelConfig | TeacherConfig):
+            return f"{role}.path", model.path
         if role == "critic" and self.model.critic is not None:
             return "model.critic", self.model.critic
         return "model.path", self.model.path

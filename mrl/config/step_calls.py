@@ -22,7 +22,7 @@ OPTIONAL_SAMPLE_COLUMNS: Columns = ("baseline_scores", "response_mask", "stalene
 class StepCall:
     """A method of a role's workers."""
 
-    role: Literal["actor", "critic", "reward_model"]
+    role: Literal["actor", "critic", "reward_model", "teacher"]
     method: str
     when: str
     """`is_made` in words."""
@@ -51,7 +51,18 @@ def _needed_by_actor(config: Config) -> Columns:
         "ref_log_probs": _charges_kl(config, "loss"),
         "rollout_log_probs": config.algorithm.correction is not None,
     }
-    return tuple(name for name, is_needed in needed.items() if is_needed)
+    return tuple(name for name, is_needed in needed.items() if is_needed) + _taught(config)
+
+
+TEACHER_COLUMNS: Columns = ("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs", "teacher_hidden")
+
+
+def _taught(config: Config) -> Columns:
+    """Return the columns that the form of distillation needs."""
+    of_sampled, *rest = TEACHER_COLUMNS
+    more: dict[str, Columns] = {"top_k": tuple(rest[:2]), "full": tuple(rest[2:])}
+    distillation = config.algorithm.distillation
+    return () if distillation is None else (of_sampled, *more.get(distillation.form, ()))
 
 
 _ADVANTAGES_READ: Columns = ("responses", "scores", "position")
@@ -64,6 +75,30 @@ RM_SCORE = StepCall(
     is_made=lambda config: bool(config.scoring_models()),
     reads=("prompts", "responses"),
     writes=("rm_scores",),
+)
+TEACHER_LOG_PROB = StepCall(
+    role="teacher",
+    method="compute_teacher_log_prob",
+    when="`algorithm.distillation.form` is `advantage` or `sampled`",
+    is_made=lambda config: len(_taught(config)) == 1,
+    reads=("prompts", "responses"),
+    writes=TEACHER_COLUMNS[:1],
+)
+TEACHER_TOP_K = StepCall(
+    role="teacher",
+    method="compute_teacher_top_k",
+    when="`algorithm.distillation.form` is `top_k`",
+    is_made=lambda config: "teacher_top_ids" in _taught(config),
+    reads=("prompts", "responses"),
+    writes=TEACHER_COLUMNS[:3],
+)
+TEACHER_HIDDEN = StepCall(
+    role="teacher",
+    method="compute_teacher_hidden",
+    when="`algorithm.distillation.form` is `full`",
+    is_made=lambda config: "teacher_hidden" in _taught(config),
+    reads=("prompts", "responses"),
+    writes=("teacher_log_probs", "teacher_hidden"),
 )
 LOG_PROB = StepCall(
     role="actor",
@@ -124,11 +159,14 @@ UPDATE_ACTOR = StepCall(
     when="always, after `training.critic_warmup_steps`; once per update",
     is_made=lambda config: True,
     reads=("prompts", "responses", "advantages"),
-    optional=("response_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs"),
+    optional=("response_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs", *TEACHER_COLUMNS),
     needs=_needed_by_actor,
 )
 STEP = (
     RM_SCORE,
+    TEACHER_LOG_PROB,
+    TEACHER_TOP_K,
+    TEACHER_HIDDEN,
     LOG_PROB,
     REF_LOG_PROB,
     VALUES,

@@ -55,8 +55,9 @@ def _best_is_measured(config: Config) -> Iterator[Problem]:
         yield problem("validation.keep_best", "nothing is validated: validation.every is 0", "validation.every=10")
     figures = validation_figures(config)
     names = [f"val/{figure}" for figure in figures]
+    names += ["val/teacher_kl"] if config.teacher is not None else []
     is_read = validation.every or validation.best_metric is not None
-    if is_read and names and validation.source_of_best(figures) is None:
+    if is_read and names and validation.source_of_best(figures) is None and validation.best not in names:
         fix = f"{did_you_mean(validation.best, names)} Or of one source: val/SOURCE/{figures[0]}"
         yield problem(key, f'validation has no figure "{validation.best}"', fix)
     functions = config.validation_reward().functions.values()

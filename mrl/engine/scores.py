@@ -13,7 +13,17 @@ from torch import Tensor
 
 from mrl.engine.model import TokenModel
 from mrl.engine.packed_rows import MicroBatch
+from mrl.engine.vocab_divergence import LikeliestTokens, TeacherHead, likeliest_tokens, token_divergence
 from mrl.engine.vocab_head import EntropyUse, HeadOptions, greedy_tokens, token_log_probs
+
+
+@dataclass(frozen=True)
+class DivergenceRequest:
+    """A divergence from what a teacher said of these rows, in their columns: its likeliest tokens, or hidden states."""
+
+    beta: float
+    teacher_VH: Tensor | None = None
+    """For hidden states, the rows of the teacher's output matrix for the columns that this rank has."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,13 @@ class ScoreRequest:
     entropy: EntropyUse = "none"
     greedy: bool = False
     """In place of log-probs: which token would have been the likeliest."""
+    vocab: int | None = None
+    """How many tokens of the model's there are for the one who asks; None takes all."""
+    top_k: int = 0
+    """Of how many of the likeliest tokens the log-probs are wanted too."""
+    hidden: bool = False
+    """Whether hidden states are wanted too."""
+    divergence: DivergenceRequest | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,13 @@ class Scores:
     entropy_T: Tensor | None = None
     values_T: Tensor | None = None
     greedy_T: Tensor | None = None
+    top_ids_TK: Tensor | None = None
+    top_log_probs_TK: Tensor | None = None
+    """Of the likeliest tokens, and in the last column of all others together."""
+    hidden_TH: Tensor | None = None
+    divergence_T: Tensor | None = None
+    teacher_mass_T: Tensor | None = None
+    """The probability of the teacher's likeliest tokens."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +91,7 @@ def score(model: TokenModel, batch: MicroBatch, hidden_1TH: Tensor, request: Sco
         return Scores(values_T=_gather_context_parallel(model.score(hidden_SH), batch, model))
     tp = model.pg_collection.tp
     options = HeadOptions(
-        vocab=model.vocab,
+        vocab=request.vocab or model.vocab,
         group=tp if tp.size() > 1 else None,
         temperature=request.temperature,
         entropy=request.entropy,
@@ -76,8 +100,29 @@ def score(model: TokenModel, batch: MicroBatch, hidden_1TH: Tensor, request: Sco
         tokens_S = greedy_tokens(hidden_SH, model.vocabulary_weight(), options)
         return Scores(greedy_T=_gather_context_parallel(tokens_S, batch, model))
     log_probs_S, entropy_S = token_log_probs(hidden_SH, model.vocabulary_weight(), batch.labels, options)
-    entropy_T = None if entropy_S is None else _gather_context_parallel(entropy_S, batch, model)
-    return Scores(log_probs_T=_gather_context_parallel(log_probs_S, batch, model), entropy_T=entropy_T)
+    found = {"log_probs_T": log_probs_S, "entropy_T": entropy_S, "hidden_TH": hidden_SH if request.hidden else None}
+    if request.top_k:
+        top = likeliest_tokens(hidden_SH, model.vocabulary_weight(), request.top_k, options)
+        found["top_ids_TK"] = top.ids_TK
+        found["top_log_probs_TK"] = torch.cat([top.log_probs_TK, top.rest_T.unsqueeze(1)], 1)
+    if request.divergence is not None:
+        teacher, beta = _teacher_said(request.divergence, batch), request.divergence.beta
+        apart_S, mass_S = token_divergence(hidden_SH, model.vocabulary_weight(), teacher, beta, options)
+        found |= {"divergence_T": apart_S, "teacher_mass_T": mass_S}
+    named = {name: _gather_context_parallel(mine, batch, model) for name, mine in found.items() if mine is not None}
+    return Scores(**named)
+
+
+def _teacher_said(request: DivergenceRequest, batch: MicroBatch) -> LikeliestTokens | TeacherHead:
+    """Return what the teacher said of the places that this context rank scores."""
+
+    def here(name: str) -> Tensor:
+        return batch.rows.columns[name].to(batch.score_to.device)[batch.score_to]
+
+    if request.teacher_VH is not None:
+        return TeacherHead(here("teacher_hidden"), request.teacher_VH)
+    log_probs = here("teacher_top_log_probs")
+    return LikeliestTokens(here("teacher_top_ids"), log_probs[:, :-1], log_probs[:, -1])
 
 
 def _gather_context_parallel(mine: Tensor, batch: MicroBatch, model: TokenModel) -> Tensor:
@@ -85,7 +130,7 @@ def _gather_context_parallel(mine: Tensor, batch: MicroBatch, model: TokenModel)
     context = model.pg_collection.cp
     if context.size() == 1:
         return mine
-    whole = mine.new_zeros(batch.num_scores).index_copy(0, batch.score_to, mine)
+    whole = mine.new_zeros(batch.num_scores, *mine.shape[1:]).index_copy(0, batch.score_to, mine)
     added: Tensor = _AllReduceSum.apply(whole, context)  # type: ignore[no-untyped-call]
     return added
 

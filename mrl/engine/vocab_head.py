@@ -58,7 +58,7 @@ def token_log_probs(
 def greedy_tokens(hidden_TH: Tensor, weight_VH: Tensor, options: HeadOptions) -> Tensor:
     """The likeliest token of each place, of equally likely ones that of the lowest id; with a group on every rank."""
     tokens_T = torch.full(hidden_TH.shape[:1], options.vocab, device=hidden_TH.device)  # more than any token
-    tiles = _Tiles(hidden_TH, weight_VH, tokens_T, options)
+    tiles = Tiles(hidden_TH, weight_VH, tokens_T, options)
     highest_T = hidden_TH.new_full(tokens_T.shape, -torch.inf, dtype=tiles.dtype)
     for columns in tiles:
         logits_T, column_T = tiles.logits(tiles.weight(columns)).max(1)
@@ -72,7 +72,7 @@ def greedy_tokens(hidden_TH: Tensor, weight_VH: Tensor, options: HeadOptions) ->
     return tokens_T
 
 
-class _Tiles:
+class Tiles:
     """This rank's logits, a tile at a time."""
 
     def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, options: HeadOptions) -> None:
@@ -127,7 +127,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, options: HeadOptions
     ) -> tuple[Tensor, Tensor | None]:
-        tiles = _Tiles(hidden_TH, weight_VH, labels_T, options)
+        tiles = Tiles(hidden_TH, weight_VH, labels_T, options)
         label_logits_T, logsumexp_T, entropy_T = _reduce(tiles, with_entropy=options.entropy != "none")
         if options.group is not None:
             label_logits_T, logsumexp_T, entropy_T = _reduce_over_ranks(
@@ -146,7 +146,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, d_log_probs_T: Tensor, d_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VH, labels_T, logsumexp_T, entropy_T = ctx.saved_tensors
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        tiles = _Tiles(hidden_TH, weight_VH, labels_T, ctx.options)
+        tiles = Tiles(hidden_TH, weight_VH, labels_T, ctx.options)
         d_hidden_TH = torch.zeros_like(hidden_TH, dtype=tiles.dtype) if needs_hidden else None
         d_weight_VH = torch.zeros_like(weight_VH) if needs_weight else None
         # What reaches the logits before the temperature divided them.
@@ -169,7 +169,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return None if d_hidden_TH is None else d_hidden_TH.to(hidden_TH.dtype), d_weight_VH, None, None
 
 
-def _reduce(tiles: _Tiles, *, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _reduce(tiles: Tiles, *, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Of this rank's columns: the logit of the label (-inf where another rank has it), logsumexp and entropy."""
     num_tokens = len(tiles.hidden_TH)
     label_logits_T = tiles.hidden_TH.new_full((num_tokens,), -torch.inf, dtype=tiles.dtype)

@@ -7,7 +7,7 @@ before they generate its parameters too; afterwards they sleep. Other roles on t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mrl.config.arithmetic import (
@@ -45,7 +45,7 @@ _ORIGINS = {
 
 
 def head_of(role: str) -> Head:
-    return "lm" if role == "actor" else "score"
+    return "lm" if role in ("actor", "teacher") else "score"
 
 
 def scoring_phase(role: str) -> str:
@@ -168,7 +168,22 @@ def plan_memory(subject: PlanInput, stages: Stages | None = None) -> MemoryPlan:
 
 def role_stages(subject: PlanInput, role: str) -> tuple[Role, ...]:
     stages = range(subject.config.model_roles()[role].parallel.pp)
-    return tuple(role_at_stage(subject.config, subject.specs[role], role, stage) for stage in stages)
+    *first, last = (role_at_stage(subject.config, subject.specs[role], role, stage) for stage in stages)
+    if role == "actor":
+        last = replace(last, train=(*last.train, *_divergence(subject)))
+    return (*first, last)
+
+
+def _divergence(subject: PlanInput) -> Iterator[Item]:
+    """Yield what a divergence from a teacher takes: the head's work again, and the teacher's columns of each tile."""
+    config, distillation = subject.config, subject.config.algorithm.distillation
+    if distillation is None or distillation.form not in ("top_k", "full"):
+        return
+    is_full = distillation.form == "full"
+    head_of = partial(head_bytes, model=config.actor, head="lm", device=config.cluster.device)
+    teacher = head_of(subject.specs["teacher" if is_full else "actor"], backward=is_full)
+    origin = "the head once more, and as much of the teacher" + ("'s, its output matrix included" if is_full else "")
+    yield Item("actor", "divergence", head_of(subject.specs["actor"], backward=True) + teacher, origin)
 
 
 def role_at_stage(config: AnyConfig, spec: ModelSpec, name: str, stage: int) -> Role:

@@ -36,6 +36,7 @@ from mrl.trainer.components import check_model, manager_class, model_setup
 from mrl.trainer.model_scores import check_reward_models
 from mrl.trainer.reward_sources import check_reward_sources
 from mrl.trainer.supervised_tasks import supervised_setup
+from mrl.trainer.teacher import check_teacher
 
 _BYTES_PER_PARAMETER = 2  # published weights are bfloat16
 
@@ -120,6 +121,7 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
     if isinstance(config, Config):
         yield from guarded("end tokens", _check_ends(config, tokenizer))
         yield from guarded("reward_model", _check_reward_models(config, tokenizer))
+        yield from guarded("teacher", _check_teacher(config, tokenizer))
     scored: dict[str, list[Prompt]] = {}
     for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
         for name, source in sources.items():
@@ -171,6 +173,14 @@ def _check_reward_models(config: Config, tokenizer: ChatTokenizer) -> Iterator[C
     for role, model in config.scoring_models().items():
         if role not in dict(warnings):
             yield ok(role, f"{model.path} reads the policy's tokens")
+
+
+def _check_teacher(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
+    if config.teacher is not None:
+        warnings = list(check_teacher(config, tokenizer))
+        yield from (warn("teacher", warning) for warning in warnings)
+        if not warnings:
+            yield ok("teacher", f"{config.teacher.path} reads the policy's tokens")
 
 
 def _opened(config: AnyConfig, sources: Mapping[str, SourceConfig], tokenizer: ChatTokenizer) -> RLHFDataset:
@@ -242,7 +252,7 @@ def _check_rewards(
 ) -> Iterator[CheckResult]:
     """Score the right answers in the workers that will score the responses: a sane reward gives them something."""
     if not config.functions and prompts:
-        yield skip("rewards", "there is no reward function: a reward model or environments score alone")
+        yield skip("rewards", "there is no reward function: others score, or a teacher alone is learned from")
         return
     there = {label: function for label, function in config.functions.items() if not asks_own_engines(function)}
     reward = dataclasses.replace(config, functions=there, on_failure="drop", max_failed_share=1.0)  # to see them all

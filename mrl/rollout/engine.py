@@ -58,6 +58,33 @@ class EngineSettings:
     """Whether weights may change between two tokens of a sample: no step may be computed ahead then."""
 
 
+class UnderWay(dict[str, int]):
+    """The samples that an engine has begun: their keys, and the version of the weights that each began with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._switches: dict[str, list[tuple[int, int]]] = {}
+
+    def switch(self, key: str, first: int, version: int) -> None:
+        """Note that these weights draw a sample from that token on."""
+        switches = self._switches.setdefault(key, [])
+        if switches and switches[-1][0] == first:
+            switches.pop()  # those drew nothing of it
+        if first:
+            switches.append((first, version))
+        else:
+            self[key] = version
+
+    def end(self, sample: Generated) -> Generated:
+        """Return a finished sample with what drew which of its tokens."""
+        version, switches = self.pop(sample.key, sample.weight_version), self._switches.pop(sample.key, [])
+        return replace(sample, weight_version=version, switches=tuple(switches))
+
+    def clear(self) -> None:
+        super().clear()
+        self._switches.clear()
+
+
 class RolloutEngine(ABC):
     """One model that generates. Requests start and finish independently.
 
@@ -68,22 +95,10 @@ class RolloutEngine(ABC):
         self.settings = settings
         self.weight_version: int | None = None
         """None while what it holds came from a file, or from an update that failed."""
-        self._switches: dict[str, list[tuple[int, int]]] = {}
-        """Of each sample under way, from which token on newer weights drew it than those that it began with."""
-        self._began_with: dict[str, int] = {}
+        self.unfinished = UnderWay()
         self.full_tensor_reason = ""
         """Why fused and sharded tensors cannot be written into this engine; empty where they can."""
-        self._resident: set[Part] = {"weights", "kv_cache"}
-
-    @property
-    def unfinished(self) -> set[str]:
-        """The samples under way."""
-        return set(self._began_with)
-
-    @property
-    def can_step(self) -> bool:
-        """Whether there is something under way, and all that it takes to go on with it."""
-        return bool(self._began_with) and self.weight_version is not None and len(self._resident) == 2
+        self.resident: set[Part] = {"weights", "kv_cache"}
 
     def start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
         """Begin to generate these beside those under way."""
@@ -93,32 +108,19 @@ class RolloutEngine(ABC):
         for request in requests:
             check_request(request, self.settings)
         keys = {request.key for request in requests}
-        if len(keys) < len(requests) or keys & self._began_with.keys():
+        if len(keys) < len(requests) or keys & self.unfinished.keys():
             raise RolloutError(f"two samples of {self.settings.replica} have the same key")
-        self._began_with |= dict.fromkeys(keys, self.weight_version)
+        self.unfinished |= dict.fromkeys(keys, self.weight_version)
         self._start(requests, sampling)
-
-    def need_version(self, version: int) -> None:
-        """Refuse to serve with other weights than these."""
-        if self.weight_version != version:
-            raise RolloutError(
-                f"{self.settings.replica} is stale: it holds weights {self.weight_version}, not version {version}"
-            )
 
     def step(self) -> list[Generated]:
         """One token more for everything under way; what is finished with that."""
-        return [self._with_versions(sample) for sample in self._step()]
-
-    def _with_versions(self, sample: Generated) -> Generated:
-        version = self._began_with.pop(sample.key, sample.weight_version)
-        switches = self._switches.pop(sample.key, [])
-        return replace(sample, weight_version=version, switches=tuple(switches))
+        return [self.unfinished.end(sample) for sample in self._step()]
 
     def abort(self) -> None:
         """Forget everything under way."""
-        self._abort(self._began_with)
-        self._began_with.clear()
-        self._switches.clear()
+        self._abort(self.unfinished)
+        self.unfinished.clear()
 
     def receive_weights(self, version: int, cache: Cache | None = None) -> None:
         """Take in one version of the weights, whole or not at all, and forget what was computed with another.
@@ -126,27 +128,15 @@ class RolloutEngine(ABC):
         With samples under way that is refused, unless it is said what becomes of what was computed for them.
         """
         self._need("weights")
-        if self._began_with and cache is None:
-            under_way = f"{len(self._began_with)} samples under way"
-            raise RolloutError(f"{self.settings.replica} got new weights with {under_way}")
-        num_written = self._num_written() if self._began_with else {}
+        if self.unfinished and cache is None:
+            raise RolloutError(f"{self.settings.replica} got new weights with {len(self.unfinished)} samples under way")
+        num_written = self._num_written() if self.unfinished else {}
         self.weight_version = None  # what a failed update leaves behind is of no version
         if not self.settings.loads_files:
-            self._receive_weights(version)
-        if cache != "keep":
-            self._drop_cache()
+            self._receive_weights(version, keeps_cache=cache == "keep")
         self.weight_version = version
         for key, first in num_written.items():
-            self._note_switch(key, first, version)
-
-    def _note_switch(self, key: str, first: int, version: int) -> None:
-        switches = self._switches.setdefault(key, [])
-        if switches and switches[-1][0] == first:
-            switches.pop()  # those drew nothing of it
-        if first:
-            switches.append((first, version))
-        else:
-            self._began_with[key] = version
+            self.unfinished.switch(key, first, version)
 
     def sleep(self, *, keep: bool = False) -> None:
         """Give the device's memory back: weights are sent again, and the cache is worth nothing after that.
@@ -154,12 +144,10 @@ class RolloutEngine(ABC):
         What is under way goes on after that where it is to be kept; else there must be nothing.
         """
         self._need("weights", "kv_cache")
-        if self._began_with and not keep:
-            under_way = f"{len(self._began_with)} samples under way"
-            raise RolloutError(f"{self.settings.replica} fell asleep with {under_way}")
-        self._drop_cache()
+        if self.unfinished and not keep:
+            raise RolloutError(f"{self.settings.replica} fell asleep with {len(self.unfinished)} samples under way")
         self._sleep()
-        self._resident.clear()
+        self.resident.clear()
         self.weight_version = None
 
     def wake(self, part: Part) -> list[FreeMemory]:
@@ -167,15 +155,15 @@ class RolloutEngine(ABC):
 
         Where a device has not got it, the part sleeps on, and the devices of the engine are returned.
         """
-        if part in self._resident or (part == "kv_cache" and "weights" not in self._resident):
-            raise RolloutError(f"{self.settings.replica} cannot wake its {part}: awake are {sorted(self._resident)}")
+        if part in self.resident or (part == "kv_cache" and "weights" not in self.resident):
+            raise RolloutError(f"{self.settings.replica} cannot wake its {part}: awake are {sorted(self.resident)}")
         rooms = self._wake(part)
         if not rooms:
-            self._resident.add(part)
+            self.resident.add(part)
         return rooms
 
     def _need(self, *parts: Part) -> None:
-        if asleep := sorted({*parts} - self._resident):
+        if asleep := sorted({*parts} - self.resident):
             raise RolloutError(f"{self.settings.replica} sleeps: its {' and '.join(asleep)} must be woken first")
 
     @abstractmethod
@@ -196,17 +184,26 @@ class RolloutEngine(ABC):
         """Return how many tokens each sample under way has."""
 
     @abstractmethod
-    def _drop_cache(self) -> None:
-        """Forget all keys and values; those of samples under way are computed anew."""
+    def _receive_weights(self, version: int, *, keeps_cache: bool) -> None:
+        """Take them in; unless it is kept, forget what was computed, also for the samples under way."""
 
     @abstractmethod
-    def _receive_weights(self, version: int) -> None: ...
-
-    @abstractmethod
-    def _sleep(self) -> None: ...
+    def _sleep(self) -> None:
+        """Give all memory back; what was computed for the samples under way is computed anew when they go on."""
 
     @abstractmethod
     def _wake(self, part: Part) -> list[FreeMemory]: ...
+
+
+def can_step(engine: RolloutEngine) -> bool:
+    """Return whether there is something under way, and all that it takes to go on with it."""
+    return bool(engine.unfinished) and engine.weight_version is not None and len(engine.resident) == 2
+
+
+def need_version(engine: RolloutEngine, version: int) -> None:
+    """Refuse to serve with other weights than these."""
+    if (held := engine.weight_version) != version:
+        raise RolloutError(f"{engine.settings.replica} is stale: it holds weights {held}, not version {version}")
 
 
 def engine_class(name: str) -> type[RolloutEngine]:

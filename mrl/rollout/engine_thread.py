@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from mrl.errors import WorkerSilent
-from mrl.rollout.engine import RolloutEngine
+from mrl.rollout.engine import RolloutEngine, can_step
 from mrl.rollout.requests import Generated
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class EngineThread:
     def call(self, action: Callable[[RolloutEngine], T]) -> T:
         """Have something done after the step under way."""
         result = self._thread.submit(action, self._engine).result()
-        if self._engine.can_step and self._stepping.done():
+        if can_step(self._engine) and self._stepping.done():
             self._raise_failure()
             self._stepped_at = time.monotonic()
             self._stepping = self._thread.submit(self._step)
@@ -60,7 +60,7 @@ class EngineThread:
         if samples := self._engine.step():
             self._finished.put(samples)
         self._stepped_at = time.monotonic()
-        if self._engine.can_step:
+        if can_step(self._engine):
             self._stepping = self._thread.submit(self._step)
 
     def _raise_failure(self) -> None:

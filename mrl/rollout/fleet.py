@@ -63,11 +63,14 @@ class RolloutFleet:
         self._version = 0
         self._newest = newest or (lambda: nullcontext(self._version))
         self._work = RequestScheduler((), num_replicas)
-        self._is_closing = False
-        self._generating_s = 0.0
+        self.is_closing = False
+        """Set to have the `stream` of another thread end, by an error."""
+        self.generating_s = 0.0
+        """Seconds in which some replica had samples under way."""
         self._threads = ThreadPoolExecutor(num_replicas, "replica")
         self._replicas: dict[int, RayWorkerGroup] = {}
-        self._versions: dict[int, int | None] = dict.fromkeys(range(num_replicas))
+        self.versions: dict[int, int | None] = dict.fromkeys(range(num_replicas))
+        """Of the weights that each replica serves with; None where it does not."""
         self._starting: dict[int, Future[RayWorkerGroup]] = {}
         self.unprobed: set[int] = set()
         """Those that have not been asked since they started."""
@@ -79,7 +82,7 @@ class RolloutFleet:
     @cached_property
     def full_tensor_reason(self) -> str:
         """Why whole Hugging Face tensors must be sent instead of fused and sharded ones; empty where they need not."""
-        self._wait_until_started()
+        self._join(waits=True)
         return str(self._replicas[0].full_tensor_reason())
 
     def update(self, version: int, cache: Cache | None = None) -> None:
@@ -87,22 +90,8 @@ class RolloutFleet:
 
         One that dies meanwhile is replaced by the next `stream`.
         """
-        self._wait_until_started()
+        self._join(waits=True)
         self._sync_weights(list(self._replicas), version, cache)
-
-    def holds(self, version: int) -> bool:
-        """Return whether all replicas that serve hold this version, and there are any."""
-        serving = [held for held in self._versions.values() if held is not None]
-        return bool(serving) and all(held == version for held in serving)
-
-    def pop_generating_s(self) -> float:
-        """Return the seconds since the last call in which some replica had samples under way."""
-        seconds, self._generating_s = self._generating_s, 0.0
-        return seconds
-
-    def stop(self) -> None:
-        """Have the `stream` of another thread end, by an error."""
-        self._is_closing = True
 
     def stream(
         self,
@@ -117,17 +106,17 @@ class RolloutFleet:
         With `cache` the samples under way go on with newer weights whenever the trainer can send such.
         """
         _check_requests(requests, self._limits)
-        self._wait_until_started()
+        self._join(waits=True)
         self._version = version
-        if stale := [index for index in self._replicas if self._versions[index] != version]:
+        if stale := [index for index in self._replicas if self.versions[index] != version]:
             self._sync_weights(stale, version)
-        work = RequestScheduler(requests, len(self._versions), 1 if sampling.alone else MAX_IN_FLIGHT)
+        work = RequestScheduler(requests, len(self.versions), 1 if sampling.alone else MAX_IN_FLIGHT)
         self._work = work
         asked: dict[Future[Any], tuple[int, RayWorkerGroup]] = {}
         wait_s = FOLLOW_UP_WAIT_S if follow_ups else WAIT_S
         try:
             while True:
-                if self._is_closing:
+                if self.is_closing:
                     raise RolloutError("the run ends while samples are generated")
                 if follow_ups:
                     _check_requests(more := follow_ups.take(), self._limits)
@@ -140,16 +129,16 @@ class RolloutFleet:
                 yield from self._take_weights(asked, cache)
                 self._ask(asked, sampling, wait_s)
                 awaited = [*asked, *self._starting.values(), *([arriving] if arriving else [])]
-                is_waiting, began = cache is not None or None in self._versions.values(), time.monotonic()
+                is_waiting, began = cache is not None or None in self.versions.values(), time.monotonic()
                 done, _ = wait(awaited, _LOOK_S if is_waiting else WAIT_S, FIRST_COMPLETED)
-                self._generating_s += time.monotonic() - began if asked else 0.0
+                self.generating_s += time.monotonic() - began if asked else 0.0
                 for future in done & asked.keys():
                     yield from self._collect(future, *asked.pop(future))
         finally:
             wait(asked)
             self._pace.rollout_ends()
             self._call([index for index in self._replicas if work.num_in_flight(index)], "abort")
-            self._work = RequestScheduler((), len(self._versions))
+            self._work = RequestScheduler((), len(self.versions))
 
     def probe(
         self, request: GenerationRequest, sampling: Sampling, version: int, *, everyone: bool
@@ -161,7 +150,7 @@ class RolloutFleet:
         asked = {
             index: self._threads.submit(_probe_replica, replica, request, sampling, version)
             for index, replica in self._replicas.items()
-            if self._versions[index] == version and (everyone or index in self.unprobed)
+            if self.versions[index] == version and (everyone or index in self.unprobed)
         }
         answers = {}
         for index, future in asked.items():
@@ -179,9 +168,9 @@ class RolloutFleet:
 
     def sleep(self, *, keep: bool = False) -> None:
         """Have every replica give its memory back; with `keep`, what is under way goes on after that."""
-        self._wait_until_started()
+        self._join(waits=True)
         self._call(list(self._replicas), "sleep", *([True] if keep else []))
-        self._versions = dict.fromkeys(self._versions)
+        self.versions = dict.fromkeys(self.versions)
 
     def wake(self, part: Part) -> dict[int, list[FreeMemory]]:
         """Have every replica take one part of its memory again; by replica its devices, where one has not got it."""
@@ -197,7 +186,7 @@ class RolloutFleet:
 
     def _ask(self, asked: dict[Future[Any], tuple[int, RayWorkerGroup]], sampling: Sampling, wait_s: float) -> None:
         """Give every replica that serves, and has answered what it was asked, its share."""
-        work, versions = self._work, self._versions
+        work, versions = self._work, self.versions
         serving = [index for index in self._replicas if versions[index] is not None]
         for index in set(serving) - {
             index for index, replica in asked.values() if self._replicas.get(index) is replica
@@ -211,7 +200,7 @@ class RolloutFleet:
                 asked[submitted] = index, replica
 
     def _collect(self, future: Future[Any], index: int, replica: RayWorkerGroup) -> Sequence[Generated]:
-        work, version = self._work, self._versions[index]
+        work, version = self._work, self.versions[index]
         try:
             answered: tuple[list[Generated] | RolloutError, float] = future.result()
         except WorkerError as error:
@@ -243,7 +232,7 @@ class RolloutFleet:
         with self._newest() as version:
             if version is None:
                 return []
-            held = {index: self._versions[index] for index in self._replicas}
+            held = {index: self.versions[index] for index in self._replicas}
             stale = [index for index, has in held.items() if has is None or (cache is not None and has != version)]
             if not stale:
                 return []
@@ -257,7 +246,7 @@ class RolloutFleet:
 
     def _sync_weights(self, indices: Sequence[int], version: int, cache: Cache | None = None) -> None:
         """Have these replicas receive while the trainer sends; those that die are let go, and the rest tries again."""
-        self._versions |= dict.fromkeys(indices)
+        self.versions |= dict.fromkeys(indices)
         told = (version,) if cache is None else (version, cache)
         calls = {index: self._replicas[index].receive_weights.future(*told) for index in indices}
         failures: list[MrlError] = []
@@ -269,7 +258,7 @@ class RolloutFleet:
         for index, call in calls.items():
             try:
                 call.get()
-                self._versions[index] = version
+                self.versions[index] = version
                 self._events.write(ReplicaServes(index, version))
             except WorkerRaised as error:  # it lives; perhaps the trainer left it because of another
                 failures.append(error)
@@ -297,7 +286,7 @@ class RolloutFleet:
         num_unfinished, has_served = self._work.num_in_flight(index), index in self._served
         self._events.write(ReplicaLost(index, said.partition("\n")[0], num_unfinished + num_asked))
         self._served.discard(index)
-        self._versions[index] = None
+        self.versions[index] = None
         self._replicas.pop(index).shutdown()
         if wrong:
             self._work.reject(index, wrong)
@@ -305,19 +294,16 @@ class RolloutFleet:
             self._work.requeue(index, said, has_served=has_served)
 
     def _start_missing(self) -> None:
-        for index in self._versions.keys() - self._replicas.keys() - self._starting.keys():
+        for index in self.versions.keys() - self._replicas.keys() - self._starting.keys():
             self._starting[index] = self._threads.submit(self._start, index)
             self.unprobed.add(index)
 
-    def _join(self) -> None:
-        """Take in the replicas that have started since."""
+    def _join(self, *, waits: bool = False) -> None:
+        """Take in the replicas that have started since, or all of them."""
+        if waits:
+            wait(self._starting.values())
         for index in [index for index, future in self._starting.items() if future.done()]:
             self._replicas[index] = self._starting.pop(index).result()
-
-    def _wait_until_started(self) -> None:
-        """Wait for the replicas that are starting."""
-        wait(self._starting.values())
-        self._join()
 
 
 def _check_requests(requests: Sequence[GenerationRequest], limits: EngineSettings) -> None:

@@ -73,7 +73,8 @@ class HybridEngine:
         if config.cluster.device == "gpu":
             wait(groups.values())
             self._gpus = (self._receivers or groups["actor"].result()).visible_gpus()
-        self._version = 1
+        self.version = 1
+        """Of the actor's weights: one more with each step that changes them."""
         self._held = 0
         """The version of the weights that the engines have; 0 while they sleep."""
         self._is_generating = self._parameters_are_away = False
@@ -82,14 +83,9 @@ class HybridEngine:
         self.actor_lock = threading.Lock()
         """Held by the trainer while it has something for the actor to do and another thread generates."""
         starting = self._start_replica, self._send_weights, self._settings(0), context.events, self._newest_weights
-        self._fleet = RolloutFleet(num_engines(config), *starting)
+        self.fleet = RolloutFleet(num_engines(config), *starting)
         if self._take_turns:
-            self._fleet.sleep()
-
-    @property
-    def full_tensor_reason(self) -> str:
-        """Why the engines' parameters cannot be written directly and whole tensors travel; empty where they can."""
-        return self._fleet.full_tensor_reason
+            self.fleet.sleep()
 
     def connect(self) -> None:
         """Tell the trainer's ranks, whose models are there by now, which engine is on whose device."""
@@ -104,8 +100,9 @@ class HybridEngine:
         first = len(nodes) if self._receivers else 0
         nodes += [node for node, _ in self._receivers.where()] if self._receivers else []
         hosts = tuple(range(first, first + num_workers))
+        sizes = engine_sizes(config, whole=bool(self.fleet.full_tensor_reason))
         route = WeightSyncSpec(
-            layout=RolloutLayout(self._engine_sizes(), hosts, tuple(nodes.index(node) for node in nodes)),
+            layout=RolloutLayout(sizes, hosts, tuple(nodes.index(node) for node in nodes)),
             sockets=tuple(
                 socket_path(self._sockets, REPLICA.format(worker // tp), worker % tp) for worker in range(num_workers)
             ),
@@ -122,14 +119,9 @@ class HybridEngine:
         self._actor.prepare_sending(route)
         waiting.get()
 
-    @property
-    def version(self) -> int:
-        """Of the actor's weights: one more with each step that changes them."""
-        return self._version
-
     def weights_changed(self) -> None:
         """The actor has been updated: what the engines hold is of yesterday."""
-        self._version += 1
+        self.version += 1
 
     def metrics(self) -> dict[str, float]:
         """What the last transfer moved, and how long it took."""
@@ -150,7 +142,7 @@ class HybridEngine:
         # A failure in the block ends the run, and with it every process: there is no way back to training then.
         if self._take_turns:
             if self._held:
-                self._fleet.sleep(keep=self._cache is not None)
+                self.fleet.sleep(keep=self._cache is not None)
             self._held = 0
             for group in (self._actor, *self._guests):
                 group.onload(*PARTS)
@@ -171,53 +163,45 @@ class HybridEngine:
             raise RolloutError("the trainer has the devices: generate within rollout_mode")
         if self._is_generating:
             self._wake_up()
-        return self._fleet.stream(requests, sampling, self._held, follow_ups, self._cache if in_flight else None)
+        return self.fleet.stream(requests, sampling, self._held, follow_ups, self._cache if in_flight else None)
 
     def has_newest(self) -> bool:
         """Return whether the engines that serve hold the actor's weights, to which they come in flight."""
-        if self._fleet.holds(self._version):
-            self._held = self._version
-        return self._held == self._version
-
-    def pop_generating_s(self) -> float:
-        """Return the seconds since the last call in which some engine had samples under way."""
-        return self._fleet.pop_generating_s()
-
-    def stop(self) -> None:
-        """Have what another thread generates end, by an error there."""
-        self._fleet.stop()
+        if {held for held in self.fleet.versions.values() if held is not None} == {self.version}:
+            self._held = self.version
+        return self._held == self.version
 
     def probe(self, request: GenerationRequest, sampling: Sampling, *, everyone: bool) -> dict[int, Generated]:
         """One request, answered by all engines, or by those alone that have not been asked since they started."""
-        if everyone or self._fleet.unprobed:
+        if everyone or self.fleet.unprobed:
             self._wake_up()
-        return self._fleet.probe(request, sampling, self._version, everyone=everyone)
+        return self.fleet.probe(request, sampling, self.version, everyone=everyone)
 
     def pause(self) -> None:
         """Have reward models on the engines' devices amid a rollout; engines that are asked again take them back."""
         if self._take_turns and self._scoring and self._held:
-            self._fleet.sleep()
+            self.fleet.sleep()
             self._held = 0
             for group in self._scoring:
                 group.onload(*PARTS)
 
     def close(self) -> None:
         """End the engines; no socket stays behind."""
-        self._fleet.close()
+        self.fleet.close()
         if self._receivers is not None:
             self._receivers.shutdown()
         shutil.rmtree(self._sockets, ignore_errors=True)
 
     def _wake_up(self) -> None:
         """Have the engines with the actor's weights; where they take turns with others, with the devices as well."""
-        if self._held == self._version:
+        if self._held == self.version:
             return
         if self._take_turns:
             for group in self._scoring:
                 group.offload(*PARTS)
             self._wake("weights")
-        self._fleet.update(self._version, self._cache)
-        self._held = self._version
+        self.fleet.update(self.version, self._cache)
+        self._held = self.version
         if self._take_turns:
             self._actor.offload("parameters")
             self._parameters_are_away = True
@@ -226,7 +210,7 @@ class HybridEngine:
     def _wake(self, part: Part) -> None:
         """Wake that part of all engines; of a GPU without room for it, say who holds what."""
         rollout = self._config.rollout
-        for replica, rooms in self._fleet.wake(part).items():
+        for replica, rooms in self.fleet.wake(part).items():
             for device, room in enumerate(rooms, replica * rollout.tp):
                 if room.lacking_bytes > 0:
                     held = {group.role: group.device_memory()[device] for group in (self._actor, *self._guests)}
@@ -247,12 +231,6 @@ class HybridEngine:
         spec = read_spec(self._config.model.path)
         deadlines = replace(self._context.deadlines, start_s=engine_start_s(self._context.deadlines, spec))
         return RayWorkerGroup(settings.replica, worker, Mesh(1), replace(self._context, deadlines=deadlines), slot)
-
-    def _engine_sizes(self) -> EngineSizes:
-        """How the engines are split. Where they cannot be written directly, each of their ranks takes whole tensors."""
-        tp, spec = self._config.rollout.tp, read_spec(self._config.model.path)
-        whole_experts = spec.moe is not None and self._config.rollout.vllm.get("enable_expert_parallel", False)
-        return EngineSizes(tp, ep=tp if whole_experts else 1, whole=bool(self.full_tensor_reason))
 
     def _settings(self, index: int) -> EngineSettings:
         rollout, path = self._config.rollout, self._config.model.path
@@ -275,7 +253,7 @@ class HybridEngine:
         """The version that the actor can send for the length of the block; None while the trainer needs it."""
         is_free = self.actor_lock.acquire(blocking=False)
         try:
-            yield self._version if is_free else None
+            yield self.version if is_free else None
         finally:
             if is_free:
                 self.actor_lock.release()
@@ -297,6 +275,13 @@ class HybridEngine:
             "sync/bytes_between_ranks": sum(report.bytes_received for report in reports),
             "sync/least_bytes": sum(report.least_bytes for report in reports),
         }
+
+
+def engine_sizes(config: Config, *, whole: bool) -> EngineSizes:
+    """How the engines are split. Where they cannot be written directly, each of their ranks takes whole tensors."""
+    tp, spec = config.rollout.tp, read_spec(config.model.path)
+    whole_experts = spec.moe is not None and config.rollout.vllm.get("enable_expert_parallel", False)
+    return EngineSizes(tp, ep=tp if whole_experts else 1, whole=whole)
 
 
 def engine_start_s(deadlines: DeadlinesConfig, spec: ModelSpec) -> float:

@@ -9,7 +9,7 @@ from functools import partial
 from mrl.controller import Dispatch, RankInfo, Worker, register
 from mrl.errors import RolloutError
 from mrl.hub import node_copy
-from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, engine_class
+from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, engine_class, need_version
 from mrl.rollout.engine_thread import EngineThread
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
@@ -36,7 +36,7 @@ class RolloutReplica(Worker):
         A rule that was broken is returned, for it would be broken again; what is raised is a broken engine.
         """
         try:
-            self._thread.call(lambda engine: engine.need_version(version))
+            self._thread.call(lambda engine: need_version(engine, version))
             if requests:
                 self._thread.call(lambda engine: engine.start(requests, sampling))
             return self._thread.poll(wait_s)

@@ -86,16 +86,18 @@ class TransformersEngine(RolloutEngine):
 
     def _generated(self, row: RowState, stopped: bool) -> Generated:
         token_ids, log_probs = np.asarray(row.token_ids, np.int32), np.asarray(row.log_probs, np.float32)
-        version = self._began_with[row.request.key]
+        version = self.unfinished[row.request.key]
         return Generated(row.request.key, token_ids, log_probs, "stop" if stopped else "length", version)
 
     def _abort(self, keys: Iterable[str]) -> None:
         for key in keys:
             del self._rows[key]
 
-    def _receive_weights(self, version: int) -> None:
+    def _receive_weights(self, version: int, *, keeps_cache: bool) -> None:
         try:
             self._ipc.reply(self._load(version))
+            if not keeps_cache:
+                self._drop_cache()
         except RolloutError as error:
             self._ipc.reject(str(error))
             raise
@@ -126,7 +128,7 @@ class TransformersEngine(RolloutEngine):
             row.cache = DynamicCache()
 
     def _sleep(self) -> None:
-        """There is no memory to give back."""
+        self._drop_cache()
 
     def _wake(self, part: Part) -> list[FreeMemory]:
         """There is no memory to take again."""

@@ -89,30 +89,33 @@ class VllmEngine(RolloutEngine):
             np.asarray(sample.token_ids, np.int32),
             np.asarray(sample.logprobs.logprobs, np.float32),
             sample.finish_reason,
-            self._began_with[key],
+            self.unfinished[key],
         )
 
     def _abort(self, keys: Iterable[str]) -> None:
         self._engine.abort_request(list(keys))
         self._first = None
 
-    def _receive_weights(self, version: int) -> None:
+    def _receive_weights(self, version: int, *, keeps_cache: bool) -> None:
         self._on_workers("start_weight_update")
         self._on_workers("update_weights", update_info={"version": version, "full": bool(self.full_tensor_reason)})
         self._on_workers("finish_weight_update")
         if reasons := [reason for reason in self._on_workers("last_update_error") if reason]:
             raise RolloutError(reasons[0])
         self._first = ""
+        if not keeps_cache:
+            self._drop_cache()
 
     def _num_written(self) -> Mapping[str, int]:
         states = self._engine.output_processor.request_states.values()
         return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
     def _drop_cache(self) -> None:
-        if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._began_with)):
+        if not self._engine.reset_prefix_cache(reset_running_requests=bool(self.unfinished)):
             raise RolloutError("vLLM did not drop its cache, which holds what the weights before computed")
 
     def _sleep(self) -> None:
+        self._drop_cache()
         self._engine.sleep(_DISCARD_EVERYTHING, "keep")
 
     def _wake(self, part: Part) -> list[FreeMemory]:

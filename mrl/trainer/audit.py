@@ -25,6 +25,9 @@ def check_invariants(
         _check(step, "nothing is clipped in the first update", clipped <= tolerance, f"{100 * clipped:.3g} % clipped")
         seen, wanted = round(sum(update["tokens"] for update in updates)), num_tokens * config.batch.epochs_per_step
         _check(step, "every response token is learned from once", seen == wanted, f"{seen} of {wanted}")
+        # An estimate at sampled tokens may be below 0; only a divergence has a mass.
+        apart = min((update["distill_loss"] for update in updates if "teacher_mass" in update), default=0.0)
+        _check(step, "no divergence from the teacher is below 0", apart >= -tolerance, f"it is {apart:.3g}")
     if step == 1 and "reward/kl" in metrics:
         kl = abs(metrics["reward/kl"])
         _check(step, "the KL to the reference is 0 before training", kl <= tolerance, f"it is {kl:.3g}")

@@ -18,7 +18,8 @@ class Collector:
     """Collects a batch whole, or draws its prompts and finishes its samples where others generate in between."""
 
     def __init__(self, config: Config, prompts: PromptLoader, generator: Generator, models: ModelScores) -> None:
-        self._config, self._prompts, self.generator, self._models = config, prompts, generator, models
+        self._config = config
+        self._prompts, self.generator, self._models = prompts, generator, models
 
     def collect(self, step: int) -> ScoredBatch:
         """Generate the step's samples, and score them."""

@@ -35,8 +35,9 @@ from mrl.trainer.judge import judge_served
 from mrl.trainer.model_scores import ModelScores, check_reward_models, scoring_models
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.reward_sources import check_reward_sources
-from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, RoleClient
+from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, RoleClient, TeacherClient
 from mrl.trainer.sample_stream import SampleStream, open_stream
+from mrl.trainer.teacher import check_teacher
 from mrl.trainer.validation import Validator, check_best
 from mrl.workers.messages import ModelSetup
 
@@ -44,8 +45,14 @@ _WORKERS = {
     "actor": "mrl.workers.actor:ActorRolloutRefWorker",
     "critic": "mrl.workers.critic:CriticWorker",
     "reward_model": "mrl.workers.reward_model:RewardModelWorker",
+    "teacher": "mrl.workers.teacher:TeacherWorker",
 }
-_CLIENTS = {"actor": ActorClient, "critic": CriticClient, "reward_model": RewardModelClient}
+_CLIENTS = {
+    "actor": ActorClient,
+    "critic": CriticClient,
+    "reward_model": RewardModelClient,
+    "teacher": TeacherClient,
+}
 
 
 def kind_of(role: str) -> str:
@@ -66,6 +73,7 @@ class Components:
     stream: SampleStream
     validator: Validator
     kl: KLController
+    teacher: TeacherClient | None = None
 
     @property
     def roles(self) -> dict[str, RoleClient]:
@@ -95,6 +103,8 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             check_model(model_setup(name, config))
         for role, warning in check_reward_models(config, tokenizer):
             events.write(Warned(role, warning))
+        for warning in check_teacher(config, tokenizer):
+            events.write(Warned("teacher", warning))
         for warning in check_reward_sources(config):
             events.write(Warned("reward", warning))
         prompts = PromptLoader(
@@ -135,6 +145,7 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             stream=stream,
             validator=validator,
             kl=_kl_controller(config),
+            teacher=roles.get("teacher"),
         )
 
 
@@ -167,15 +178,18 @@ def check_model(setup: ModelSetup) -> None:
 
 def model_setup(role: str, config: Config) -> ModelSetup:
     """Return what a role's workers are told of their model."""
-    pools = config.placement.roles
+    pools, distillation = config.placement.roles, config.algorithm.distillation
+    is_taught = role == "actor" and distillation is not None and distillation.form == "full"
     return ModelSetup(
         path=config.model_of(role)[1],
-        head="lm" if role == "actor" else "score",
+        head="lm" if role in ("actor", "teacher") else "score",
         settings=config.model_roles()[role],
         seed=config.training.seed,
         timeout_s=config.deadlines.call_s,
         new_head=role == "critic" and config.model.critic is None,
         keeps_reference=role == "actor" and config.algorithm.kl.where != "none",
+        teacher=config.model_of("teacher")[1] if is_taught else None,
+        vocab=read_spec(config.model.path).vocab if role == "teacher" else None,
         shares_device=config.cluster.device == "cpu" or list(pools.values()).count(pools[role]) > 1,
     )
 
@@ -198,11 +212,12 @@ def started_groups(
 
 def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
     """Start the processes of a role; their models come later, all roles' at once."""
-    horizon = config.rollout.max_response_tokens
+    horizon, distillation = config.rollout.max_response_tokens, config.algorithm.distillation
     arguments: dict[str, list[Any]] = {
         "actor": [config.algorithm, config.rollout.temperature, horizon],
         "critic": [config.algorithm, horizon],
         "reward_model": [],
+        "teacher": [distillation.top_k if distillation is not None else 0, config.rollout.temperature],
     }
     kind = kind_of(role)
     worker_class = config.model_roles()[role].worker or _WORKERS[kind]

@@ -32,6 +32,7 @@ from mrl.trainer.samples import preview, sample_columns, tensor_columns
 from mrl.trainer.segments import trained_rows
 from mrl.trainer.staleness import staleness_metrics, with_staleness
 from mrl.trainer.start_progress import show_start_progress
+from mrl.trainer.teacher import distillation_share, validated_kl
 from mrl.workers.messages import WholeBatch
 
 _FETCH_S = 600.0
@@ -66,7 +67,7 @@ class RayPPOTrainer:
                 team = build_components(self.config, self.run.directory, self.run.events, self.clock)
                 self.components = stack.enter_context(team)
             self.actor, self.critic, self.hybrid = self.components.actor, self.components.critic, self.components.hybrid
-            if reason := self.hybrid.full_tensor_reason:
+            if reason := self.hybrid.fleet.full_tensor_reason:
                 self.run.warn("rollout", f"weights travel as whole tensors: {reason}")
             self.num_steps_done = self.run.resume(self.components)
             drawn = drawn_from_bytes(self.run.drawn_ahead, self.hybrid.version)
@@ -117,6 +118,10 @@ class RayPPOTrainer:
         if step_calls.REF_LOG_PROB in self.calls:
             with self.clock("ref_log_prob"):
                 batch = batch.union(self.actor.compute_ref_log_prob(batch))
+        for call in self.calls:
+            if call.role == "teacher":
+                with self.clock("teacher"):
+                    batch = batch.union(getattr(self.components.teacher, call.method)(batch))
         if self.critic is not None:
             with self.clock("values"):
                 batch = batch.union(self.critic.compute_values(batch))
@@ -137,6 +142,7 @@ class RayPPOTrainer:
             self.hybrid.weights_changed()
         for role, of_role in updates.items():
             metrics |= mean_of(of_role, role)
+        metrics |= distillation_share(metrics)
         num_written = int(step_metrics.written_lengths(rows.batch).sum())
         check_invariants(self.config, step, metrics, updates.get("actor", []), num_written)
         self.components.kl.update(metrics["reward/kl"], len(batch))
@@ -151,7 +157,8 @@ class RayPPOTrainer:
         seconds = self.clock.pop_seconds()
         metrics |= step_metrics.timing_metrics(seconds, trained, self.config.cluster)
         if has_own_rollout_pool(self.config):
-            metrics |= step_metrics.overlap_metrics(seconds, self.hybrid.pop_generating_s())
+            metrics |= step_metrics.overlap_metrics(seconds, self.hybrid.fleet.generating_s)
+            self.hybrid.fleet.generating_s = 0.0
         num_trained = int(metrics["perf/total_num_tokens"]) * self.config.batch.epochs_per_step
         for name, role in self.components.roles.items():
             metrics |= step_metrics.training_metrics(role, name, seconds.get(f"update_{name}", 0.0), num_trained)
@@ -171,6 +178,10 @@ class RayPPOTrainer:
         with self.clock("validation"), self.components.stream.settled():
             figures = self.components.validator.run(self.num_steps_done, self.components.model_scores)
             answers = self.components.engine_probe.ask(self.num_steps_done)
+        if (teacher := self.components.teacher) is not None:
+            with self.clock("validation"):
+                samples = self.components.validator.samples
+                figures["val/teacher_kl"] = validated_kl(self.actor, teacher, samples, _FETCH_S)
         while self.components.validator.warnings:
             self.run.warn("validation", self.components.validator.warnings.pop(0))
         self.compare_engines(self.num_steps_done, answers)

@@ -34,7 +34,8 @@ def check_reward_sources(config: Config) -> Iterator[str]:
         for name, source in sources.items()
     }
     for (part, key), names in found.items():
-        if part == "train" and any(model.weight for model in config.scoring_models().values()):
+        by_model = any(model.weight for model in config.scoring_models().values())
+        if part == "train" and (by_model or (config.teacher is not None and not config.reward.functions)):
             continue
         for name in sorted(names):
             if not rewards[part].scores(name) and config.agent.name_for(name) is None:

@@ -45,19 +45,19 @@ class RoleClient:
         """The tokens of a micro-batch, and so of the longest row."""
         return self._packing.capacity(self._max_tokens)
 
+    def _forward(self, call: StepCall, batch: DataProto, prefix: str = "") -> tuple[DataProto, Metrics]:
+        """Return the columns that the model writes for these rows, and the metrics beside them."""
+        return _merged(getattr(self.group, call.method)(*self._shards(batch)), prefix)
+
     def score(self, method: str, batch: DataProto) -> DataProto:
-        """Return the rows with the columns that a method writes. Where some rank would have none, it is given rows
-        again."""
+        """Return the rows, however many, with the columns that a method writes. Where some rank would have none, it is
+        given rows again."""
         num = round_up(len(batch), self.row_multiple)
         times = -(-num // len(batch))
         by_copy = np.arange(times * len(batch)).reshape(-1, times).T.ravel()  # each row once, then each again
         padded = batch.repeat(times).take(by_copy[:num])
         written, _ = _merged(getattr(self.group, method)(*self._shards(padded)))
         return padded.union(written).take(np.arange(len(batch)))
-
-    def _forward(self, call: StepCall, batch: DataProto, prefix: str = "") -> tuple[DataProto, Metrics]:
-        """Return the columns that the model writes for these rows, and the metrics beside them."""
-        return _merged(getattr(self.group, call.method)(*self._shards(batch)), prefix)
 
     def _update(self, method: str, shards: list[DataProto], sizes: list[list[int]]) -> Metrics:
         """Make one optimizer step on these rows."""
@@ -117,6 +117,22 @@ class RewardModelClient(RoleClient):
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         """Return the rows with `rm_scores` of the responses."""
         return self.score(step_calls.RM_SCORE.method, batch)
+
+
+class TeacherClient(RoleClient):
+    """Calls the teacher's workers."""
+
+    def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:
+        """Return `teacher_log_probs`."""
+        return self._forward(step_calls.TEACHER_LOG_PROB, batch)[0]
+
+    def compute_teacher_top_k(self, batch: DataProto) -> DataProto:
+        """Return also the likeliest tokens of each place, and their log-probs."""
+        return self._forward(step_calls.TEACHER_TOP_K, batch)[0]
+
+    def compute_teacher_hidden(self, batch: DataProto) -> DataProto:
+        """Return also the hidden states of each place."""
+        return self._forward(step_calls.TEACHER_HIDDEN, batch)[0]
 
 
 class SupervisedClient(RoleClient):

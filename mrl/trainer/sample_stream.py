@@ -108,7 +108,7 @@ class _Threaded(SampleStream):
         self.collector.generator.progress = self._show
 
     def close(self) -> None:
-        self._hybrid.stop()
+        self._hybrid.fleet.is_closing = True
         self._free_actor()
         self._thread.shutdown(wait=False, cancel_futures=True)
         wait(self._under_way, _CLOSE_S)

@@ -19,6 +19,7 @@ from mrl.data.rlhf_dataset import CHECKED_AT_ONCE, Prompt, RLHFDataset
 from mrl.data.sample_files import write_samples
 from mrl.errors import DataError, did_you_mean
 from mrl.events import EventLog
+from mrl.protocol import DataProto
 from mrl.trainer.generation import Generator, ScoredBatch
 from mrl.trainer.model_figures import model_figures
 from mrl.trainer.model_scores import ModelScores
@@ -40,6 +41,8 @@ class Validator:
         self._mute: set[str] = set()
         self.warnings: list[str] = []
         """What has not been said yet."""
+        self.samples: list[DataProto] = []
+        """Of the last run, where a teacher is to read them too."""
 
     def run(self, step: int, models: ModelScores) -> dict[str, float]:
         """Measure every source, and all together."""
@@ -56,6 +59,7 @@ class Validator:
         answers: dict[str, dict[str, Answers]] = defaultdict(lambda: defaultdict(list))
         columns: dict[str, list[Any]] = defaultdict(list)
         scored, whole = [each.batch for each in sampled], [models.add(each).batch for each in sampled]
+        self.samples = scored if self._config.teacher is not None else []
         for batch in scored:
             rows = zip(batch["data_source"], batch["uid"], batch["answer"], batch["scores"].tolist(), strict=True)
             for source, uid, answer, score in rows:

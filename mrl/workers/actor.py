@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -19,11 +19,15 @@ from mrl.algos.rollout_correction import (
 )
 from mrl.algos.rows import Rows
 from mrl.config import step_calls
-from mrl.config.algorithm import AlgorithmConfig
+from mrl.config.algorithm import AlgorithmConfig, DistillationConfig
 from mrl.controller import Dispatch, RankInfo, register, register_call
-from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
+from mrl.dtypes import torch_dtype
+from mrl.engine.scores import DivergenceRequest, LossInput, LossOutput, ScoreRequest
 from mrl.engine.vocab_head import EntropyUse
-from mrl.engine.weights import held_tensors
+from mrl.engine.weights import held_tensors, output_rows
+from mrl.hub import node_copy
+from mrl.models.families import read_spec
+from mrl.models.hf_reader import HfReader
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.weight_sync.planner import ReshardPlanner
@@ -75,15 +79,33 @@ class ActorRolloutRefWorker(ModelWorker):
     @register_call(step_calls.UPDATE_ACTOR)
     def update_actor(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
         """Make one optimizer step on these rows, all of one update. Without old log-probs the policy's own count."""
-        columns = optional_values(batch, "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+        names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", *step_calls.TEACHER_COLUMNS)
+        columns = optional_values(batch, *names)
         rows = token_rows(batch, columns)
         mask_T = rows.columns["response_mask"]
         totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), mask_T, self.sum_over_shards)
         norm = LossNormalizer(self._algorithm.loss.aggregation, totals, self._horizon_tokens)
         loss = self._algorithm.loss
         entropy: EntropyUse = "grad" if loss.entropy_coef else "value" if loss.log_entropy else "none"
-        request = ScoreRequest(self._temperature, entropy)
+        request = ScoreRequest(self._temperature, entropy, divergence=self._divergence())
         return self.update(rows, sizes, partial(policy_loss, self._algorithm, norm), request)
+
+    def _divergence(self) -> DivergenceRequest | None:
+        """Return what of a divergence is asked for. The teacher's matrix is on the device for as long as it is used."""
+        distillation, teacher_VH = self._algorithm.distillation, None
+        if distillation is None or distillation.form not in ("top_k", "full"):
+            return None
+        if distillation.form == "full" and self.engine.groups.is_last_stage:
+            teacher_VH = self._teacher_matrix.to(self.engine.groups.device)
+        return DivergenceRequest(distillation.beta, teacher_VH)
+
+    @cached_property
+    def _teacher_matrix(self) -> Tensor:
+        assert self.setup.teacher is not None, "a policy that learns over the full vocabulary has a teacher"
+        path, groups = str(node_copy(self.setup.teacher)), self.engine.groups
+        vocab, tp = self.engine.request.spec.vocab, groups.parallel.tp
+        matrix = output_rows(HfReader(path), read_spec(path), vocab, groups.at.tp, tp)
+        return matrix.to(torch_dtype(self.setup.settings.dtype))
 
     @register(Dispatch.ONE_TO_ALL)
     def prepare_sending(self, route: WeightSyncSpec) -> None:
@@ -116,19 +138,32 @@ def policy_loss(config: AlgorithmConfig, norm: LossNormalizer, batch: LossInput)
     if config.correction is not None:
         pair = RolloutPair(rows, mask_T, old_T, columns["rollout_log_probs"])
         weights_T = correction_weights(pair, config.correction)
-    extra = ActorColumns(columns.get("ref_log_probs"), batch.scores.entropy_T, weights_T)
+    extra = ActorColumns(
+        columns.get("ref_log_probs"),
+        batch.scores.entropy_T,
+        weights_T,
+        columns.get("teacher_log_probs"),
+        batch.scores.divergence_T,
+    )
     tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, columns["advantages"])
-    objective = actor_objective(tokens, config.loss, norm, extra, config.kl)
-    return LossOutput(objective.loss, {"loss": objective.loss.detach()} | objective.reports | _means(batch, norm))
+    objective = actor_objective(tokens, config.loss, norm, extra, config.kl, config.distillation)
+    means = _means(batch, norm, config.distillation)
+    return LossOutput(objective.loss, {"loss": objective.loss.detach()} | objective.reports | means)
 
 
-def _means(batch: LossInput, norm: LossNormalizer) -> dict[str, Tensor]:
+def _means(batch: LossInput, norm: LossNormalizer, distillation: DistillationConfig | None) -> dict[str, Tensor]:
     """Return means over the update's tokens of what the loss itself does not report."""
     mask_T, log_probs_T, entropy_T = batch.columns["response_mask"], batch.scores.log_probs_T, batch.scores.entropy_T
     assert log_probs_T is not None, "a policy gives log-probs"
     means_T = {} if entropy_T is None else {"entropy_mean": entropy_T.detach()}
     if "rollout_log_probs" in batch.columns:
         means_T["rollout_diff"] = (log_probs_T.detach() - batch.columns["rollout_log_probs"]).abs()
+    if distillation is not None:
+        apart_T = log_probs_T.detach() - batch.columns["teacher_log_probs"]
+        means_T |= {"teacher_kl": apart_T, "taught_abs": distillation.coef * apart_T.abs()}
+        means_T["advantages_abs"] = batch.columns["advantages"].abs()
+    if batch.scores.teacher_mass_T is not None:
+        means_T["teacher_mass"] = batch.scores.teacher_mass_T
     num_tokens = max(norm.totals.num_tokens, 1.0)
     means = {name: torch.where(mask_T, value_T, 0.0).sum() / num_tokens for name, value_T in means_T.items()}
     return means | {"tokens": mask_T.sum()}

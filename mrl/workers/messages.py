@@ -27,6 +27,10 @@ class ModelSetup:
     """Whether a copy of the weights as they were before training stays on the host."""
     shares_device: bool = False
     """Whether other processes work with the same memory between this role's phases."""
+    teacher: str | None = None
+    """Of a policy that learns over the full vocabulary: the model whose output matrix it needs."""
+    vocab: int | None = None
+    """Of a teacher: how many tokens the policy has."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,10 @@ REWARD_MODEL = (
     "reward_model={path: some/model, max_tokens_per_device: 512}",
     "placement.roles.reward_model=laptop",
 )
+TEACHER = (
+    "teacher={path: some/model, max_tokens_per_device: 512}",
+    "placement.roles.teacher=laptop",
+)
 HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "tensordict", "pyarrow", "numpy")
 OFFLINE = f"""
 import sys
@@ -128,8 +132,10 @@ def test_workers_register_the_calls_of_the_table() -> None:
     from mrl.workers.actor import ActorRolloutRefWorker
     from mrl.workers.critic import CriticWorker
     from mrl.workers.reward_model import RewardModelWorker
+    from mrl.workers.teacher import TeacherWorker
 
-    workers = {"actor": ActorRolloutRefWorker, "critic": CriticWorker, "reward_model": RewardModelWorker}
+    workers = {"actor": ActorRolloutRefWorker, "critic": CriticWorker}
+    workers |= {"reward_model": RewardModelWorker, "teacher": TeacherWorker}
     for role, worker in workers.items():
         registered = {name: spec for name, spec in registered_methods(worker).items() if spec.reads}
         calls = {call.method: (call.reads, call.writes, call.optional) for call in STEP if call.role == role}
@@ -145,6 +151,13 @@ def test_workers_register_the_calls_of_the_table() -> None:
         ("algorithm.correction={}", "batch.samples_per_update=32"),
         ("algorithm.advantage=remax", "critic=null", "placement.roles.critic=null"),
         (*REWARD_MODEL, "reward.functions.answer=null"),
+        *((*TEACHER, f"algorithm.distillation.form={form}") for form in ("advantage", "top_k", "full")),
+        (
+            *TEACHER,
+            "algorithm.distillation.form=sampled",
+            "batch.samples_per_update=32",
+            "reward.functions.answer=null",
+        ),
     ],
 )
 def test_configurations_that_load_have_all_columns(overrides: tuple[str, ...]) -> None:

@@ -73,6 +73,7 @@ algorithm:
   dynamic_sampling: null                         # default
   overlong: null                                 # default
   correction: null                               # default
+  distillation: null                             # default
 data:
   train:
     sums:
@@ -166,6 +167,7 @@ actor:
 critic: null                                     # command line
 reward_model: null                               # default
 reward_models: {}                                # default
+teacher: null                                    # default
 judge: null                                      # default
 rollout:
   tp: 1                                          # default
@@ -185,6 +187,10 @@ sync:
   bucket_bytes: 268435456                        # default
   probe_every: 10                                # default
   probe_tolerance: 0.02                          # default
+asynchrony:
+  ahead: 0                                       # default
+  weights: between                               # default
+  cache: recompute                               # default
 training:
   steps: 10                                      # run.yaml:28
   seed: 0                                        # default
@@ -272,7 +278,7 @@ def test_schema_lists_every_key_once_with_its_meaning() -> None:
     assert "  device: cpu | gpu; required\n" in text
     assert "  ray_address: one line of text | null; default null\n" in text
     assert "    Its keys are those of actor.\n" in text
-    assert text.count("max_tokens_per_device:") == 2, "of actor and critic, and of the reward model"
+    assert text.count("max_tokens_per_device:") == 3, "of actor and critic, of the reward model and of the teacher"
 
 
 def test_every_key_of_the_schema_has_a_meaning() -> None:

@@ -60,6 +60,7 @@ COLUMNS = {
     "responses": ("tokens", "what the engine wrote, its end token included"),
     "response_mask": ("tokens", "which response tokens the model wrote; without it, all"),
     "rollout_log_probs": ("tokens", "log-prob of each response token by the engine that drew it"),
+    "staleness": ("tokens", "how many updates old the weights are that drew each token; there with asynchrony.ahead"),
     "old_log_probs": ("tokens", "the same by the trainer, before the first update of the step"),
     "ref_log_probs": ("tokens", "the same by the policy as it was before training"),
     "values": ("tokens", "the critic's value of the state before each response token"),
@@ -70,6 +71,13 @@ COLUMNS = {
         "one number",
         "what the reward model says of the response; the driver scales it and adds it to the scores",
     ),
+    "teacher_log_probs": (
+        "tokens",
+        "log-prob of each response token by the teacher, at rollout.temperature",
+    ),
+    "teacher_top_ids": ("tokens", "which tokens the teacher finds the likeliest in the place of each response token"),
+    "teacher_top_log_probs": ("tokens", "their log-probs, and in the last column that of all other tokens together"),
+    "teacher_hidden": ("tokens", "the teacher's hidden state that its distribution of each response token is made of"),
     "baseline_scores": ("one number", "ReMax: the score of the greedy answer to the same prompt"),
     "position": ("one number", "where the row stands in the batch, so that shards can be put together"),
 }

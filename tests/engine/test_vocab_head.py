@@ -249,7 +249,7 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
         assert worst(found, expected) < 1e-4
 
 
-def skip_last_tile(tiles: vocab_head._Tiles) -> Iterator[slice]:
+def skip_last_tile(tiles: vocab_head.Tiles) -> Iterator[slice]:
     every = range(0, tiles.num_columns, tiles.tile_columns)
     return (slice(start, min(start + tiles.tile_columns, tiles.num_columns)) for start in every[:-1])
 
@@ -265,7 +265,7 @@ def test_faults_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for options in faults.values():
         assert worst(case.found(options), expected) > 1e-3
-    monkeypatch.setattr(vocab_head._Tiles, "__iter__", skip_last_tile)
+    monkeypatch.setattr(vocab_head.Tiles, "__iter__", skip_last_tile)
     assert not worst(case.found(case.options(tile_columns=7)), expected) <= 1e-3
 
 

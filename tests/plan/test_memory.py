@@ -171,6 +171,21 @@ def test_phases_follow_the_hybrid_engine() -> None:
     assert size(train, "actor", "gradients") == 2 * size(train, "actor", "parameters")
 
 
+def test_a_teacher_has_parameters_alone_and_a_divergence_from_it_takes_memory_of_the_actor() -> None:
+    plans = {
+        form: plan_memory(subject_of("distill-qwen2.5-7b-from-72b-2n8g", algorithm__distillation__form=form))
+        for form in ("advantage", "top_k", "full")
+    }
+    reading, rollout = phase(plans["top_k"], "teacher"), phase(plans["top_k"], "rollout")
+    assert size(reading, "teacher", "parameters") > 2 * 72e9 / 8
+    assert size(rollout, "teacher", "parameters") == 0
+    assert not {item.what for item in reading.items if item.role == "teacher"} & {"gradients", "optimizer"}
+    taken = {form: size(phase(plan, "train actor"), "actor", "divergence") for form, plan in plans.items()}
+    assert taken["advantage"] == 0 < taken["top_k"]
+    matrix, hidden = 152_064 // 2 * 8192 * 2, 16_384 * 8192 * 2
+    assert taken["full"] - taken["top_k"] > matrix + hidden
+
+
 def test_a_reward_model_has_parameters_alone_and_leaves_for_the_rollout() -> None:
     plan = plan_memory(subject_of("ppo-llama3.1-8b-1n8g", **REWARD_MODEL))
     assert [each.name for each in plan.phases][-3:] == ["values", "train critic", "reward model"]

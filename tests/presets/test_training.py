@@ -11,7 +11,7 @@ from mrl.verify.parity import OPTIMIZER
 from tests.presets.twins import presets, switches, training_twin, training_twins
 
 TWINS = training_twins()
-QUICK = {"grpo-qwen3-30b-a3b-2n8g:actor", "grpo-qwen2.5-7b-1n8g:actor"}
+QUICK = {"grpo-qwen3-30b-a3b-2n8g:actor", "distill-qwen2.5-7b-from-72b-2n8g:actor"}
 SLOW = {"ppo-llama3.1-8b-1n8g:critic", "grpo-mixtral-8x22b-8n8g:actor"}
 """With the quick ones, each switch and each kind of parallelism."""
 MAX_PARAMETER_DIFFERENCE = 0.1 * 3 * OPTIMIZER["lr"]

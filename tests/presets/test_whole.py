@@ -21,6 +21,7 @@ COVERING = {
     "grpo-qwen3-32b-4n8g",
     "grpo-qwen3-30b-a3b-2n8g",
     "grpo-mixtral-8x22b-8n8g",
+    "distill-qwen2.5-7b-from-72b-2n8g",
 }
 
 
@@ -54,7 +55,8 @@ def test_the_covering_set_has_everything_that_a_preset_has() -> None:
 )
 def test_a_preset_starts_by_its_names_and_does_three_steps(name: str, tmp_path: Path) -> None:
     config = WHOLE[name]
-    make_hub_cache(tmp_path / "hub", config.model.path, write_model(config, tmp_path / "model"))
+    for role in {"actor", "teacher"} & config.model_roles().keys():
+        make_hub_cache(tmp_path / "hub", config.model_of(role)[1], write_model(config, tmp_path / role, role))
     write_data(config, tmp_path)
     preset = str(CONFIGS / f"{name}.yaml")
     run_mrl("train", preset, *overrides(config), cwd=tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"))

@@ -32,7 +32,6 @@ _SIZES = {
     "training.steps": "3",
     "training.save_every": "3",
     "validation.every": "3",
-    "reward.functions.answer.name": "my_rewards:score",
     "reward.num_workers": "1",
     "rollout.replicas": "1",
     "rollout.max_prompt_tokens": "40",
@@ -57,7 +56,9 @@ def overrides(config: Config) -> Iterator[str]:
         yield from (f"{role}.parallel.{name}={getattr(small, name)}" for name in ("tp", "pp", "vpp", "cp", "ep", "etp"))
         yield f"{role}.dtype=float32"
         yield f"{role}.max_tokens_per_device=128"
-        yield f"{role}.optimizer.lr=1e-3"
+    yield from (f"{role}.optimizer.lr=1e-3" for role in config.trained_roles())
+    scores = "reward.functions" if config.reward.functions else "validation.reward_functions"
+    yield f"{scores}.answer.name=my_rewards:score"
     yield from (f"agent.environments.{name}=null" for name in config.agent.environments)
     yield f"rollout.tp={min(config.rollout.tp, devices, MAX_SIZE)}"
     yield "rollout.vllm.kv_cache_memory_bytes=67108864"
@@ -65,9 +66,9 @@ def overrides(config: Config) -> Iterator[str]:
     yield from (f"{key}={value}" for key, value in _SIZES.items())
 
 
-def write_model(config: Config, directory: Path) -> Path:
-    """A small model of the preset's family, with a tokenizer of bytes."""
-    values = small_config(model_values(config.model.path), cut(config.actor.parallel))
+def write_model(config: Config, directory: Path, role: str = "actor") -> Path:
+    """A small model of the role's family, with a tokenizer of bytes."""
+    values = small_config(model_values(config.model_of(role)[1]), cut(config.model_roles()[role].parallel))
     directory.mkdir(parents=True)
     values["vocab_size"] = save_toy_tokenizer(directory) + 9  # some families' tokenizers add tokens of their own
     if "head_dim" not in values:  # heads of 32, the smallest that the engine's attention takes

@@ -55,6 +55,24 @@ def kl_estimate(name: str, log_probs: Tensor, reference: Tensor) -> Tensor:
     return value.detach() + values["k2"] - values["k2"].detach() if name.endswith("+") else value
 
 
+def divergence(settings: dict[str, Any], policy: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each place, by its definition on log-probs of the whole vocabulary, or of the teacher's likeliest tokens and
+    one more outcome, all others; and the policy's probability of the likeliest."""
+    beta, mass = settings["beta"], torch.ones(len(policy), dtype=torch.float64)
+    if settings["form"] == "top_k":
+        ids = teacher.topk(settings["top_k"], dim=-1).indices
+        mass = policy.gather(1, ids).exp().sum(-1).detach()
+        policy, teacher = (
+            torch.cat([each.gather(1, ids), each.scatter(1, ids, -math.inf).logsumexp(1, keepdim=True)], 1)
+            for each in (policy, teacher)
+        )
+    p, q = policy.exp(), teacher.exp()
+    if beta in (0, 1):
+        return ((q * (teacher - policy)) if beta == 0 else p * (policy - teacher)).sum(-1), mass
+    m = beta * q + (1 - beta) * p
+    return (beta * q * (q / m).log() + (1 - beta) * p * (p / m).log()).sum(-1), mass
+
+
 def discounted(values: Sequence[float], decay: float) -> list[float]:
     """y_t = x_t + decay y_(t+1)."""
     backwards = accumulate(reversed(values), lambda after, value: value + decay * after)
@@ -141,9 +159,13 @@ def _generalized(rows: Sequence[Row], rewards: list[list[float]], algorithm: dic
     return whitened(rows, found) if algorithm["whiten"] else found
 
 
-def policy_loss(loss: dict[str, Any], log_probs: Tensor, row: Row) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss(
+    loss: dict[str, Any], taught: dict[str, Any] | None, log_probs: Tensor, row: Row
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token of a row, and per token which are clipped and how far the policy has moved."""
     old, advantage = row.columns.get("old_log_probs", log_probs.detach()), row.columns["advantages"]
+    if taught and taught["form"] == "advantage":
+        advantage = advantage - taught["coef"] * (old - row.columns["teacher_log_probs"])
     low, high, name = loss["clip_low"], loss["clip_high"], loss["policy"]
     log_ratio = log_probs - old
     ratio, none, reports = log_ratio.exp(), torch.zeros_like(old), {"ppo_kl": -log_ratio.detach()}

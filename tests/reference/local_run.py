@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -52,6 +53,7 @@ from mrl.trainer.validation import Validator
 from mrl.workers.actor import ActorRolloutRefWorker
 from mrl.workers.critic import CriticWorker
 from mrl.workers.reward_model import RewardModelWorker
+from mrl.workers.teacher import TeacherWorker
 from tests.reference.history import history
 from tests.reference.matrix import LocalCase
 from tests.reference.recording import Recorder
@@ -103,14 +105,13 @@ class LocalGroup(RayWorkerGroup):
 class ScriptedEngine:
     """In the place of the hybrid engine: what a sample says follows from its seed, or from its prompt if greedy."""
 
-    full_tensor_reason = ""
-
     def __init__(self, config: Config, stop_token: Any, groups: Sequence[RayWorkerGroup]) -> None:
         self._groups = groups
         self._stop_token, self._vocab_log = stop_token, float(np.log(200))
         self._symbols = np.frombuffer(ALPHABET, dtype=np.uint8)
         self._encode = load_tokenizer(config.model.path)
         self.version = 1
+        self.fleet = SimpleNamespace(full_tensor_reason="")
         self.is_awake = False
 
     @contextmanager
@@ -185,6 +186,9 @@ def local_team(
         worker: Worker
         if role == "actor":
             worker = _Actor(place, setup, config.algorithm, config.rollout.temperature, horizon)
+        elif role == "teacher":
+            assert config.algorithm.distillation is not None, "a teacher teaches"
+            worker = _Teacher(place, setup, config.algorithm.distillation.top_k, config.rollout.temperature)
         elif role == "critic":
             worker = _Critic(place, setup, config.algorithm, horizon)
         else:
@@ -208,6 +212,7 @@ def local_team(
         actor=roles["actor"],
         critic=roles.get("critic"),
         model_scores=models,
+        teacher=roles.get("teacher"),
         hybrid=hybrid,
         engine_probe=probe,
         prompts=prompts,
@@ -239,6 +244,10 @@ class _Actor(_InThisWorld, ActorRolloutRefWorker):
 
 
 class _Critic(_InThisWorld, CriticWorker):
+    pass
+
+
+class _Teacher(_InThisWorld, TeacherWorker):
     pass
 
 

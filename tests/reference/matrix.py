@@ -45,6 +45,8 @@ COMMON: dict[str, tuple[Any, ...]] = {
     "sampling": ("plain", "overlong", "dynamic", "failures"),
     "mask": (False, True),
     "reward_model": (None, 0.5),
+    # Of an estimate, what is learned from; of a divergence, its beta.
+    "distillation": (None, ("advantage", 0), ("top_k", 0.0), ("full", 0.3), ("sampled", "k3"), ("full", 1.0)),
     "resume": (False, True),
 }
 GROUPS = {
@@ -173,6 +175,13 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
         # They read scores before the reward model has given its own.
         if dynamic or options["advantage"] == "remax":
             del values["reward_model"], values["placement"]["roles"]["reward_model"]
+    if options["distillation"]:
+        form, of_form = options["distillation"]
+        form = "advantage" if form == "sampled" and options["updates"] != "1 update" else form
+        by = {"sampled": {"estimator": of_form}, "advantage": {}}.get(form, {"beta": of_form})
+        values["algorithm"]["distillation"] = {"form": form, "coef": 0.3, "top_k": 6, **by}
+        values["teacher"] = {"path": str(models / "teacher"), "dtype": "float32", "max_tokens_per_device": 64}
+        values["placement"]["roles"]["teacher"] = "all"
     failures = options["sampling"] == "failures"
     return LocalCase(name, dict(options), values, options["mask"], failures, 2 if resume else None)
 

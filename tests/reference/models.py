@@ -1,4 +1,4 @@
-"""Three models that are as small as they may be: a policy, a critic and a reward model, of the same tokens."""
+"""Models that are as small as they may be: a policy, a critic, a reward model and a teacher, of the same tokens."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from mrl.data.toy_tokenizer import save_toy_tokenizer
 
+MODELS = (("policy", None), ("critic", 1), ("scorer", 1), ("teacher", None))
+"""Each with its number of labels."""
+
 
 def make_models(directory: Path) -> None:
-    """Write `policy`, `critic` and `scorer`; norms are random too, so that a mix-up shows.
+    """Write `policy`, `critic`, `scorer` and `teacher`; norms are random too, so that a mix-up shows.
 
     None has a padding token: transformers would begin it at 0 and never train it, though engines may sample it.
     """
-    for number, (name, num_labels) in enumerate((("policy", None), ("critic", 1), ("scorer", 1))):
+    for number, (name, num_labels) in enumerate(MODELS):
         config = Qwen3Config(
             vocab_size=save_toy_tokenizer(directory / name),
-            hidden_size=32,
+            hidden_size=48 if name == "teacher" else 32,
             intermediate_size=48,
             num_hidden_layers=2,
             num_attention_heads=4,

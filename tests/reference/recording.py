@@ -40,9 +40,10 @@ class Recorder:
         self._wrap(team.stream.collector.generator, "run", self._on_run)
         self._wrap(trainer, "step", self._on_step)
         self._wrap(trainer, "validate", self._on_validate)
-        roles = {**team.roles, **{model.role: model.client for model in team.model_scores._models}}
-        for name, role in roles.items():
-            self._listen(name, role)
+        models = {model.role: model.client for model in team.model_scores._models}
+        for name, role in {**team.roles, **models, "teacher": team.teacher}.items():
+            if role is not None:
+                self._listen(name, role)
 
     def recorded(self) -> dict[str, Any]:
         """All that was heard."""

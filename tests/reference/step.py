@@ -101,6 +101,8 @@ class Reference:
             self.critic_adam = Adam(self.critic, config["critic"])
         if config["reward_model"] is not None:
             self.reward_model = value_model(config["reward_model"]["path"])
+        if config["teacher"] is not None:
+            self.teacher = AutoModelForCausalLM.from_pretrained(config["teacher"]["path"], dtype=torch.float64)
         self.kl_coef = self.algorithm["kl"]["coef"]
 
     def step(self, number: int, rounds: Sequence[Round]) -> dict[str, Any]:
@@ -123,6 +125,8 @@ class Reference:
                 figures |= formulas.correction_figures(self.algorithm["correction"], rows)
         if kl["where"] != "none":
             add_column(rows, "ref_log_probs", lambda row: self.log_probs(self.initial, row)[0])
+        if self.config["teacher"] is not None:
+            add_column(rows, "teacher_log_probs", lambda row: self.log_probs(self.teacher, row)[0])
         if self.critic is not None:
             add_column(rows, "values", lambda row: token_values(self.critic, row))
         figures["reward/kl"], rewards = formulas.add_advantages(rows, self.algorithm, self.kl_coef)
@@ -138,6 +142,9 @@ class Reference:
             updates["critic"] = self.update(rows, number, self.critic_adam, self.critic_loss)
         if number > self.config["training"]["critic_warmup_steps"]:
             updates["actor"] = self.update(rows, number, self.actor_adam, self.actor_loss)
+        if self.config["teacher"] is not None and "actor" in updates:
+            taught, own = (np.mean([each[f"{x}_abs"] for each in updates["actor"]]) for x in ("taught", "advantages"))
+            figures["actor/taught_share"] = float(taught / (taught + own))
         for role, of_role in updates.items():
             names = [name for name in of_role[0] if name != "row_ids"]
             figures |= {f"{role}/{name}": float(np.mean([each[name] for each in of_role])) for name in names}
@@ -199,10 +206,15 @@ class Reference:
 
     def log_probs(self, model: Any, row: Row) -> tuple[Tensor, Tensor]:
         """Log-prob of each written token at the temperature of the rollout, and the entropy there."""
-        logits = model(torch.tensor([[*row.prompt, *row.response]])).logits[0, len(row.prompt) - 1 : -1]
-        log_probs = (logits / self.config["rollout"]["temperature"]).log_softmax(-1)[row.written]
+        log_probs = self.distributions(model, row)
         sampled = log_probs.gather(1, torch.tensor(row.response)[row.written][:, None])[:, 0]
         return sampled, -(log_probs.exp() * log_probs).sum(-1)
+
+    def distributions(self, model: Any, row: Row) -> Tensor:
+        """Log-probs of the whole vocabulary in the place of each written token."""
+        logits = model(torch.tensor([[*row.prompt, *row.response]])).logits[0, len(row.prompt) - 1 : -1]
+        of_places: Tensor = (logits / self.config["rollout"]["temperature"]).log_softmax(-1)[row.written]
+        return of_places
 
     def update(self, rows: list[Row], step: int, adam: Adam, loss: Loss) -> list[dict[str, Any]]:
         """All updates of one model in this step: in each epoch the rows in a new order, cut into equal parts."""
@@ -218,13 +230,14 @@ class Reference:
         return reports
 
     def actor_loss(self, rows: list[Row]) -> tuple[Tensor, dict[str, float]]:
-        """L = sum_t w_t (c_t (pg_t + kl_coef kl_t) - entropy_coef H_t), with c the correction."""
-        loss, kl = self.algorithm["loss"], self.algorithm["kl"]
-        terms: dict[str, Any] = {"pg_loss": 0.0, "kl_loss": 0.0, "entropy": 0.0}
+        """L = sum_t w_t (c_t (pg_t + kl_coef kl_t + coef d_t) - entropy_coef H_t), with c the correction and d of the
+        teacher."""
+        loss, kl, taught = self.algorithm["loss"], self.algorithm["kl"], self.algorithm["distillation"]
+        terms: dict[str, Any] = {"pg_loss": 0.0, "kl_loss": 0.0, "entropy": 0.0, "distill_loss": 0.0}
         sums: Counter[str] = Counter()
         for row, weight in zip(rows, formulas.token_weights(self.config, rows), strict=True):
             log_probs, entropy = self.log_probs(self.actor, row)
-            of_token, reports = formulas.policy_loss(loss, log_probs, row)
+            of_token, reports = formulas.policy_loss(loss, taught, log_probs, row)
             correction: Any = 1.0
             if self.algorithm["correction"] is not None:
                 correction = formulas.correction(self.algorithm["correction"], row)
@@ -234,13 +247,33 @@ class Reference:
             if kl["where"] in ("loss", "both"):
                 estimate = formulas.kl_estimate(kl["in_loss"], log_probs, row.columns["ref_log_probs"])
                 terms["kl_loss"] = terms["kl_loss"] + weight * (correction * estimate).sum()
+            if taught is not None:
+                apart, of_teacher = self.apart(row, log_probs)
+                terms["distill_loss"] = terms["distill_loss"] + weight * (correction * apart).sum()
+                reports |= of_teacher
             reports |= {"entropy_mean": entropy, "rollout_diff": (log_probs - row.columns["rollout"]).abs()}
             sums.update({name: float(value.sum()) for name, value in reports.items()})
         # The coefficient of the loss stays; only the reward's is steered.
         whole = terms["pg_loss"] + kl["coef"] * terms["kl_loss"] - loss["entropy_coef"] * terms["entropy"]
         there = {"pg_loss": True, "kl_loss": kl["where"] in ("loss", "both"), "entropy": bool(loss["entropy_coef"])}
-        shown = {name: float(terms[name].detach()) for name in terms if there[name]}
+        if taught is not None and taught["form"] != "advantage":
+            whole, there["distill_loss"] = whole + taught["coef"] * terms["distill_loss"], True
+        shown = {name: float(terms[name].detach()) for name in terms if there.get(name)}
         return whole, means(sums, rows) | shown | {"tokens": float(sum(row.num_written for row in rows))}
+
+    def apart(self, row: Row, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """How far the policy is from the teacher at each token, as the form of distillation has it; what is said of
+        it."""
+        taught, of_teacher = self.algorithm["distillation"], row.columns["teacher_log_probs"]
+        difference = log_probs.detach() - of_teacher
+        reports = {"teacher_kl": difference, "taught_abs": taught["coef"] * difference.abs()}
+        reports["advantages_abs"] = row.columns["advantages"].abs()
+        if taught["form"] in ("advantage", "sampled"):
+            return formulas.kl_estimate(taught["estimator"], log_probs, of_teacher), reports
+        with torch.no_grad():
+            teacher = self.distributions(self.teacher, row)
+        apart, mass = formulas.divergence(taught, self.distributions(self.actor, row), teacher)
+        return apart, reports | {"teacher_mass": mass}
 
     def critic_loss(self, rows: list[Row]) -> tuple[Tensor, dict[str, float]]:
         """L = sum_t w_t value_loss_t."""

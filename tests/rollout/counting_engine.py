@@ -26,7 +26,6 @@ class CountingEngine(RolloutEngine):
         super().__init__(settings)
         self.left: dict[str, int] = {}
         self.asked: dict[str, int] = {}
-        self.num_dropped = 0
         self.notes: list[object] = []
         self.threads = {threading.get_ident()}
         self.gate = threading.Event()
@@ -62,16 +61,13 @@ class CountingEngine(RolloutEngine):
         for key in keys:
             del self.left[key]
 
-    def _receive_weights(self, version: int) -> None:
+    def _receive_weights(self, version: int, *, keeps_cache: bool) -> None:
         self._note(("weights", version, self.weight_version))
         if version < 0:
             raise RolloutError("the weights are torn")
 
     def _num_written(self) -> Mapping[str, int]:
         return {key: self.asked[key] - left for key, left in self.left.items()}
-
-    def _drop_cache(self) -> None:
-        self.num_dropped += 1
 
     def _sleep(self) -> None:
         self._note("sleep")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mrl.errors import NameUnknown, RolloutError
-from mrl.rollout.engine import FreeMemory, RolloutEngine, engine_class
+from mrl.rollout.engine import FreeMemory, RolloutEngine, engine_class, need_version
 from mrl.rollout.requests import GenerationRequest, Sampling
 from tests.rollout.conftest import MAX_TOKENS, VOCAB, Small, requests, run
 from tests.rollout.trainer_side import InBackground, send, update, whole
@@ -83,7 +83,7 @@ def test_an_engine_is_stale_until_an_update_has_succeeded(
         engine.receive_weights(2)
     update(engine, small("qwen3"), version=2)
     with pytest.raises(RolloutError, match="holds weights 2, not version 3"):
-        engine.need_version(3)
+        need_version(engine, 3)
     assert len(run(engine, [request()], PLAIN)["p0/0"].token_ids) == 24
 
 

@@ -448,7 +448,7 @@ def test_engines_say_how_they_are_split(
     stage.answers["rollout-0", "full_tensor_reason"] = lambda: because
     engine.connect()
     assert stage.arguments["actor", "prepare_sending"][0].layout.sizes == sizes
-    assert engine.full_tensor_reason == because
+    assert engine.fleet.full_tensor_reason == because
 
 
 def test_sockets_are_private_and_nothing_of_an_earlier_run_is_among_them(

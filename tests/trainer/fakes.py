@@ -156,7 +156,7 @@ class Hybrid:
         self.finish: Callable[[Any], Any] = lambda ids: "stop" if ids[-1] == END else "length"
         self.version, self.held = 1, 0
         self.actor_lock = threading.Lock()
-        self.is_stopped = False
+        self.fleet = SimpleNamespace(full_tensor_reason=self.full_tensor_reason, generating_s=0.125, is_closing=False)
 
     @contextmanager
     def rollout_mode(self) -> Iterator[None]:
@@ -173,12 +173,6 @@ class Hybrid:
     def weights_changed(self) -> None:
         self.journal.append("weights changed")
         self.version += 1
-
-    def pop_generating_s(self) -> float:
-        return 0.125
-
-    def stop(self) -> None:
-        self.is_stopped = True
 
     def metrics(self) -> dict[str, float]:
         return {"sync/seconds": 0.25}

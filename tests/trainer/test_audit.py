@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.schema import SyncConfig
+from mrl.config.sync import SyncConfig
 from mrl.errors import AuditFailed
 from mrl.trainer.audit import check_invariants
 
@@ -30,6 +30,8 @@ LATER = {"ppo_kl": 0.3, "pg_clipfrac": 0.2, "tokens": 60.0}
 
 def test_a_right_step_passes() -> None:
     check_invariants(CONFIG, 1, METRICS, [FIRST, LATER], 60)
+    estimate = {"distill_loss": -0.01}
+    check_invariants(CONFIG, 1, METRICS, [FIRST | estimate, LATER | estimate], 60)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,7 @@ def test_a_right_step_passes() -> None:
         ({}, {"ppo_kl": 0.01}, "the ratio is 1 in the first update"),
         ({}, {"pg_clipfrac": 0.1}, "nothing is clipped in the first update"),
         ({}, {"tokens": 59.0}, "every response token is learned from once: 119 of 120"),
+        ({}, {"distill_loss": -0.01, "teacher_mass": 1.0}, "no divergence from the teacher is below 0"),
         ({"reward/kl": 0.01}, {}, "the KL to the reference is 0 before training"),
         ({"mismatch/log_prob_abs_diff_mean": 0.1}, {}, "the engines sample from the trainer's weights"),
     ],

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mrl.config.algorithm import CorrectionConfig
-from mrl.config.asynchrony import AsynchronyConfig
 from mrl.config.schema import Config, PlacementConfig
+from mrl.config.sync import AsynchronyConfig
 from mrl.errors import AuditFailed, CheckpointError, RolloutError
 from mrl.observe.metrics import read_metrics
 from mrl.protocol import DataProto
@@ -92,7 +92,7 @@ def test_every_batch_is_drawn_by_the_weights_of_so_many_steps_before(number: int
     assert [line["async/staleness/mean"] for line in figures(tmp_path)] == ages
     assert [line[f"async/staleness/share_{number}"] for line in figures(tmp_path)][-1] == 1.0
     assert len(found.hybrid.requests) == 6, "nothing is drawn that no step trains"
-    assert found.hybrid.is_stopped
+    assert found.hybrid.fleet.is_closing
 
 
 def test_a_thread_does_what_a_program_without_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from mrl.algos.kl import KL_ESTIMATORS
 from mrl.algos.losses import POLICY_LOSSES
 from mrl.algos.rollout_correction import RATIO_LEVELS
 from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
+from mrl.config.step_calls import TEACHER_COLUMNS
 from mrl.controller.dispatch import registered_methods
 from mrl.engine.scores import ScoreRequest, Scores
 from mrl.engine.vocab_head import EntropyUse
@@ -291,7 +292,8 @@ def test_what_is_declared_to_be_read_and_written() -> None:
     assert declared["compute_log_prob"] == (rows, {"old_log_probs"}, {"response_mask", "rollout_log_probs"})
     assert declared["compute_ref_log_prob"] == (rows, {"ref_log_probs"}, set())
     assert declared["compute_advantages"][1] == {"advantages"}
-    assert declared["update_actor"] == (rows | {"advantages"}, set(), {"response_mask", *ALL} - {"advantages"})
+    optional = {"response_mask", *ALL, *TEACHER_COLUMNS} - {"advantages"}
+    assert declared["update_actor"] == (rows | {"advantages"}, set(), optional)
 
 
 def test_combinations_are_as_many_as_the_registries_hold() -> None:

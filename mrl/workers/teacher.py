@@ -1,0 +1,53 @@
+"""`TeacherWorker`: a rank of the frozen model that the policy learns from. It reads the policy's own token ids."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mrl.config import step_calls
+from mrl.controller import RankInfo, register_call
+from mrl.engine.scores import ScoreRequest
+from mrl.protocol import DataProto
+from mrl.protocol.columns import jagged
+from mrl.workers.messages import MicroBatchSizes, ModelSetup
+from mrl.workers.model_worker import ModelWorker, token_rows
+
+
+class TeacherWorker(ModelWorker):
+    """Tokens that the policy lacks have no probability here."""
+
+    def __init__(self, place: RankInfo, setup: ModelSetup, top_k: int, temperature: float) -> None:
+        super().__init__(place, setup)
+        self._top_k, self._temperature = top_k, temperature
+
+    @register_call(step_calls.TEACHER_LOG_PROB)
+    def compute_teacher_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Compute the log-prob of each response token."""
+        return self._said(batch, sizes)
+
+    @register_call(step_calls.TEACHER_TOP_K)
+    def compute_teacher_top_k(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Compute also which tokens are the likeliest in its place, with their log-probs and that of all others."""
+        return self._said(batch, sizes, top_k=self._top_k)
+
+    @register_call(step_calls.TEACHER_HIDDEN)
+    def compute_teacher_hidden(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Compute also the hidden states that all log-probs follow from."""
+        return self._said(batch, sizes, hidden=True)
+
+    def _said(
+        self, batch: DataProto, sizes: MicroBatchSizes, *, top_k: int = 0, hidden: bool = False
+    ) -> DataProto | None:
+        request = ScoreRequest(self._temperature, vocab=self.setup.vocab, top_k=top_k, hidden=hidden)
+        scores = self.forward(token_rows(batch, {}), sizes, request)
+        if scores is None:
+            return None
+        columns: dict[str, Tensor | None] = {
+            "teacher_log_probs": scores.log_probs_T,
+            "teacher_top_ids": None if scores.top_ids_TK is None else scores.top_ids_TK.int(),
+            "teacher_top_log_probs": scores.top_log_probs_TK,
+            "teacher_hidden": scores.hidden_TH,
+        }
+        lengths = batch.lengths("responses")
+        written = {name: jagged(x.cpu(), lengths) for name, x in columns.items() if x is not None}
+        return DataProto.from_dict(written, row_ids=batch.row_ids)

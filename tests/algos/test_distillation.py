@@ -1,0 +1,98 @@
+"""Divergences against published values and finite differences; what an advantage of distillation means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mrl.algos.distillation import distilled_advantages, divergence
+from mrl.algos.kl import token_kl
+
+REFERENCE: dict[str, Any] = json.loads((Path(__file__).parent / "distillation_reference.json").read_text())
+F64 = torch.float64
+
+
+def tensor(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=F64)
+
+
+@pytest.mark.parametrize("case", REFERENCE["cases"], ids=lambda case: f"{case['beta']}-{case['temperature']}")
+def test_values_that_are_known_elsewhere(case: dict[str, Any]) -> None:
+    student, teacher = (
+        (tensor(REFERENCE[f"{whose}_logits"]) / case["temperature"]).log_softmax(1) for whose in ("student", "teacher")
+    )
+    parts, slopes = divergence(student, teacher, case["beta"])
+    assert float(parts.sum()) == pytest.approx(case["loss"], rel=1e-12)
+    d_logits = (slopes - student.exp() * slopes.sum(1, keepdim=True)) / case["temperature"]
+    assert torch.allclose(d_logits, tensor(case["gradient"]), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_slopes_against_finite_differences(beta: float) -> None:
+    """Of sum d_v by log pi_v, but for what is the same for all: that takes no part in a gradient of logits."""
+    chance = torch.Generator().manual_seed(2)
+    logits, teacher = (torch.randn(4, 9, dtype=F64, generator=chance) for _ in range(2))
+    log_probs = logits.log_softmax(1)
+    _, slopes = divergence(log_probs, teacher.log_softmax(1), beta)
+
+    def whole(logits: Tensor) -> Tensor:
+        return divergence(logits.log_softmax(1), teacher.log_softmax(1), beta)[0].sum()
+
+    small = 1e-6
+    for at in range(9):
+        step = torch.zeros_like(logits)
+        step[:, at] = small
+        measured = (whole(logits + step) - whole(logits - step)) / (2 * small)
+        expected = (slopes - log_probs.exp() * slopes.sum(1, keepdim=True))[:, at].sum()
+        assert float(measured) == pytest.approx(float(expected), abs=1e-9)
+
+
+def distributions() -> tuple[Tensor, Tensor]:
+    chance = torch.Generator().manual_seed(4)
+    student, teacher = (torch.randn(7, dtype=F64, generator=chance) for _ in range(2))
+    return student.requires_grad_(), teacher.log_softmax(0)
+
+
+def expected_gradient(of_token: Any) -> Tensor:
+    """Over tokens drawn from the student, of a loss of the token's two log-probs; exactly, not by sampling."""
+    logits, teacher = distributions()
+    log_probs = logits.log_softmax(0)
+    probs = log_probs.exp().detach()
+    (found,) = torch.autograd.grad((probs * of_token(log_probs, teacher)).sum(), logits)
+    return found
+
+
+def gradient_of(beta: float) -> Tensor:
+    logits, teacher = distributions()
+    log_probs = logits.log_softmax(0)
+    _, slopes = divergence(log_probs, teacher, beta)
+    return (slopes - log_probs.exp() * slopes.sum()).detach()
+
+
+def test_what_sampled_estimators_push_towards() -> None:
+    """k1 as an advantage and k2 as a loss: the reverse KL. k3 as a loss: the forward KL. k1 as a loss: nothing."""
+    mask = torch.ones(7, dtype=torch.bool)
+
+    def advantage(log_probs: Tensor, teacher: Tensor) -> Tensor:
+        return -distilled_advantages(torch.zeros_like(teacher), log_probs, teacher, mask, 1.0) * log_probs
+
+    def loss(name: str) -> Tensor:
+        return expected_gradient(lambda log_probs, teacher: token_kl(name, log_probs, teacher, mask))
+
+    assert torch.allclose(expected_gradient(advantage), gradient_of(1.0), atol=1e-12)
+    assert torch.allclose(loss("k2"), gradient_of(1.0), atol=1e-12)
+    assert torch.allclose(loss("k3"), gradient_of(0.0), atol=1e-12)
+    assert loss("k1").abs().max() < 1e-12
+
+
+def test_an_advantage_of_distillation_changes_nothing_on_masked_tokens() -> None:
+    mask = torch.tensor([True, False, True])
+    found = distilled_advantages(
+        tensor([1.0, 2.0, 3.0]), tensor([-1.0, torch.nan, -2.0]), tensor([-3.0, 0.0, -0.5]), mask, 0.5
+    )
+    assert found.tolist() == [0.0, 2.0, 3.75]

@@ -1,0 +1,115 @@
+"""Distillation, whole: a student that has learned nothing comes near to a teacher that `mrl sft` made, by what the
+student itself writes and without rewards; and the same run resumed is the same to the bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.demo.model import make_model
+from tests.apart import run_mrl, untimed
+
+TEACHER = """\
+run: {{name: teacher, dir: {directory}}}
+cluster: {{devices_per_node: 2, device: cpu}}
+placement: {{pools: {{all: 2}}, roles: {{actor: all}}}}
+model: {{path: {directory}/fresh-teacher}}
+data: {{train: {{sums: {{dataset: "toy:addition", options: {{part: train, largest: 19}}}}}}}}
+batch: {{rows_per_update: 64, max_prompt_tokens: 16, max_response_tokens: 8}}
+actor: {{dtype: float32, max_tokens_per_device: 2048, optimizer: {{lr: 3e-3, weight_decay: 0.0}}}}
+training: {{steps: 60}}
+"""
+STUDENT = """\
+run: {{name: student, dir: {directory}}}
+cluster: {{devices_per_node: 2, device: cpu}}
+placement: {{pools: {{all: 2}}, roles: {{actor: all, teacher: all}}}}
+model: {{path: {directory}/fresh-student}}
+teacher: {{path: {directory}/teacher/model, dtype: float32, max_tokens_per_device: 256}}
+algorithm: {{advantage: grpo}}
+batch: {{prompts_per_step: 32, samples_per_prompt: 1, samples_per_update: 16}}
+actor:
+  dtype: float32
+  max_tokens_per_device: 256
+  optimizer: {{lr: 3e-3, weight_decay: 0.0}}
+rollout:
+  replicas: 1
+  max_prompt_tokens: 16
+  max_response_tokens: 8
+  vllm: {{enforce_eager: true, kv_cache_memory_bytes: 67108864}}
+data:
+  train: {{sums: {{dataset: "toy:addition", options: {{part: train, largest: 19}}}}}}
+  validation: {{sums: {{dataset: "toy:addition", options: {{part: validation, largest: 19}}}}}}
+training: {{steps: 12, save_every: 8, keep: 9}}
+validation: {{every: 4, reward_functions: {{digits: {{name: digits}}}}, best_metric: val/teacher_kl, best_mode: min}}
+"""
+LAYOUTS = {
+    "full": ("actor.parallel.tp=2", "teacher.parallel.pp=2", "algorithm.distillation.form=full"),
+    "top_k": ("teacher.parallel.tp=2", "algorithm.distillation={form: top_k, top_k: 8, beta: 0.5, coef: 4}"),
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("distill")
+    make_model(directory / "fresh-teacher", seed=1)
+    make_model(directory / "fresh-student", seed=2, num_layers=1)
+    for name, text in (("teacher", TEACHER), ("student", STUDENT)):
+        (directory / f"{name}.yaml").write_text(text.format(directory=directory))
+    run_mrl("sft", str(directory / "teacher.yaml"))
+    return directory
+
+
+def train(directory: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
+    run_mrl("train", str(directory / "student.yaml"), f"run.name={name}", *overrides)
+    return untimed(directory / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", LAYOUTS)
+def test_a_student_comes_near_to_its_teacher(directory: Path, form: str) -> None:
+    lines = train(directory, form, *LAYOUTS[form])
+    apart = [line["val/teacher_kl"] for line in lines if "val/teacher_kl" in line]
+    assert len(apart) == 4
+    assert apart[0] > 2.0, "before, it knows nothing of it"
+    assert apart[-1] < 0.5 * apart[0]
+    assert lines[-1]["actor/teacher_kl"] < 0.6 * lines[1]["actor/teacher_kl"]
+    assert all(line["actor/taught_share"] == 1.0 for line in lines[1:]), "nothing else is learned from"
+    assert all(line["critic/score/mean"] == 0.0 for line in lines[1:])
+    mass = [line["actor/teacher_mass"] for line in lines[1:]]
+    assert mass[-1] == 1.0 if form == "full" else mass[-1] > mass[0]
+
+    again = directory / f"{form}-again"
+    shutil.copytree(directory / form, again)
+    shutil.rmtree(again / "checkpoints" / "step-000012")
+    assert train(directory, f"{form}-again", *LAYOUTS[form]) == lines
+    assert (again / "checkpoints" / "step-000012").is_dir()
+
+
+@pytest.mark.slow
+def test_a_teacher_beside_rewards_is_a_share_of_what_is_learned(directory: Path) -> None:
+    lines = train(
+        directory,
+        "beside",
+        "algorithm.distillation={form: advantage, coef: 0.1}",
+        "reward.functions={digits: {name: digits}}",
+        "batch={prompts_per_step: 8, samples_per_prompt: 4}",
+        "training.steps=2",
+        "validation={every: 0, best_metric: null, best_mode: max}",
+    )
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(0.0 < line["actor/taught_share"] < 1.0 for line in lines)
+    assert all("actor/distill_loss" not in line for line in lines)
+
+
+@pytest.mark.slow
+def test_a_teacher_of_other_tokens_is_refused_before_ray_starts(directory: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(directory / "teacher" / "model", other)
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"a":', '"\\u0394":', 1))
+    told = run_mrl(*("train", str(directory / "student.yaml"), f"teacher.path={other}", *LAYOUTS["full"]), exit_code=2)
+    assert "have other ids or none" in told
+    assert str(other) in told

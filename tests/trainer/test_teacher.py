@@ -1,0 +1,107 @@
+"""Which teachers are refused before Ray starts, and what figures say of the others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.config.algorithm import AlgorithmConfig, DistillationConfig
+from mrl.config.load import load_config
+from mrl.config.schema import Config, ModelConfig, TeacherConfig
+from mrl.data.chat import load_tokenizer
+from mrl.data.toy_tokenizer import save_toy_tokenizer
+from mrl.errors import DataError, ModelError
+from mrl.protocol import DataProto
+from mrl.protocol.columns import from_rows
+from mrl.trainer.teacher import check_teacher, distillation_share, validated_kl
+
+LAPTOP = Path(__file__).parents[2] / "configs" / "laptop-distill.yaml"
+SHAPE = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+
+
+def model(directory: Path, more: int = 0) -> Path:
+    """A tokenizer, and a shape with room for more tokens."""
+    vocab = save_toy_tokenizer(directory)
+    (directory / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": vocab + more}))
+    return directory
+
+
+def taught(directory: Path, more: int, **distillation: Any) -> tuple[Config, list[str]]:
+    config = load_config(str(LAPTOP)).config
+    policy, teacher = model(directory / "policy"), model(directory / "teacher", more)
+    config = replace(
+        config,
+        model=ModelConfig(path=str(policy)),
+        teacher=TeacherConfig(path=str(teacher), max_tokens_per_device=64),
+        algorithm=AlgorithmConfig(advantage="grpo", distillation=DistillationConfig(**distillation)),
+    )
+    return config, list(check_teacher(config, load_tokenizer(str(policy))))
+
+
+def test_a_teacher_may_have_rows_for_more_tokens_but_not_for_fewer(tmp_path: Path) -> None:
+    _, warnings = taught(tmp_path / "more", 7, form="top_k")
+    assert not warnings
+    with pytest.raises(ModelError, match=r"has embeddings for \d+ tokens, but the policy writes \d+"):
+        taught(tmp_path / "fewer", -1, form="top_k")
+
+
+def test_a_teacher_names_no_more_tokens_than_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"top_k=100000, and the policy has \d+ tokens"):
+        taught(tmp_path, 0, form="top_k", top_k=100_000)
+
+
+def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path) -> None:
+    config, _ = taught(tmp_path, 0, form="full")
+    assert config.teacher is not None
+    file = Path(config.teacher.path, "tokenizer.json")
+    tokenizer = json.loads(file.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    (first, one), (second, other) = list(vocab.items())[40:42]
+    vocab[first], vocab[second] = other, one
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(DataError, match="2 of the policy's"):
+        list(check_teacher(config, load_tokenizer(config.model.path)))
+
+
+def test_the_share_of_what_is_earned() -> None:
+    assert distillation_share({"actor/taught_abs": 1.0, "actor/advantages_abs": 3.0}) == {"actor/taught_share": 0.25}
+    assert distillation_share({"actor/loss": 1.0}) == {}
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_the_kl_of_validation_is_a_mean_over_the_tokens_that_the_policy_wrote(with_mask: bool) -> None:
+    columns = {"prompts": from_rows([[1], [2, 3]]), "responses": from_rows([[4, 5], [6]])}
+    if with_mask:
+        columns["response_mask"] = from_rows([torch.tensor([True, False]), torch.tensor([True])])
+    samples = [DataProto.from_dict(columns, row_ids=np.array([3, 5])) for _ in range(2)]
+    asked = []
+
+    def role(name: str, values: list[list[float]]) -> Any:
+        def score(method: str, batch: DataProto) -> DataProto:
+            asked.append(method)
+            return batch.with_column(name, from_rows([torch.tensor(row) for row in values]))
+
+        return SimpleNamespace(score=score)
+
+    actor, teacher = role("old_log_probs", [[-1.0, -7.0], [-2.0]]), role("teacher_log_probs", [[-2.0, -1.0], [-4.0]])
+    assert validated_kl(actor, teacher, samples, 1.0) == (1.5 if with_mask else -1.0)
+    assert asked == ["compute_log_prob", "compute_teacher_log_prob"] * 2
