@@ -73,9 +73,12 @@ CORE = {"algos", "protocol", "controller", "models", "rollout", "weight_sync", "
 # whose context an agent rewrites; then what a model of SFT answers, decoded in every layout without an engine; then
 # responses that were ranked: reward models, and policies without one, with their losses, data, rules and figures; then
 # reward models of other tokens, several of them, their scale, and scores within a round and in validation, and a demo
-# of the way from SFT over pairs to PPO.
-MAX_LINES = {"core": 13_750 + 870 + 350 + 150 + 2_800 + 150 + 850 + 270, "workbench": 13_700 + 3_550 + 800 + 950 + 810}
-MAX_FILES, MAX_CLASSES, MIN_MEDIAN_FILE_LINES = 240 + 45 + 40, 380 + 45 + 75, 105
+# of the way from SFT over pairs to PPO. What is taken off at the end went with small files that joined their readers.
+MAX_LINES = {
+    "core": 13_750 + 870 + 350 + 150 + 2_800 + 150 + 850 + 270 - 140,
+    "workbench": 13_700 + 3_550 + 800 + 950 + 810 - 220,
+}
+MAX_FILES, MAX_CLASSES, MIN_MEDIAN_FILE_LINES = 240 + 45 + 40 - 16, 380 + 45 + 75 - 6, 115
 """A capability that needs more raises these lines in its own commit, and says why."""
 
 # Where everything may be caught, because whatever happens there is reported as a worker's death, or is the failure of
