@@ -106,7 +106,7 @@ class Trainer:
         settings = TrainedModelConfig(max_tokens_per_device=SIZE.budget, optimizer={"lr": 1e-6}, megatron=kernels)
         self.engine = MegatronEngine(EngineRequest(spec, "lm", settings), groups)
         self.engine.load(HfReader(model))
-        self.cut = plan_step(lengths, 1, SIZE.budget, self.engine.packing).micro_batches[0]
+        self.cut = plan_step(lengths, 1, SIZE.budget, self.engine.packing)[0]
 
     def update(self) -> float:
         """One step; its loss."""

@@ -129,7 +129,7 @@ def measure(bench: Benchmark, lengths: Integers, names: dict[str, object], repea
     num_ranks, budget = int(str(names["ranks"])), int(str(names["budget"]))
 
     def ours() -> Plan:
-        return plan_step(lengths, num_ranks, budget, PackingRules(COST)).micro_batches
+        return plan_step(lengths, num_ranks, budget, PackingRules(COST))
 
     def peer() -> Plan:
         return plan_by_differences(lengths, num_ranks, budget)

@@ -3,7 +3,7 @@
 One parameter after another: broadcast over the pipeline stages, gathered over the tensor ranks (over the expert ranks
 for an expert), put together as Hugging Face tensors, handed over in buckets, and cut there into what the worker needs.
 It is the quickest form of that way: tables are looked up before the clock starts, and two buckets take turns. With
-`proven` both ends take digests of what they hand over, as `mrl.hybrid` does; other trainers believe what arrives.
+`proven` both ends take digests of what they hand over, as `mrl.weight_sync` does; other trainers believe what arrives.
 """
 
 from __future__ import annotations

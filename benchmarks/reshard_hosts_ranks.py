@@ -88,7 +88,7 @@ class RankPlace:
             dtype=DTYPE,
             train_dtype=DTYPE,
             ranks_per_node=RANKS_PER_HOST,
-            num_porters=NUM_RECEIVERS,
+            num_receivers=NUM_RECEIVERS,
         )
 
     def route(self) -> WeightSyncSpec:

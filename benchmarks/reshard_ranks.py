@@ -57,7 +57,7 @@ class ReshardCase:
     repeats: int = 1
     gather: bool = False
     """Whether the way that gathers everything is timed too."""
-    num_porters: int = 0
+    num_receivers: int = 0
     """The last ranks, which hold no weights: the workers are with them, as in a pool of their own."""
 
 
@@ -84,7 +84,7 @@ def measure(cases: list[ReshardCase]) -> list[RankOutcome]:
 def measure_one(case: ReshardCase) -> RankOutcome:
     """One case on this rank."""
     spec = read_spec(case.model)
-    mesh = mesh_of(case.parallel, dist.get_world_size() - case.num_porters)
+    mesh = mesh_of(case.parallel, dist.get_world_size() - case.num_receivers)
     rollout = rollout_of(case, mesh)
     sockets = tuple(Path(case.sockets, f"{worker}.sock") for worker in range(len(rollout.hosts)))
     told = WeightSyncSpec(
@@ -92,7 +92,7 @@ def measure_one(case: ReshardCase) -> RankOutcome:
     )
     with holding(case, mesh) as held:
         planner = ReshardPlanner(spec, case.parallel, mesh, rollout)
-        resharder = Resharder(planner, wires_of(case), held, told)
+        resharder = Resharder(planner, transport_of(case), held, told)
         return carry_out(case, resharder, held)
 
 
@@ -148,16 +148,16 @@ def mesh_of(parallel: ParallelConfig, num_ranks: int) -> Mesh:
 
 def rollout_of(case: ReshardCase, mesh: Mesh) -> RolloutLayout:
     """As many engines as fit, one worker a rank."""
-    num_hosts, num_ranks = case.num_porters or mesh.world_size, mesh.world_size + case.num_porters
-    first = mesh.world_size if case.num_porters else 0
+    num_hosts, num_ranks = case.num_receivers or mesh.world_size, mesh.world_size + case.num_receivers
+    first = mesh.world_size if case.num_receivers else 0
     hosts = tuple(range(first, first + num_hosts // case.sizes.tp * case.sizes.tp))
     return RolloutLayout(case.sizes, hosts, tuple(rank // case.ranks_per_node for rank in range(num_ranks)))
 
 
-def wires_of(case: ReshardCase) -> P2PTransport:
+def transport_of(case: ReshardCase) -> P2PTransport:
     """The world of the trainer, or the one that it forms with the receivers."""
     device, rank, size = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
-    if not case.num_porters:
+    if not case.num_receivers:
         return WorldTransport(device)
     meeting = Path(case.sockets, f"meeting-{case.model.replace('/', '-')}-{case.parallel.tp}-{case.parallel.pp}")
     return JoinedTransport(FileStore(str(meeting), size), rank, size, device, LIMIT_S)

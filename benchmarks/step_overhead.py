@@ -141,7 +141,7 @@ def model_alone(
         def shard(step: StepWork, rows: Integers) -> tuple[TokenRows, list[Integers]]:
             lengths, responses = step.lengths[rows], step.responses[rows]
             plan = plan_step(lengths, groups.mesh.dp, settings.max_tokens_per_device, engine.packing)
-            mine = plan.micro_batches[groups.at.dp]
+            mine = plan[groups.at.dp]
             tokens = torch.randint(spec.vocab, (int(lengths.sum()),), generator=torch.Generator().manual_seed(0))
             ends = np.cumsum([len(batch) for batch in mine])
             cuts = np.split(np.arange(ends[-1]), ends[:-1])

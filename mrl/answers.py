@@ -1,6 +1,13 @@
-"""Where a mathematical text has its answer, be it a data set's solution or a model's response."""
+"""Where a text has its answer, be it a data set's solution or a model's response, and the words of an answer."""
 
 from __future__ import annotations
+
+import re
+import string
+
+ANY_NUMBER = r"(?:(?<!\d)[-\u2212])?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?%?"
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def after_hashes(text: str) -> str | None:
@@ -24,3 +31,17 @@ def last_boxed(text: str) -> str | None:
         if depth == 0:
             return text[start:position].strip()
     return None
+
+
+def answer_in(response: str, tag: str | None) -> str:
+    """Return the response, or what its last `<tag>...</tag>` holds; nothing where it has none."""
+    if tag is None:
+        return response
+    before, close, _ = response.rpartition(f"</{tag}>")
+    _, opening, inside = before.rpartition(f"<{tag}>")
+    return inside if close and opening else ""
+
+
+def plain_words(text: str) -> list[str]:
+    """Return the words of a text without case, punctuation and articles."""
+    return _ARTICLES.sub(" ", text.lower().translate(_WITHOUT_PUNCTUATION)).split()

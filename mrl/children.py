@@ -104,7 +104,6 @@ def _is_tracker(pid: int) -> bool:
 
 
 def describe_status(status: int) -> str:
-    """Return how a process ended, in words."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"its process left with status {code}"

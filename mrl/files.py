@@ -59,9 +59,9 @@ def read_bytes(path: Path | str, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     return found
 
 
-def read_text(path: Path | str, max_bytes: int = MAX_TEXT_BYTES) -> str:
+def read_text(path: Path | str) -> str:
     """Return the UTF-8 text of a regular file, with the line ends of Unix."""
-    return read_bytes(path, max_bytes).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    return read_bytes(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def fingerprint(path: Path | str) -> str:
@@ -148,7 +148,6 @@ def append(descriptor: int, data: bytes) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Return the hash of a file's content."""
     digest = hashlib.sha256()
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         while data := file.read(_BYTES_AT_ONCE):

@@ -52,7 +52,6 @@ class EnvironmentClient(Generic[Asker]):
         return self._num_tickets
 
     def step(self, ticket: int, asker: Asker, turn: Turn) -> None:
-        """Ask for the answer to a turn."""
         self._asked[ticket] = (asker, True)
         self._pool.submit(ticket, GOES_ON + json.dumps(to_json(turn)).encode() + b"}")
 

@@ -1,7 +1,8 @@
-"""Searches by Search-R1's protocol: queries of conversations that wait together are one request.
+"""Searches by Search-R1's protocol, as the tool `search` and as the environment `search_r1`.
 
 `{"queries": [...], "topk": 3, "return_scores": true}` is posted, and `{"result": [[{"document": {"contents": ...}}]]}`
-comes back, a list for each query. A service that gives no such answer raises: a conversation is not to blame for it.
+comes back, a list for each query; queries of conversations that wait together are one request. A service that gives no
+such answer raises: a conversation is not to blame for it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
 
+from mrl.agents.environment import Done, Environment, Observation, Start, Task, Turn
 from mrl.agents.formats import search_r1_documents
 from mrl.errors import AgentError, RewardError
 from mrl.rewards.http_post import Service
@@ -107,3 +109,42 @@ async def search(
     """
     passages: Sequence[str] = await client(url, topk, timeout_s, attempts, backoff_s).search(query)
     return search_r1_documents(passages).strip() or "nothing is found"
+
+
+class SearchR1(Environment):
+    """Search-R1's, with `format: search_r1`; reward functions score the answer.
+
+    A turn that does neither is told so, and costs a turn. A search in the last turn is not made, and not counted:
+    nobody would read what it finds. The parts `searches` and `invalid_turns` count both.
+    """
+
+    def __init__(
+        self, url: str, topk: int = 3, timeout_s: float = 10.0, attempts: int = 6, backoff_s: float = 0.5
+    ) -> None:
+        """Search at `url`. What may go better later is tried `attempts` times, after `backoff_s`, twice that and so on.
+
+        All of it has to fit into `agent.limit_s`, or the conversation is tried again by then.
+        """
+        self._client = client(url, topk, timeout_s, attempts, backoff_s)
+        self._parts = {"searches": 0.0, "invalid_turns": 0.0}
+
+    async def reset(self, task: Task) -> Start:
+        await self._client.expect_answer()
+        return Start(messages=task.messages)
+
+    async def step(self, turn: Turn) -> Observation | Done:
+        match [(call.name, call.arguments, call.problem) for call in turn.calls]:
+            case [("answer", {"answer": str()}, _)]:
+                return Done(parts=self._parts)
+            case [("search", {"query": str()}, _)] if not turn.left_turns:
+                return Observation(results=["no turn is left"], parts=self._parts)
+            case [("search", {"query": str(query)}, _)]:
+                self._parts["searches"] += 1
+                found = search_r1_documents(await self._client.search(query))
+                return Observation(results=[found], parts=self._parts)
+            case [(_, None, str(problem))]:
+                self._parts["invalid_turns"] += 1
+                return Observation(results=[problem], parts=self._parts)
+        raise AgentError(
+            f"{turn.calls!r:.200} is no action of Search-R1", where="search_r1", fix="set its format: search_r1"
+        )

@@ -19,7 +19,7 @@ from mrl.config.names import ENVIRONMENTS
 from mrl.errors import MrlError, NameUnknown
 from mrl.registry import load_attribute
 from mrl.rewards.messages import control
-from mrl.rewards.outcome import FailureKind, failure_reply
+from mrl.rewards.outcome import BadResult, FailureKind, failure_reply
 from mrl.rewards.side_by_side import Running, serve_side_by_side
 from mrl.rewards.supervisor import RunWorker, supervise
 from mrl.rewards.worker import contain_process, describe
@@ -45,11 +45,11 @@ class Environments:
             reply: dict[str, Any] = {"done" if is_over else "step": None if said is None else to_json(said)}
             reply["seconds"] = time.monotonic() - began
             if (size := len(json.dumps(reply))) > MAX_ANSWER_BYTES:
-                raise AnswerRefused(f"the answer takes {size} bytes; at most {MAX_ANSWER_BYTES}")
+                raise BadResult(f"the answer takes {size} bytes; at most {MAX_ANSWER_BYTES}")
             if is_over:
                 await self._close(ticket)
             return reply
-        except AnswerRefused as error:
+        except BadResult as error:
             kind, detail = "bad_result", str(error)
         except MemoryError:
             kind, detail = "memory", f"more than {self._memory_bytes / (1 << 20):g} MiB"
@@ -79,10 +79,6 @@ class Environments:
             await _result(close())
 
 
-class AnswerRefused(ValueError):
-    """What an environment returned is not what it may return."""
-
-
 async def _result(returned: Any) -> Any:
     return await returned if inspect.isawaitable(returned) else returned
 
@@ -92,7 +88,7 @@ def _expect(returned: Any, *kinds: type[Any]) -> Any:
         return returned
     wanted = " or ".join(kind.__name__ for kind in kinds)
     hint = "; is a `return` missing?" if returned is None else ""
-    raise AnswerRefused(f"it returned {type(returned).__name__}, not {wanted}{hint}")
+    raise BadResult(f"it returned {type(returned).__name__}, not {wanted}{hint}")
 
 
 def load_environment(label: str, config: EnvironmentConfig) -> Make:

@@ -1,6 +1,7 @@
 """The `mrl` command: finds the verb, loads its module, and turns errors into messages and exit codes.
 
-A verb is a module with `EXAMPLE` (one line to copy), `add_arguments(parser)` and `run(arguments) -> exit code`.
+A verb is a module with `EXAMPLE` (one line to copy), `add_arguments(parser)` and `run(arguments) -> exit code`;
+where it serves several, `arguments.called_as` is the one at hand.
 Only the module of the verb at hand is loaded, so help and the light verbs answer at once on a login node.
 """
 
@@ -11,8 +12,8 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from collections.abc import Sequence
+from typing import Any
 
 import mrl
 from mrl.cli.interrupt import EXIT_INTERRUPTED, on_interrupt
@@ -29,8 +30,8 @@ VERBS = {
     "env": ("mrl.cli.env", "list versions and devices, and what of the stack works on this machine"),
     "train": ("mrl.cli.train", "train a model as a configuration says"),
     "sft": ("mrl.cli.sft", "train a model on prompts and their answers"),
-    "rm": ("mrl.cli.rm", "train a reward model on responses of which one was preferred"),
-    "dpo": ("mrl.cli.dpo", "train a policy on responses of which one was preferred, without a reward model"),
+    "rm": ("mrl.cli.sft", "train a reward model on responses of which one was preferred"),
+    "dpo": ("mrl.cli.sft", "train a policy on responses of which one was preferred, without a reward model"),
     "eval": ("mrl.cli.eval", "measure a model, or a checkpoint of a run, as validation does, without training"),
     "launch": ("mrl.cli.launch", "start a run on a cluster, through Slurm or as a Ray job"),
     "export": ("mrl.cli.export", "write a checkpoint of a run as a model that transformers and vLLM load"),
@@ -45,14 +46,6 @@ mrl trains large language models with reinforcement learning. Begin with:
   mrl --help               all verbs; mrl VERB --help for one of them
 """
 EXIT_USAGE, EXIT_PIPE_CLOSED = 2, 141  # the last as a shell reports SIGPIPE
-
-
-class Verb(Protocol):
-    """What the module of a verb offers."""
-
-    EXAMPLE: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,17 +80,19 @@ def _run(argv: list[str]) -> int:
         print(f'mrl: unknown verb "{name}"; {did_you_mean(name, VERBS)}', file=sys.stderr)
         return EXIT_USAGE
     module, summary = VERBS[name]
-    verb = cast(Verb, importlib.import_module(module))
+    verb: Any = importlib.import_module(module)
     parser = argparse.ArgumentParser(
         prog=f"mrl {name}",
         description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=f"example:\n  {verb.EXAMPLE}",
+        epilog=f"example:\n  {verb.EXAMPLE.format(verb=name)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(called_as=name)
     verb.add_arguments(parser)
     # Flags may stand between overrides, but argparse cannot do that for a verb with verbs of its own.
     parse = parser.parse_args if hasattr(verb, "SUBVERBS") else parser.parse_intermixed_args
-    return verb.run(parse(rest))
+    code: int = verb.run(parse(rest))
+    return code
 
 
 def _top_parser() -> argparse.ArgumentParser:

@@ -1,4 +1,8 @@
-"""`mrl sft CONFIG`: supervised training on prompts and their answers; `mrl rm` and `mrl dpo` run by the same code."""
+"""`mrl sft CONFIG`: supervised training on prompts and their answers.
+
+`mrl rm` trains a reward model, and `mrl dpo` a policy without one, on responses of which one was
+preferred to the other.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from mrl.config.sft import SftConfig
 from mrl.errors import EXIT_STOPPED
 
 _SHOWN = ("loss", "accuracy", "val/loss", "val/accuracy", "grad_norm", "lr")
-EXAMPLE = "mrl sft configs/laptop-sft.yaml model.path=my-model"
+EXAMPLE = "mrl {verb} configs/laptop-{verb}.yaml model.path=my-model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,11 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return run_verb("sft", arguments)
-
-
-def run_verb(verb: str, arguments: argparse.Namespace) -> int:
     """Train, and print where the model is; return EXIT_STOPPED when the run was asked to stop before and has saved."""
+    verb: str = arguments.called_as
     resolved = load_config_of(verb, arguments.config, arguments.overrides)
     if (newest := finished(resolved, resolved.config.training.steps)) is not None:
         from mrl.trainer.sft import MODEL  # which loads torch

@@ -34,15 +34,15 @@ ENGINES = {
 }
 ENVIRONMENTS = {
     "tools": "mrl.agents.tool_environment:ToolEnvironment",
-    "search_r1": "mrl.agents.search_r1:SearchR1",
+    "search_r1": "mrl.agents.search:SearchR1",
     "program": "mrl.agents.program:Program",
 }
 TEXT_FORMATS = ("search_r1",)
 """Those whose answers are text without roles."""
 FORMATS = ("hermes", "llama3_json", *TEXT_FORMATS)
 TOOLS = {
-    "calculator": "mrl.agents.calculator:calculator",
-    "python": "mrl.agents.python_tool:python",
+    "calculator": "mrl.agents.built_in_tools:calculator",
+    "python": "mrl.agents.built_in_tools:python",
     "search": "mrl.agents.search:search",
 }
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")

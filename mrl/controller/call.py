@@ -11,7 +11,7 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from mrl.controller.death import said_by_ray
+from mrl.controller.diagnosis import said_by_ray
 from mrl.controller.processes import RankProcesses
 from mrl.controller.worker_host import RankFailed
 from mrl.errors import WorkerDied, WorkerError, WorkerRaised, WorkerSilent

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.children import children_of
-from mrl.controller.death import NodeMemory
+from mrl.controller.diagnosis import NodeMemory, kernel_view, native_frames
 from mrl.controller.network import Endpoint, Network, failures, listen_everywhere, network
-from mrl.controller.threads import kernel_view, native_frames
 from mrl.controller.worker_log import STACK_SIGNAL, stack_path, tail
 
 _STACK_WAIT_S = 1.0
@@ -64,7 +63,6 @@ def view(process: ProcessId) -> ProcessView:
 
 
 def own_process() -> ProcessId:
-    """Return the process that this runs in."""
     seen = read_process(os.getpid())
     assert seen is not None, "a running process is visible to itself"
     return ProcessId(os.getpid(), seen[1])
@@ -131,7 +129,6 @@ class NodeAgent:
         return failures(endpoints, limit_s)
 
     def stop_listening(self) -> None:
-        """Close what `listen` has opened."""
         for listener in self._listeners:
             listener.close()
         self._listeners = []

@@ -15,9 +15,9 @@ from ray.util.placement_group import PlacementGroup
 
 from mrl.config.schema import ClusterConfig, DeadlinesConfig, PlacementConfig
 from mrl.controller.cluster import lose_ray
-from mrl.controller.links import LINK_FIX, LinkedNode, broken_links, start_agent
 from mrl.controller.network import LOOPBACK
 from mrl.controller.node_watch import NodeWatch
+from mrl.controller.nodes import LINK_FIX, LinkedNode, broken_links, start_agent
 from mrl.controller.processes import NodeView
 from mrl.errors import PlacementError, TooFewDevices, did_you_mean
 from mrl.events import EventLog, NetworkChosen, PoolReady, Warned
@@ -137,7 +137,6 @@ class ResourcePoolManager:
         return self._cluster.device == "gpu" and self._cluster.numa_binding
 
     def get_resource_pool(self, role: str) -> RayResourcePool:
-        """Return the pool that a role computes on."""
         roles: dict[str, str] = {str(name): pool for name, pool in self._placement.roles.items()}
         if role not in roles:
             raise PlacementError(f'no pool is given for role "{role}"', fix=did_you_mean(role, roles))
@@ -164,7 +163,6 @@ class ResourcePoolManager:
         return list(self._nodes.values())
 
     def release(self) -> None:
-        """Give all devices back."""
         if self._watch is not None:
             self._watch.stop()
         for node in self._nodes.values():

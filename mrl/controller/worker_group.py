@@ -18,8 +18,7 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import DeadlinesConfig
 from mrl.controller.call import Call
 from mrl.controller.dispatch import Dispatch, MethodSpec
-from mrl.controller.handshake import collect_handshakes
-from mrl.controller.processes import NodeView, RankProcess, RankProcesses
+from mrl.controller.processes import NodeView, RankProcess, RankProcesses, collect_handshakes
 from mrl.controller.resource_pool import Device, DeviceSlots, ResourcePoolManager
 from mrl.controller.transport import plan_shard, unpack_result
 from mrl.controller.worker_host import ProcessInfo, WorkerHost, WorkerSpec
@@ -143,7 +142,6 @@ class RayWorkerGroup:
         return self._future(spec, calls, list)
 
     def shutdown(self) -> None:
-        """End all workers."""
         self._processes.kill_all("shut down")
 
     def _submit_shards(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProtoFuture[Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,7 +20,6 @@ from mrl.config.mesh import Mesh
 from mrl.controller.dispatch import MethodSpec, registered_methods
 from mrl.controller.network import listen
 from mrl.controller.node_agent import ProcessId, own_process
-from mrl.controller.numa import bind_to_gpus
 from mrl.controller.transport import ColumnStore, assemble_shard, pack_result
 from mrl.controller.worker import RankInfo, Rendezvous, Worker
 from mrl.controller.worker_log import log_path, redirect_output
@@ -110,7 +111,6 @@ class WorkerHost:
         return self._methods
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run one method and return what it returns."""
         try:
             return getattr(self._worker, method)(*args, **kwargs)
         except BaseException as error:
@@ -143,3 +143,48 @@ def _as_failure(error: BaseException) -> RankFailed:
     trace = redact_text("".join(traceback.format_exception(error)))
     os.write(2, trace.encode("utf-8", "backslashreplace"))
     return RankFailed(type(error).__name__, redact_text(message), trace, time.time())
+
+
+_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
+_QUERY_TIMEOUT_S = 30.0
+
+
+def bind_to_gpus(visible: str, sysfs: Path = Path("/sys")) -> str:
+    """Bind this process, and what it starts, to the CPUs beside these GPUs; a sentence about it, if there is any.
+
+    `visible` is what CUDA_VISIBLE_DEVICES says. Machines of one NUMA node, and some virtual ones, tell nothing.
+    """
+    try:
+        listed = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"not bound to the CPUs beside its GPUs: {error}"
+    rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines()]
+    own = [pci for index, uuid, pci in rows if {index, uuid} & {*visible.split(",")}]
+    nodes = {node for pci in own if (node := _node(pci, sysfs)) is not None}
+    cpus = {cpu for node in nodes for cpu in _cpus(sysfs / f"devices/system/node/node{node}/cpulist")}
+    allowed = os.sched_getaffinity(0)
+    if not cpus or cpus >= allowed:
+        return ""
+    if not cpus & allowed:
+        return f"not bound to NUMA node {_text(nodes)} of its GPUs: the job was given none of that node's CPUs"
+    os.sched_setaffinity(0, cpus & allowed)
+    return f"bound to {len(cpus & allowed)} CPUs of NUMA node {_text(nodes)}, beside GPU {visible}"
+
+
+def _node(pci: str, sysfs: Path) -> int | None:
+    """Return the NUMA node of a device; the driver writes eight digits of the PCI domain, the kernel four."""
+    domain, _, rest = pci.lower().partition(":")
+    path = sysfs / f"bus/pci/devices/{domain[-4:]}:{rest}/numa_node"
+    node = int(path.read_text()) if path.is_file() else -1
+    return node if node >= 0 else None
+
+
+def _cpus(path: Path) -> Iterator[int]:
+    """Yield the numbers of a list as the kernel writes it: `0-31,64-95`."""
+    for part in path.read_text().strip().split(",") if path.is_file() else ():
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def _text(nodes: set[int]) -> str:
+    return " and ".join(map(str, sorted(nodes)))

@@ -1,3 +1,1 @@
 """Prompts: where they come from, in which order they are drawn, and how they become rows of a batch."""
-
-from __future__ import annotations

@@ -76,24 +76,13 @@ class PackingRules:
         return stored
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """For every data-parallel rank its micro-batches: positions of rows, in the order of the pipeline."""
-
-    micro_batches: list[list[Integers]]
-
-    @property
-    def num_micro_batches(self) -> int:
-        """The same on every rank."""
-        return len(self.micro_batches[0])
-
-
 def plan_step(
     lengths: npt.ArrayLike, num_ranks: int, max_tokens: int, rules: PackingRules, groups: npt.ArrayLike | None = None
-) -> StepPlan:
+) -> list[list[Integers]]:
     """Spread rows over ranks by their work, and pack each rank's rows into micro-batches, none of them empty.
 
-    With `groups`, numbers of rows that follow each other, the rows of a group stay together and in order.
+    For every rank its micro-batches come back, equally many: positions of rows, in the order of the pipeline. With
+    `groups`, numbers of rows that follow each other, the rows of a group stay together and in order.
     """
     checked = checked_lengths(lengths)
     stored, costs = rules.stored(checked, max_tokens), rules.cost.of(checked)
@@ -103,8 +92,8 @@ def plan_step(
         stored, costs = np.add.reduceat(stored, starts), np.add.reduceat(costs, starts)
         plan = _plan(stored, costs, num_ranks, max_tokens, rules, "groups")
         rows = np.split(np.arange(len(checked)), starts[1:])
-        return StepPlan([[np.concatenate([rows[group] for group in batch]) for batch in rank] for rank in plan])
-    return StepPlan(_plan(stored, costs, num_ranks, max_tokens, rules))
+        return [[np.concatenate([rows[group] for group in batch]) for batch in rank] for rank in plan]
+    return _plan(stored, costs, num_ranks, max_tokens, rules)
 
 
 def _plan(

@@ -15,9 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mrl.config.data_rules import FILE_KINDS
-from mrl.data.jsonl import JsonlFile
-from mrl.data.parquet import ParquetFile
 from mrl.data.published import Exercise, Published
+from mrl.data.row_files import JsonlFile, ParquetFile
 from mrl.errors import BadRow, DataError
 from mrl.files import sha256, sync
 from mrl.hub import dataset_file

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mrl.config.schema import BatchConfig, DataConfig
-from mrl.data.curriculum import DifficultySampler
 from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, to_batch
-from mrl.data.sampler import Draw, PromptSampler
+from mrl.data.sampler import DifficultySampler, Draw, PromptSampler
 from mrl.data.sources import fingerprint
 from mrl.errors import BadRow, DataError
 from mrl.events import EventLog, SampleSkipped
@@ -96,7 +95,6 @@ class PromptLoader:
         self._num_skipped: Counter[str] = Counter()
 
     def next_batch(self) -> DataProto:
-        """Return the prompts of one step."""
         prompts: list[Prompt] = []
         while missing := self._prompts_per_step - len(prompts):
             # Exactly as many draws as could be used: nothing is drawn ahead, so the counts are the whole state.

@@ -1,14 +1,15 @@
 """Which row comes next: an endless, seeded sequence of draws over weighted sources that can resume anywhere.
 
 Every source has epochs of its own. The order of its rows in an epoch is a pure function of seed, source, epoch and
-number of rows. Which source is next depends on how often each was drawn, so those few counts are the whole state.
+number of rows. Which source is next depends on how often each was drawn, so those few counts are the whole state; a
+sampler that leaves out what teaches nothing keeps, beside them, which rows rest.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -58,7 +59,6 @@ class PromptSampler:
         self._rows: dict[str, tuple[int, npt.NDArray[np.int64]]] = {}
 
     def draw(self) -> Draw:
-        """Return the next row."""
         number, total = sum(self._drawn.values()), sum(self._weights.values())
         # The source that is furthest behind its share; the first of equals.
         source = max(self._sizes, key=lambda name: self._weights[name] * (number + 1) - total * self._drawn[name])
@@ -113,3 +113,51 @@ def _whole_weights(sizes: Mapping[str, int], weights: Mapping[str, float | None]
     whole = {name: int(weight * scale) for name, weight in exact.items()}
     divisor = math.gcd(*whole.values())
     return {name: weight // divisor for name, weight in whole.items()}
+
+
+class DifficultySampler(PromptSampler):
+    """Draws as `PromptSampler`, but leaves out prompts that were too easy or too hard when they were drawn last.
+
+    A prompt rests for `rest` epochs of its source where the share of its samples that were solved did not lie between
+    the two numbers of `between`, themselves excluded. Where every prompt of a source rests, the next one is drawn all
+    the same. What is left out counts as drawn, so the shares of the sources are shares of what was looked at.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        weights: Mapping[str, float | None],
+        *,
+        seed: int,
+        shuffle: bool,
+        between: Sequence[float] = (-1.0, 1.0),
+        rest: int = 1,
+    ) -> None:
+        super().__init__(sizes, weights, seed=seed, shuffle=shuffle)
+        (self._hard, self._easy), self._rest = between, rest
+        self._again_in: dict[str, dict[str, int]] = {name: {} for name in self._sizes}
+        """Source -> row -> the first epoch in which it may be drawn again."""
+
+    def draw(self) -> Draw:
+        draw = super().draw()
+        for _ in range(sum(self._sizes.values())):
+            if self._again_in[draw.source].get(str(draw.row), 0) <= draw.epoch:
+                return draw
+            draw = super().draw()
+        return draw
+
+    def learn(self, solved: Mapping[str, float]) -> None:
+        """Take in the share of samples that were solved, by the uid of their prompt."""
+        for uid, share in solved.items():
+            source, epoch, row = uid.rsplit("/", 2)
+            if share >= self._easy or share <= self._hard:
+                self._again_in[source][row] = int(epoch) + 1 + self._rest
+            else:
+                self._again_in[source].pop(row, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"again_in": {name: dict(rows) for name, rows in self._again_in.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._again_in = {name: dict(rows) for name, rows in state["again_in"].items()}

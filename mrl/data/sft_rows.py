@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from mrl.config.preference import RankedConfig
-from mrl.config.schema import SourceConfig
+from mrl.config.schema import ColumnsConfig, SourceConfig
 from mrl.config.sft import SftConfig
 from mrl.data.chat import ChatTokenizer, template_options
 from mrl.data.conversation import ConversationEncoder
@@ -21,31 +20,22 @@ from mrl.errors import BadRow, DataError
 PROMPT, ANSWER = "prompt", "answer"
 
 
-class MessageRows:
-    """Rows whose chat messages end with the answer, as rows of prompt and answer."""
+class MessageParser(RowParser):
+    """Turn rows whose chat messages, those of columns.prompt, end with the answer into prompts with answers."""
 
-    def __init__(self, rows: RawRows, column: str) -> None:
-        self._rows = rows
-        self._column = column
+    def __init__(self, columns: ColumnsConfig, source_name: str) -> None:
+        super().__init__(replace(columns, prompt=PROMPT, ground_truth=ANSWER), source_name)
+        self._column = columns.prompt
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def where(self, index: int) -> str:
-        return self._rows.where(index)
-
-    def row(self, index: int) -> Any:
-        """Return the row, its last message taken off."""
-        raw, where = self._rows.row(index), self.where(index)
-        messages = raw.get(self._column) if isinstance(raw, Mapping) else None
+    def parse(self, raw: object, where: str) -> PromptRow:
+        row = raw if isinstance(raw, Mapping) else {}
+        messages = row.get(self._column)
         if not isinstance(messages, list) or not messages or not isinstance(messages[-1], Mapping):
             raise BadRow(f"column `{self._column}` must be a list of messages", where=where)
-        if messages[-1].get("role") != "assistant":
-            what = (
-                f"column `{self._column}` must end with a message of the assistant, not of {messages[-1].get('role')}"
-            )
+        if (role := messages[-1].get("role")) != "assistant":
+            what = f"column `{self._column}` must end with a message of the assistant, not of {role}"
             raise BadRow(what, where=where)
-        return {**raw, PROMPT: messages[:-1], ANSWER: messages[-1].get("content")}
+        return super().parse({**row, PROMPT: messages[:-1], ANSWER: messages[-1].get("content")}, where)
 
 
 class SftDataset(RLHFDataset):
@@ -129,8 +119,7 @@ def open_sft_dataset(sources: Mapping[str, SourceConfig], config: SftConfig, tok
         elif (column := config.batch.messages) is None:
             opened[name] = (open_source(source), RowParser(source.columns, name))
         else:
-            read = replace(source, columns=replace(source.columns, prompt=column, ground_truth=None))
-            split = replace(source.columns, prompt=PROMPT, ground_truth=ANSWER)
-            opened[name] = (MessageRows(open_source(read), column), RowParser(split, name))
+            columns = replace(source.columns, prompt=column, ground_truth=None)
+            opened[name] = (open_source(replace(source, columns=columns)), MessageParser(columns, name))
     encoder = ConversationEncoder(tokenizer, template_options(config.data), raw_text=config.data.raw_text)
     return (RankedDataset if isinstance(config, RankedConfig) else SftDataset)(opened, encoder, config)

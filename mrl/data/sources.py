@@ -17,9 +17,8 @@ from typing import Any, Protocol
 from mrl import files
 from mrl.config.data_rules import is_file
 from mrl.config.schema import ColumnsConfig, SourceConfig
-from mrl.data.jsonl import JsonlFile
-from mrl.data.parquet import ParquetFile
 from mrl.data.reasoning_gym import ReasoningGymTask
+from mrl.data.row_files import JsonlFile, ParquetFile
 from mrl.data.rows import RowParser
 from mrl.data.toy import TOY_TASKS
 from mrl.errors import BadRow, DataError, did_you_mean

@@ -38,7 +38,6 @@ class RayNode:
     directory: Path
 
     def await_start(self, limit_s: float) -> None:
-        """Return when the node is up."""
         deadline = time.monotonic() + limit_s
         while not (self.directory / _STARTED).exists():
             self.check()
@@ -47,7 +46,6 @@ class RayNode:
             time.sleep(_POLL_S)
 
     def check(self) -> None:
-        """Raise if it has ended."""
         if (status := self.process.poll()) is not None:
             logs = self.directory / "session_latest" / "logs"
             raise SetupError(f"Ray ended on this node, with status {status}{_last_words(logs)}")

@@ -22,7 +22,6 @@ class HfConfig:
 
     @classmethod
     def read(cls, path: str | Path) -> HfConfig:
-        """Return the `config.json` of a model directory."""
         file = Path(path) / "config.json"
         try:
             values = json.loads(files.read_text(file))
@@ -65,14 +64,12 @@ class HfConfig:
         return self._typed(str, *names)
 
     def items(self, name: str, kind: type) -> list[Any]:
-        """Return a list of values of one type."""
         values = self._typed(list, name)
         if not all(isinstance(value, kind) for value in values):
             raise self.error(name, f"{values!r} does not hold {kind.__name__} alone")
         return values
 
     def section(self, name: str) -> HfConfig:
-        """Return the keys and values below a key."""
         return HfConfig(self._typed(dict, name), f"{self.where}: {name}")
 
     def require(self, name: str, only: Any, why: str = "") -> None:

@@ -31,7 +31,6 @@ class EngineSizes:
     """Every rank takes whole Hugging Face tensors instead: for modules that only vLLM's own loaders know to fill."""
 
     def check(self, spec: ModelSpec) -> None:
-        """Refuse sizes that the model does not fit."""
         if self.ep not in (1, self.tp):
             raise ModelError(
                 f"ep {self.ep} is neither 1 nor the engine's tp {self.tp}",
@@ -79,7 +78,6 @@ def head_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fus
 
 
 def layer_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) -> Iterator[Fused]:
-    """Yield the parameters of one layer."""
     if sizes.whole:
         yield from _unfused(FAMILIES[spec.family].tensors(spec, layer))
         return

@@ -19,7 +19,6 @@ class LinearScaling:
     factor: float
 
     def apply(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """Return the frequencies after scaling."""
         return frequencies / self.factor
 
 
@@ -33,7 +32,6 @@ class Llama3Scaling:
     original_max_positions: int
 
     def apply(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """Return the frequencies after scaling."""
         import torch
 
         wavelengths = 2 * math.pi / frequencies

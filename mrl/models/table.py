@@ -42,7 +42,6 @@ class Shard:
 
 
 def shards_of(spec: ModelSpec, layout: ParallelConfig, place: RankPlace, head: Head) -> list[Shard]:
-    """Return everything that one rank holds."""
     check_layout(layout, spec)
     return [*dense_shards(spec, layout, place, head), *expert_shards(spec, layout, place)]
 
@@ -54,7 +53,7 @@ def dense_shards(spec: ModelSpec, layout: ParallelConfig, place: RankPlace, head
         return _shard(chunk, prefix + parameter.name, parameter, place.tp, layout.tp)
 
     if place.pp == 0:
-        yield shard(0, _vocabulary("embedding.word_embeddings.weight", EMBEDDING, spec))
+        yield shard(0, vocabulary_parameter("embedding.word_embeddings.weight", EMBEDDING, spec))
     for chunk, prefix, layer in _layers(spec, layout, place):
         for parameter in FAMILIES[spec.family].parameters(spec, layer):
             yield shard(chunk, parameter, prefix)
@@ -86,9 +85,9 @@ def _after_layers(spec: ModelSpec, layout: ParallelConfig, head: Head) -> Iterat
     if head == "score":
         yield Parameter("score.weight", ((RowRange(SCORE, 0, 1),),), spec.hidden)
     elif not spec.tied:
-        yield _vocabulary("output_layer.weight", LM_HEAD, spec)
+        yield vocabulary_parameter("output_layer.weight", LM_HEAD, spec)
     elif layout.pp > 1:  # a single stage uses the embedding itself
-        yield _vocabulary("output_layer.weight", EMBEDDING, spec)
+        yield vocabulary_parameter("output_layer.weight", EMBEDDING, spec)
 
 
 def _shard(chunk: int, name: str, parameter: Parameter, rank: int, num_ranks: int, expert: bool = False) -> Shard:
@@ -96,7 +95,8 @@ def _shard(chunk: int, name: str, parameter: Parameter, rank: int, num_ranks: in
     return Shard(chunk, name, shape, pieces, padding, expert, parameter.split is not None)
 
 
-def _vocabulary(name: str, hf: str, spec: ModelSpec) -> Parameter:
+def vocabulary_parameter(name: str, hf: str, spec: ModelSpec) -> Parameter:
+    """Return an embedding or a head: rows of the vocabulary, padded to a multiple of the ranks."""
     return Parameter(name, ((RowRange(hf, 0, spec.vocab),),), spec.hidden, "rows", padded=True)
 
 

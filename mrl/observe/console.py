@@ -123,7 +123,6 @@ class Console:
         self._panel, self._num_drawn, self._drawn_at = Panel(num_steps), 0, 0.0
 
     def print(self, text: str) -> None:
-        """Print a line of its own."""
         self._clear()
         self._write(f"{text}\n")
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from mrl.agents.loop import Dialog, Dialogs, Opening
-from mrl.agents.template import CONVERSATIONS, TurnTemplate, differences
+from mrl.agents.observation import CONVERSATIONS, TurnTemplate, differences
 from mrl.config.agent import EnvironmentConfig
 from mrl.config.names import TEXT_FORMATS
 from mrl.config.schema import Config

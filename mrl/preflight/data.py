@@ -17,8 +17,7 @@ from mrl.config.model_names import in_directories, model_names, rename_models
 from mrl.config.reward import RewardConfig
 from mrl.config.schema import Config, SourceConfig
 from mrl.config.sft import AnyConfig, SftConfig
-from mrl.data.chat import ChatTokenizer, load_tokenizer
-from mrl.data.end_tokens import end_tokens
+from mrl.data.chat import ChatTokenizer, end_tokens, load_tokenizer
 from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, open_dataset
 from mrl.data.rows import GroundTruth
 from mrl.data.sft_rows import open_sft_dataset

@@ -198,8 +198,7 @@ def check_machines(config: AnyConfig) -> Iterator[CheckResult]:
         return
     # With Ray and torch, and so only here.
     from mrl.controller import ray_cluster
-    from mrl.controller.links import LINK_FIX, broken_links, linked_nodes
-    from mrl.controller.nodes import free_devices, offered_nodes, run_on_nodes
+    from mrl.controller.nodes import LINK_FIX, broken_links, free_devices, linked_nodes, offered_nodes, run_on_nodes
     from mrl.preflight.data import found_models, node_models
 
     with canary_file(config) as canary:

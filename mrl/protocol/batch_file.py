@@ -10,8 +10,7 @@ import numpy as np
 
 from mrl.errors import WireError
 from mrl.protocol.columns import RemoteColumn
-from mrl.protocol.data_proto import DataProto
-from mrl.protocol.table import Table
+from mrl.protocol.data_proto import DataProto, Table
 from mrl.protocol.wire import Wire, decode, encode
 
 _LENGTH = struct.Struct("<Q")

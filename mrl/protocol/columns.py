@@ -65,7 +65,6 @@ class RemoteColumn:
 
     @classmethod
     def of_part(cls, part: Any, rows: int, lengths: Lengths | None) -> RemoteColumn:
-        """Return the column that one stored part is."""
         return cls((part,), (rows,), np.zeros(rows, dtype=np.int32), np.arange(rows, dtype=np.int32), lengths)
 
     def __len__(self) -> int:

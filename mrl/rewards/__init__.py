@@ -1,3 +1,1 @@
 """Rewards: `RewardManager` scores samples in worker processes; one built-in reward is one file in `functions/`."""
-
-from __future__ import annotations

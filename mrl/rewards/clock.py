@@ -34,7 +34,6 @@ class WorkerClock:
 
     @property
     def seconds(self) -> float:
-        """What has passed."""
         return time.monotonic() - self._begin
 
     def look_in_s(self, limit_s: float) -> float:
@@ -79,7 +78,6 @@ def _used_s(process: str) -> float:
 
 
 def _family(process: str) -> Iterator[str]:
-    """Yield a process and all below it."""
     yield process
     for children in glob.glob(f"{process}/task/*/children"):
         for child in _read(children).split():

@@ -80,7 +80,6 @@ def check_confinement() -> None:
 
 @cache
 def seccomp_filter(machine: str = platform.machine()) -> bytes:
-    """Return the instructions of the filter."""
     column, architecture = _MACHINES[machine]
     program = [_instruction(_LOAD, 4), _instruction(_EQUAL, architecture, 1), _instruction(_RETURN, _KILL)]
     program.append(_instruction(_LOAD, 0))

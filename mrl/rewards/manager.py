@@ -11,8 +11,9 @@ from mrl.config.reward import RewardConfig
 from mrl.errors import RewardError
 from mrl.events import EventLog, Retried, SampleSkipped
 from mrl.redaction import redact_text
+from mrl.rewards.messages import config_to_json
 from mrl.rewards.outcome import FAILURE_KINDS, Failure, Outcome, read_again, read_reply, sum_of
-from mrl.rewards.pool import RewardPool
+from mrl.rewards.pool import WorkerPool
 from mrl.rewards.sample import Sample
 
 _NUM_EXAMPLES = 3
@@ -56,7 +57,7 @@ class RewardManager:
         self._num_jobs = self._num_submitted = 0  # in all
         self._batch_begin = 0  # what had been submitted when the last batch was drained
         self._failed: list[tuple[Sample, Failure]] = []  # of this batch
-        self._pool = RewardPool(config)
+        self._pool = WorkerPool("reward", "mrl.rewards.supervisor", config_to_json(config), config.environment)
 
     def __enter__(self) -> RewardManager:
         return self

@@ -55,32 +55,7 @@ _POWER_OF_TEN = re.compile(rf"(?:({_DECIMAL})\s*(?:\*|x|\\times|\\cdot)\s*)?10\s
 _MIXED = re.compile(rf"(\d+)?\s*{_FRACTION}")
 _SLASHED = re.compile(rf"(?:(\d+)\s+)?({_DECIMAL})\s*/\s*({_DECIMAL})")
 
-_SHORT_UNITS = frozenset(
-    (
-        "mm",
-        "cm",
-        "dm",
-        "km",
-        "in",
-        "ft",
-        "yd",
-        "mi",
-        "mg",
-        "kg",
-        "lb",
-        "oz",
-        "ml",
-        "cl",
-        "hr",
-        "ms",
-        "hz",
-        "pa",
-        "kn",
-        "kw",
-        "sq",
-        "cu",
-    )
-)
+_SHORT_UNITS = re.compile("mm|cm|dm|km|in|ft|yd|mi|mg|kg|lb|oz|ml|cl|hr|ms|hz|pa|kn|kw|sq|cu")
 _LETTER_UNITS = frozenset("mgshl")  # only after a space: 5 m has a unit, 5m is a product
 _NOT_UNITS = frozenset(
     ("and", "or", "not", "pi", "sqrt", "log", "sin", "cos", "tan", "exp", "mod", "choose", "infinity", "infty")
@@ -101,7 +76,6 @@ class Answer:
 
 
 def same_answer(one: str, other: str) -> bool:
-    """Return whether two answers are the same."""
     first, second = normal_form(one), normal_form(other)
     if first.value is None or second.value is None:
         return first.text == second.text != ""
@@ -154,7 +128,7 @@ def _is_unit(word: str, has_gap: bool) -> bool:
     lower = word.lower()
     if len(word) == 1:
         return has_gap and lower in _LETTER_UNITS
-    return lower in _SHORT_UNITS or (len(word) > 2 and has_gap and lower not in _NOT_UNITS)
+    return _SHORT_UNITS.fullmatch(lower) is not None or (len(word) > 2 and has_gap and lower not in _NOT_UNITS)
 
 
 def _number(text: str) -> Fraction | None:

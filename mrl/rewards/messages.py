@@ -26,7 +26,6 @@ class FrameError(RewardError):
 
 
 def frame(ticket: int, body: bytes) -> bytes:
-    """Return the bytes of one frame."""
     return _HEADER.pack(ticket, len(body)) + body
 
 
@@ -49,7 +48,6 @@ def config_to_json(config: RewardConfig) -> bytes:
 
 
 def config_from_json(body: bytes) -> RewardConfig:
-    """Return the section that `config_to_json` wrote."""
     values = json.loads(body)
     functions = {label: RewardFunctionConfig(**function) for label, function in values.pop("functions").items()}
     return RewardConfig(functions=functions, **values)

@@ -49,7 +49,7 @@ Outcome = Score | Failure
 
 
 class BadResult(ValueError):
-    """What a reward function returned is not a finite number, nor a dictionary of such with a `score`."""
+    """What a reward function or an environment returned is not what it may return."""
 
 
 def numbers_of(result: Any) -> dict[str, float]:

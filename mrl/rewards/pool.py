@@ -12,9 +12,8 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 
-from mrl.config.reward import RewardConfig
 from mrl.errors import RewardError, SetupError
-from mrl.rewards.messages import CONTROL, MAX_REPLY_BYTES, FrameReader, config_to_json, control, frame
+from mrl.rewards.messages import CONTROL, MAX_REPLY_BYTES, FrameReader, control, frame
 
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 _SILENCE_S = 30.0  # the supervisor says something every second
@@ -149,13 +148,6 @@ class WorkerPool:
     @property
     def _name(self) -> str:
         return f"the supervisor of the {self._section} workers (pid {self._supervisor.pid})"
-
-
-class RewardPool(WorkerPool):
-    """The processes of reward functions."""
-
-    def __init__(self, config: RewardConfig) -> None:
-        super().__init__("reward", "mrl.rewards.supervisor", config_to_json(config), config.environment)
 
 
 def worker_environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -55,17 +55,13 @@ class PythonTests:
         return any(same_value(value, json.loads(expected), tolerance) for expected in self.expected[number])
 
 
-class _Malformed(ValueError):
-    """Tests that no program could be held against."""
-
-
 def read_tests(sample: Sample, max_tests: int | None) -> StdinTests | PythonTests:
     """Return the tests of `extra_info.tests`, or else of the ground truth, or the first of them."""
     given = sample.extra_info.get("tests", sample.ground_truth)
     try:
         tests = _tests(given, sample.extra_info, slice(max_tests))
         if not len(tests):
-            raise _Malformed("there is none")
+            raise ValueError("there is none")
     except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError) as error:
         what = f"the tests cannot be read: {error}; they begin {given!r:.120}"
         raise RewardError(what, where=sample.name, fix=f"extra_info.tests or the ground truth is {_KNOWN}") from error
@@ -138,11 +134,11 @@ def _tests(given: Any, extra: Mapping[str, Any], taken: slice) -> StdinTests | P
             return StdinTests([(_joined(pair["input"]), _joined(pair["output"])) for pair in given[taken]])
         case [str(), *_]:
             return _tests({"test_list": given}, extra, taken)
-    raise _Malformed("they have none of the known forms")
+    raise ValueError("they have none of the known forms")
 
 
 def _refuse_constant(name: str) -> Any:
-    raise _Malformed(f"{name} is no JSON")
+    raise ValueError(f"{name} is no JSON")
 
 
 def _joined(lines: Any) -> str:
@@ -150,20 +146,20 @@ def _joined(lines: Any) -> str:
     if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
         return "\n".join(lines)
     if not isinstance(lines, str):
-        raise _Malformed(f"{lines!r:.60} is no text to read or print, and no fn_name says which function takes it")
+        raise ValueError(f"{lines!r:.60} is no text to read or print, and no fn_name says which function takes it")
     return lines
 
 
 def _of_calls(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> PythonTests:
     """Each input is a list of arguments, or a text with one argument as JSON in each line."""
     if not isinstance(name, str) or not name.isidentifier():
-        raise _Malformed(f"fn_name {name!r:.60} names no function")
+        raise ValueError(f"fn_name {name!r:.60} names no function")
     tests, expected = [], []
     for given, output in zip(inputs, outputs, strict=True):
         if isinstance(given, str):
             given, output = [json.loads(line) for line in given.splitlines()], json.loads(output)
         if not isinstance(given, list):
-            raise _Malformed(f"{given!r:.60} is no list of arguments")
+            raise ValueError(f"{given!r:.60} is no list of arguments")
         callee = f'(Solution().{name} if "Solution" in globals() else {name})'
         tests.append(ast.parse(f"return_value = {callee}(*{given!r})").body)
         # Many sets hold the result in a list of its own.
@@ -181,7 +177,7 @@ def _of_text(text: str, entry_point: Any, taken: slice) -> PythonTests:
         setup, tests = _split(statements) or ([], [statements])
         return _of_statements(setup, tests[taken])
     if not isinstance(entry_point, str) or not entry_point.isidentifier() or len(check.args.args) != 1:
-        raise _Malformed(f"check(candidate) needs an entry_point, the name of a function; it is {entry_point!r:.60}")
+        raise ValueError(f"check(candidate) needs an entry_point, the name of a function; it is {entry_point!r:.60}")
     others = [each for each in statements if each is not check]
     split = _split(check.body)
     if split is None or not all(_is_before_asserts(each) for each in others):
@@ -208,7 +204,7 @@ def _of_statements(setup: Sequence[ast.stmt], tests: Sequence[list[ast.stmt]]) -
     functions, expected = [], []
     for number, statements in enumerate(tests):
         if not any(isinstance(node, ast.Assert) for each in [*setup, *statements] for node in ast.walk(each)):
-            raise _Malformed(f"test {number} asserts nothing")
+            raise ValueError(f"test {number} asserts nothing")
         compared = _call_and_literal(statements)
         functions.append(_function(number, statements if compared is None else [ast.Return(compared[0])]))
         expected.append(["null" if compared is None else compared[1]])

@@ -50,11 +50,6 @@ class Sample:
             raise RewardError(f"the sample has {len(body)} bytes; at most {MAX_SAMPLE_BYTES}", where=self.name)
         return body
 
-    @classmethod
-    def from_json(cls, body: bytes) -> Sample:
-        """Return the sample that `to_json` wrote."""
-        return cls(**json.loads(body))
-
     @staticmethod
     def group_to_json(bodies: Sequence[bytes], name: str) -> bytes:
         """Return what `to_json` made of the samples of a group as it travels to a worker."""
@@ -75,6 +70,18 @@ class Sample:
             what = f"the ground truth is one text or number for this function, not {self.ground_truth!r:.100}"
             raise RewardError(what, where=self.name, fix="exact_match, f1 and search_r1 take several answers")
         return str(self.ground_truth)
+
+    @property
+    def accepted_answers(self) -> list[str]:
+        """The ground truth as a list of texts; Search-R1's data has it as `{"target": [...]}`."""
+        truth = self.ground_truth
+        if isinstance(truth, dict) and truth.keys() == {"target"}:
+            truth = truth["target"]
+        accepted = truth if isinstance(truth, list) else [truth]
+        if not accepted or any(not isinstance(answer, str | int | float) for answer in accepted):
+            what = f"the ground truth {truth!r:.200} is neither a text nor a list of texts"
+            raise RewardError(what, where=self.name)
+        return [str(answer) for answer in accepted]
 
     @property
     def name(self) -> str:

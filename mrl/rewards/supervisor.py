@@ -312,7 +312,8 @@ class Supervisor:
         if not worker.clocks and not worker.started and self._failed_starts < _MAX_FAILED_STARTS:
             self._failed_starts += 1
             if self._failed_starts == _MAX_FAILED_STARTS:
-                what = f"no reward worker can be started, {_MAX_FAILED_STARTS} in a row failed: {detail}"
+                whose = "agent" if isinstance(self._limits, AgentConfig) else "reward"
+                what = f"no {whose} worker can be started, {_MAX_FAILED_STARTS} in a row failed: {detail}"
                 self._abort(to_json({"problems": [what]}))
 
     def _stop_worker(self, worker: WorkerHandle) -> None:

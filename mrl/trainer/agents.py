@@ -11,8 +11,7 @@ from mrl.agents.client import EnvironmentClient
 from mrl.agents.environment import Start
 from mrl.agents.formats import load_format
 from mrl.agents.loop import Dialog, Dialogs, Speaker
-from mrl.agents.observation import ObservationEncoder
-from mrl.agents.template import TurnTemplate
+from mrl.agents.observation import ObservationEncoder, TurnTemplate
 from mrl.agents.worker import MAX_ANSWER_BYTES
 from mrl.config.agent import AgentConfig
 from mrl.config.schema import Config

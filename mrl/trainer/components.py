@@ -23,7 +23,7 @@ from mrl.data.rlhf_dataset import open_dataset
 from mrl.events import EventLog, ModelLoaded, Warned
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
-from mrl.observe.step_timer import StepTimer
+from mrl.observe.metrics import StepTimer
 from mrl.registry import load_attribute
 from mrl.rewards.manager import RewardManager
 from mrl.rollout.hybrid_engine import HybridEngine

@@ -15,8 +15,7 @@ from mrl.agents.figures import check_failed_share, dialog_metrics
 from mrl.agents.loop import Dialog, Dialogs, Opening
 from mrl.config.agent import AgentConfig
 from mrl.config.schema import Config
-from mrl.data.chat import ChatTokenizer
-from mrl.data.end_tokens import end_tokens
+from mrl.data.chat import ChatTokenizer, end_tokens
 from mrl.protocol import DataProto
 from mrl.protocol.columns import Index, Jagged, from_rows
 from mrl.rewards.manager import RewardManager

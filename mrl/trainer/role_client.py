@@ -73,8 +73,8 @@ class RoleClient:
         """Cut a batch into a shard for each data-parallel rank; return them with the sizes of their micro-batches."""
         lengths = batch.lengths("prompts").astype(np.int64) + batch.lengths("responses")
         plan = plan_step(lengths, self.group.mesh.dp, self._max_tokens, self._packing, groups)
-        shards = [batch.take(np.concatenate(batches)) for batches in plan.micro_batches]
-        return shards, [[len(rows) for rows in batches] for batches in plan.micro_batches]
+        shards = [batch.take(np.concatenate(batches)) for batches in plan]
+        return shards, [[len(rows) for rows in batches] for batches in plan]
 
 
 class _AdvantageClient(RoleClient):

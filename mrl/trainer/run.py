@@ -13,8 +13,7 @@ from mrl.config.run_directory import CHECKPOINTS, open_run_directory
 from mrl.errors import CheckpointError, MrlError, WorkerRaised
 from mrl.events import Event, EventLog, RunStarted, Warned
 from mrl.observe.console import Console
-from mrl.observe.metrics import MetricsFile
-from mrl.observe.step_timer import StepTimer
+from mrl.observe.metrics import MetricsFile, StepTimer
 from mrl.observe.trackers import TrackerThread, open_trackers
 from mrl.trainer.checkpoints import CheckpointManager
 from mrl.trainer.resume_config import describe_changes, resume_config

@@ -16,7 +16,7 @@ from typing import Any
 from mrl.config.arithmetic import has_own_rollout_pool
 from mrl.config.schema import Config
 from mrl.errors import CheckpointError
-from mrl.observe.step_timer import StepTimer
+from mrl.observe.metrics import StepTimer
 from mrl.protocol import DataProto
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.trainer.collector import Collector

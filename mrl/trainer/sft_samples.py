@@ -15,8 +15,7 @@ import numpy as np
 
 from mrl.config.sft import SftConfig
 from mrl.controller.transport import fetch
-from mrl.data.chat import ChatTokenizer
-from mrl.data.end_tokens import model_end_tokens
+from mrl.data.chat import ChatTokenizer, model_end_tokens
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.trainer.role_client import SupervisedClient

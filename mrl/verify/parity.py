@@ -132,7 +132,6 @@ def measure(cases: list[ParityCase]) -> list[RankResult]:
 
 
 def measure_one(case: ParityCase) -> RankResult:
-    """Measure one case on this rank."""
     spec = read_spec(case.model)
     with model_parallel(case.parallel, seed=1) as groups:
         engine = MegatronEngine(EngineRequest(spec, case.head, case.settings), groups)
@@ -174,7 +173,7 @@ class _Shard:
 
 def _shard(rows: TokenRows, max_tokens: int, engine: MegatronEngine, groups: ParallelGroups) -> _Shard:
     plan = plan_step(rows.lengths, groups.mesh.dp, max_tokens, engine.packing)
-    mine = plan.micro_batches[groups.at.dp]
+    mine = plan[groups.at.dp]
     numbers = np.sort(np.concatenate(mine))
     return _Shard(rows.take(numbers), numbers.tolist(), [np.searchsorted(numbers, part) for part in mine])
 

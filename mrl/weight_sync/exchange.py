@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -168,33 +168,19 @@ def _contiguous(box: Region) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     return shape, strides, math.prod(shape)
 
 
-class P2PTransport(Protocol):
-    """Point-to-point messages between ranks."""
-
-    rank: int
-    device: torch.device
-
-    def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Sequence[dist.Work]:
-        """Begin to send and receive buffers, by rank; nobody touches them before the work is done."""
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-
-
 class WorldTransport:
-    """The trainer's own world: engines on the trainer's devices need nobody else."""
+    """Point-to-point messages in the trainer's own world: engines on its devices need nobody else."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.device = dist.get_rank(), device
 
     def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Sequence[dist.Work]:
-        """Send and receive as one batch."""
+        """Begin to send and receive buffers, by rank, as one batch; nobody touches them before the work is done."""
         messages = [dist.P2POp(dist.isend, buffer, rank) for rank, buffer in outgoing.items()]
         messages += [dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in incoming.items()]
         return dist.batch_isend_irecv(messages) if messages else []
 
     def barrier(self) -> None:
-        """Wait for the world."""
         dist.barrier()
 
 
@@ -225,3 +211,6 @@ class JoinedTransport:
     def barrier(self) -> None:
         """Wait for trainer and receivers."""
         self._group.barrier().wait()
+
+
+P2PTransport: TypeAlias = WorldTransport | JoinedTransport

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Literal, NamedTuple
 
 from mrl.config.schema import ParallelConfig
 from mrl.models.families import FAMILIES
-from mrl.models.parameters import Parameter, RowRange
+from mrl.models.parameters import Parameter, Piece, RowRange
 from mrl.models.regions import Region, intersection, moved, num_elements
 from mrl.models.rollout_table import EngineSizes, Fused, embedding_tensors, head_tensors, layer_tensors
 from mrl.models.spec import ModelSpec
-from mrl.models.table import EMBEDDING, LM_HEAD, NORM
+from mrl.models.table import EMBEDDING, LM_HEAD, NORM, vocabulary_parameter
 
 Kind = Literal["embedding", "dense", "experts", "head"]
 """Of a group: a layer without or with experts, the embedding, or what follows the layers."""
@@ -59,8 +59,8 @@ class ShardIntersections:
         held: dict[str, list[tuple[ShardOwner, str, Region, Region]]] = defaultdict(list)
         for owner, name, shard in self._held(kind):
             if owners is None or owner in owners:
-                for hf, source, target in shard:
-                    held[hf].append((owner, name, source, target))
+                for piece in shard:
+                    held[piece.hf].append((owner, name, piece.source, piece.target))
         found = []
         for fused in self._needed(kind, tp_rank):
             copies: dict[ShardOwner, list[RegionCopy]] = defaultdict(list)
@@ -88,15 +88,15 @@ class ShardIntersections:
             return head_tensors(spec, sizes, tp_rank)
         return layer_tensors(spec, sizes, tp_rank, self._example(kind))
 
-    def _find_held(self, kind: Kind) -> Iterator[tuple[ShardOwner, str, list[tuple[str, Region, Region]]]]:
+    def _find_held(self, kind: Kind) -> Iterator[tuple[ShardOwner, str, Sequence[Piece]]]:
         """Yield every local parameter of every place of a stage, and the pieces of Hugging Face tensors in it."""
         spec, family = self.spec, FAMILIES[self.spec.family]
         if kind == "embedding":
-            yield from self._split(_vocabulary("weight", EMBEDDING, spec))
+            yield from self._split(vocabulary_parameter("weight", EMBEDDING, spec))
         elif kind == "head":
             yield from self._split(Parameter("decoder.final_layernorm.weight", ((RowRange(NORM, 0, spec.hidden),),)))
             if not spec.tied:
-                yield from self._split(_vocabulary("output_layer.weight", LM_HEAD, spec))
+                yield from self._split(vocabulary_parameter("output_layer.weight", LM_HEAD, spec))
         else:
             for parameter in family.parameters(spec, self._example(kind)):
                 yield from self._split(parameter)
@@ -108,23 +108,15 @@ class ShardIntersections:
                     assert parameter.split, f"{parameter.name} of an expert is not split over etp"
                     for etp in range(self.layout.etp):
                         name = f"mlp.experts.local_experts.{local}.{parameter.name}"
-                        yield ShardOwner(True, ep, etp), name, _pieces(parameter, etp, self.layout.etp)
+                        yield ShardOwner(True, ep, etp), name, parameter.share(etp, self.layout.etp)[1]
 
-    def _split(self, parameter: Parameter) -> Iterator[tuple[ShardOwner, str, list[tuple[str, Region, Region]]]]:
+    def _split(self, parameter: Parameter) -> Iterator[tuple[ShardOwner, str, Sequence[Piece]]]:
         if parameter.split is None:
-            yield ShardOwner(False, 0, None), parameter.name, _pieces(parameter, 0, 1)
+            yield ShardOwner(False, 0, None), parameter.name, parameter.share(0, 1)[1]
             return
         for tp in range(self.layout.tp):
-            yield ShardOwner(False, 0, tp), parameter.name, _pieces(parameter, tp, self.layout.tp)
+            yield ShardOwner(False, 0, tp), parameter.name, parameter.share(tp, self.layout.tp)[1]
 
     def _example(self, kind: Kind) -> int:
         layers = range(self.spec.num_layers)
         return next(layer for layer in layers if self.spec.has_experts(layer) == (kind == "experts"))
-
-
-def _vocabulary(name: str, hf: str, spec: ModelSpec) -> Parameter:
-    return Parameter(name, ((RowRange(hf, 0, spec.vocab),),), spec.hidden, "rows", padded=True)
-
-
-def _pieces(parameter: Parameter, rank: int, num_ranks: int) -> list[tuple[str, Region, Region]]:
-    return [(piece.hf, piece.source, piece.target) for piece in parameter.share(rank, num_ranks)[1]]

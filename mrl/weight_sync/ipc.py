@@ -199,7 +199,6 @@ class IpcReceiver:
         self._hang_up()
 
     def close(self) -> None:
-        """Stop listening."""
         self._hang_up()
         self._listener.close()
         self._path.unlink(missing_ok=True)

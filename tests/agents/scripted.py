@@ -14,8 +14,7 @@ from mrl.agents.client import EnvironmentClient
 from mrl.agents.conversation import Ids
 from mrl.agents.formats import load_format
 from mrl.agents.loop import Dialog, Dialogs, Opening, Speaker
-from mrl.agents.observation import ObservationEncoder
-from mrl.agents.template import TurnTemplate
+from mrl.agents.observation import ObservationEncoder, TurnTemplate
 from mrl.config.agent import AgentConfig, EnvironmentConfig
 from mrl.config.names import ENVIRONMENTS
 from mrl.data.chat import ChatTokenizer

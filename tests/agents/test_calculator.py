@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.agents.calculator import calculator
+from mrl.agents.built_in_tools import calculator
 
 
 @pytest.mark.parametrize(

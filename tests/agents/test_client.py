@@ -11,6 +11,7 @@ import pytest
 from mrl.agents.client import Again, EnvironmentAnswer, EnvironmentClient
 from mrl.agents.environment import Done, Start, Task, Turn
 from mrl.config.agent import AgentConfig, EnvironmentConfig
+from mrl.errors import RewardError
 from mrl.events import Event
 from mrl.rewards.outcome import Failure
 from mrl.trainer.agents import environment_pool
@@ -88,3 +89,10 @@ def test_an_environment_that_was_lost_may_be_let_go(asked: Asked) -> None:
     asked.client.let_go(asked.tickets[""], "")
     assert asked.hear() == {}
     assert asked.events == []
+
+
+def test_environments_whose_processes_end_at_once_are_not_called_rewards() -> None:
+    config = AgentConfig(environments={"world": EnvironmentConfig(name="tests.agents.worlds:Lethal")}, num_workers=1)
+    with pytest.raises(RewardError) as caught:
+        environment_pool(config)
+    assert str(caught.value) == "no agent worker can be started, 3 in a row failed: its process left with status 9"

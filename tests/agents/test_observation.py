@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from mrl.agents.conversation import Conversation
 from mrl.agents.environment import Observation, ToolCall
 from mrl.agents.formats import CUT_OFF, calls_of, load_format, search_r1_documents
-from mrl.agents.observation import EncodedObservation, ObservationEncoder
-from mrl.agents.template import TurnTemplate
+from mrl.agents.observation import EncodedObservation, ObservationEncoder, TurnTemplate
 from mrl.data.chat import ChatTokenizer
 from mrl.errors import AgentError
 from tests.agents.tool_templates import tokenizer_with_tools

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mrl.agents.python_tool import python
+from mrl.agents.built_in_tools import python
 from mrl.agents.tools import Tool
 
 

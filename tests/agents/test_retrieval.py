@@ -18,8 +18,7 @@ import pytest
 from mrl.agents.environment import Done, Observation, ToolCall, Turn
 from mrl.agents.formats import INVALID_ACTION, answer_of, load_format
 from mrl.agents.retriever import Bm25, Retriever, read_corpus
-from mrl.agents.search import SearchClient, search
-from mrl.agents.search_r1 import SearchR1
+from mrl.agents.search import SearchClient, SearchR1, search
 from mrl.errors import AgentError, DataError
 
 TEXTS = ['"Ada"\nShe wrote notes.', '"Rome"\nA city in Italy, Italy.', '"Notes"\nPapers, of Rome.', '"Pisa"\nA city.']

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mrl.agents.environment import Message
-from mrl.agents.template import CONVERSATIONS, TurnTemplate, differences, said
+from mrl.agents.observation import CONVERSATIONS, TurnTemplate, differences, said
 from mrl.data.chat import ChatTokenizer
 from mrl.errors import AgentError
 from tests.agents.tool_templates import WITH_TOOLS, tokenizer_with_tools

@@ -123,3 +123,13 @@ class Troubled(Facts):
             case "memory":
                 bytearray(8 << 30)
         raise AssertionError(f"no such trouble: {trouble}")
+
+
+class Lethal(Environment):
+    """Ends its process as soon as it is made."""
+
+    def __init__(self) -> None:
+        os._exit(9)
+
+    def step(self, turn: Turn) -> Done:
+        return Done()

@@ -64,7 +64,7 @@ def test_the_example_of_every_verb_parses(name: str) -> None:
     verb = importlib.import_module(VERBS[name][0])
     parser = argparse.ArgumentParser()
     verb.add_arguments(parser)
-    parser.parse_args(verb.EXAMPLE.split()[2:])
+    parser.parse_args(verb.EXAMPLE.format(verb=name).split()[2:])
 
 
 def test_an_unknown_verb_is_named_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from mrl.config.data_rules import reward_functions
 from mrl.config.load import load_config
 from mrl.errors import ConfigError
 
@@ -50,7 +51,8 @@ def test_message(case: dict[str, Any], valid: str, write: Callable[..., str], mo
     for old, new in case.get("edits", {}).items():
         assert text.count(old) == 1, f"{old!r} must stand once in the valid configuration"
         text = text.replace(old, new)
-    expected = [problem.replace("$PWD", str(Path.cwd())) for problem in case["problems"]]
+    rewards = ", ".join(reward_functions())  # a new one need not be written into these texts
+    expected = [each.replace("$PWD", str(Path.cwd())).replace("$REWARDS", rewards) for each in case["problems"]]
     assert problems_of(write(text), case.get("overrides")) == expected
 
 

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from mrl.config.mesh import Mesh
-from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext, call, handshake, worker_group
-from mrl.controller.death import NodeMemory, cause, said_by_ray
-from mrl.controller.handshake import collect_handshakes
+from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext, call, processes, worker_group
+from mrl.controller.diagnosis import NodeMemory, cause, said_by_ray
+from mrl.controller.processes import collect_handshakes
 from mrl.errors import WorkerDied, WorkerError
 from mrl.events import EventLog
 
@@ -64,11 +64,11 @@ def test_rays_memory_monitor_may_end_a_process_before_it_is_up(tmp_path: Path, m
     def get(greetings: object, timeout: float) -> None:
         raise call.OutOfMemoryError(MONITOR)
 
-    monkeypatch.setattr(handshake.ray, "get", get)
-    monkeypatch.setattr(handshake, "cause_on", lambda node, said, log: cause(said, log, NODE, NODE))
-    monkeypatch.setattr(handshake.ray, "kill", lambda actor, no_restart: None)
+    monkeypatch.setattr(processes.ray, "get", get)
+    monkeypatch.setattr(processes, "cause_on", lambda node, said, log: cause(said, log, NODE, NODE))
+    monkeypatch.setattr(processes.ray, "kill", lambda actor, no_restart: None)
     node = SimpleNamespace(name="host", network=SimpleNamespace(address="127.0.0.1"))
-    monkeypatch.setattr(handshake, "ask", lambda node, question: "")
+    monkeypatch.setattr(processes, "ask", lambda node, question: "")
     actor, events = SimpleNamespace(handshake=SimpleNamespace(remote=str)), EventLog(tmp_path / "events")
     with pytest.raises(WorkerDied) as caught:
         collect_handshakes("rollout-0", [actor], [node], 9, events)  # type: ignore[list-item]

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from mrl.controller import harmless
-from mrl.controller.harmless import HARMLESS, HARMLESS_WITHOUT_GPU, is_harmless, without_harmless
+from mrl.controller import worker_log
+from mrl.controller.worker_log import HARMLESS, HARMLESS_WITHOUT_GPU, is_harmless, without_harmless
 
 VLLM = "(MainProcess pid=5935) WARNING 11-23 00:03:58"
 SEEN = (  # with megatron-core 0.16.1, vLLM 0.31.0 and torch 2.13.0
@@ -71,6 +71,6 @@ def test_only_the_first_line_of_what_is_said_at_once_counts() -> None:
     assert not is_harmless(f"loss 1.5\n{SEEN[0]}\n")
 
 
-@pytest.mark.skipif(harmless._HAS_GPU, reason="there is a GPU")
+@pytest.mark.skipif(worker_log._HAS_GPU, reason="there is a GPU")
 def test_without_a_gpu_its_lack_means_nothing() -> None:
     assert all(map(is_harmless, SEEN_WITHOUT_GPU))

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from mrl.controller import RayWorkerGroup, RunContext
-from mrl.controller.links import LinkedNode, broken_links, linked_nodes
 from mrl.controller.network import Endpoint, failures, interfaces, listen, listen_everywhere, network
-from mrl.controller.nodes import offered_nodes
+from mrl.controller.nodes import LinkedNode, broken_links, linked_nodes, offered_nodes
 from mrl.errors import PlacementError
 from mrl.events import NetworkChosen, read_events
 

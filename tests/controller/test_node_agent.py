@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.controller import harmless, node_agent, threads
+from mrl.controller import diagnosis, node_agent, worker_log
 from mrl.controller.dispatch import Dispatch, register, registered_methods
 from mrl.controller.node_agent import NodeAgent, NodeLost, ProcessId, ProcessView, own_process, read_process, view
 from mrl.controller.resource_pool import RayResourcePool
@@ -99,10 +99,10 @@ def test_without_its_raylet_a_node_is_lost() -> None:
 def test_native_frames_that_cannot_be_had_are_explained(
     sleeper: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "NATIVE_S", 0.5)
+    monkeypatch.setattr(diagnosis, "NATIVE_S", 0.5)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert threads.native_frames(sleeper.pid) == "py-spy is not installed"
+    assert diagnosis.native_frames(sleeper.pid) == "py-spy is not installed"
     spy = tmp_path / "py-spy"
     for script, said in {
         "echo 'Error: Permission denied' >&2; echo more >&2; exit 1": "py-spy: Error: Permission denied",
@@ -111,16 +111,16 @@ def test_native_frames_that_cannot_be_had_are_explained(
     }.items():
         spy.write_text(f"#!/bin/sh\n{script}\n")
         spy.chmod(0o700)
-        assert threads.native_frames(sleeper.pid) == said
+        assert diagnosis.native_frames(sleeper.pid) == said
 
 
 def test_the_kernel_says_where_threads_are(sleeper: subprocess.Popen[bytes]) -> None:
     agent, process = NodeAgent(), id_of(sleeper)
     deadline = time.monotonic() + 5
-    while "nanosleep" not in threads.kernel_view(sleeper.pid) and time.monotonic() < deadline:
+    while "nanosleep" not in diagnosis.kernel_view(sleeper.pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert re.fullmatch(r"main thread \(sleep\): sleeping in \w*nanosleep", agent.threads(process)[1])
-    own = threads.kernel_view(os.getpid())
+    own = diagnosis.kernel_view(os.getpid())
     assert own.startswith("main thread (")
     assert "): running" in own
     sleeper.kill()
@@ -206,7 +206,7 @@ def test_everything_that_a_process_says_is_in_its_log_and_its_stacks_beside_it(t
     assert 'File "<string>", line' in stack_path(log).read_text()
 
 
-@pytest.mark.skipif(harmless._HAS_GPU, reason="what is written there means something where there is a GPU")
+@pytest.mark.skipif(worker_log._HAS_GPU, reason="what is written there means something where there is a GPU")
 def test_a_warning_that_is_known_to_be_harmless_stands_beside_the_log(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.log"
     program = REDIRECTED.replace("{signal}", "0").replace("{harmless}", "True")

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import pytest
 
 from mrl.config.schema import ClusterConfig, DeadlinesConfig, PlacementConfig
-from mrl.controller.numa import bind_to_gpus
 from mrl.controller.resource_pool import ResourcePoolManager
 from mrl.controller.worker import Worker
+from mrl.controller.worker_host import bind_to_gpus
 from mrl.errors import PlacementError
 
 CPUS = sorted(os.sched_getaffinity(0))
@@ -42,7 +42,7 @@ def driver(directory: Path, monkeypatch: pytest.MonkeyPatch, says: str) -> None:
 def bound(machine: Path, visible: str) -> tuple[str, set[int]]:
     """What a process of its own is told, and where a child of it may run."""
     code = (
-        "import sys, pathlib\nfrom mrl.controller.numa import bind_to_gpus\n"
+        "import sys, pathlib\nfrom mrl.controller.worker_host import bind_to_gpus\n"
         "print(bind_to_gpus(sys.argv[2], pathlib.Path(sys.argv[1])))\n"
         "import subprocess; subprocess.run([sys.executable, '-c', 'import os; print(*os.sched_getaffinity(0))'])"
     )

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from mrl.config.schema import RolloutConfig
-from mrl.data.chat import ChatTokenizer
-from mrl.data.end_tokens import end_tokens, model_end_tokens
+from mrl.data.chat import ChatTokenizer, end_tokens, model_end_tokens
 from mrl.errors import DataError
 
 

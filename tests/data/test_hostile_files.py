@@ -24,8 +24,8 @@ from mrl.config.load import load_config
 from mrl.config.model_rules import read_model_shape
 from mrl.config.schema import SourceConfig
 from mrl.data.chat import ChatTokenizer, load_tokenizer
-from mrl.data.parquet import ParquetFile
 from mrl.data.rlhf_dataset import Prompt, SkippedRow
+from mrl.data.row_files import ParquetFile
 from mrl.data.sample_files import read_newest_samples
 from mrl.data.sources import open_source
 from mrl.errors import BadRow, DataError, MrlError, Problem

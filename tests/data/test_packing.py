@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.karmarkar_karp import partition
 from benchmarks.packing import pipeline_makespan, stage_order
 from mrl.data import packing
-from mrl.data.packing import PackingRules, RowCost, StepPlan, plan_step
+from mrl.data.packing import Integers, PackingRules, RowCost, plan_step
 from mrl.errors import BatchError
 from mrl.rounding import round_up
 
@@ -35,12 +35,12 @@ def rounded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def check(plan: StepPlan, lengths: list[int], num_ranks: int, max_tokens: int, rules: PackingRules) -> None:
+def check(plan: list[list[Integers]], lengths: list[int], num_ranks: int, max_tokens: int, rules: PackingRules) -> None:
     """What every plan keeps to, computed here from the words of the rules."""
-    assert len(plan.micro_batches) == num_ranks
-    assert {len(rank) for rank in plan.micro_batches} == {plan.num_micro_batches}
-    assert plan.num_micro_batches % rules.count_multiple == 0
-    parts = [part.tolist() for rank in plan.micro_batches for part in rank]
+    assert len(plan) == num_ranks
+    assert {len(rank) for rank in plan} == {len(plan[0])}
+    assert len(plan[0]) % rules.count_multiple == 0
+    parts = [part.tolist() for rank in plan for part in rank]
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     for part in parts:
         assert part
@@ -66,7 +66,7 @@ def test_a_plan_keeps_its_rules_and_is_refused_only_where_there_is_none(
             plan_step(lengths, num_ranks, max_tokens, rules)
         return
     plan = plan_step(lengths, num_ranks, max_tokens, rules)
-    assert plan.num_micro_batches == count
+    assert len(plan[0]) == count
     check(plan, lengths, num_ranks, max_tokens, rules)
 
 
@@ -82,8 +82,8 @@ def test_groups_stay_whole_and_in_order(groups: list[list[int]], num_ranks: int,
     ends = np.cumsum(sizes)
     whole = {tuple(range(end - size, end)) for end, size in zip(ends.tolist(), sizes, strict=True)}
     seen: list[int] = []
-    for batches in plan.micro_batches:
-        assert len(batches) == plan.num_micro_batches
+    for batches in plan:
+        assert len(batches) == len(plan[0])
         for batch in batches:
             assert round_up(np.asarray(lengths)[batch], rules.row_multiple).sum() <= rules.capacity(capacity)
             left = batch.tolist()
@@ -102,7 +102,7 @@ def test_groups_of_one_are_rows(lengths: list[int], num_ranks: int, rules: Packi
             plan = plan_step(lengths, num_ranks, 700, rules, groups)
         except BatchError as error:
             return error.what.replace("groups", "rows")
-        return [[batch.tolist() for batch in rank] for rank in plan.micro_batches]
+        return [[batch.tolist() for batch in rank] for rank in plan]
 
     assert planned([1] * len(lengths)) == planned(None)
 
@@ -116,7 +116,7 @@ def test_a_group_above_the_budget_is_named_with_the_budget_that_would_do() -> No
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=9))
 def test_hardly_more_micro_batches_than_there_must_be(lengths: list[int]) -> None:
     """Within the proven bound of best-fit decreasing, 11/9 of the optimum + 2/3; the optimum by trying everything."""
-    found = plan_step(lengths, 1, 10, PackingRules(COST)).num_micro_batches
+    found = len(plan_step(lengths, 1, 10, PackingRules(COST))[0])
     assert fewest(tuple(sorted(lengths)), 10) <= found <= 11 / 9 * fewest(tuple(sorted(lengths)), 10) + 2 / 3
 
 
@@ -138,7 +138,7 @@ def fewest(lengths: tuple[int, ...], capacity: int) -> int:
 def test_no_rank_is_far_behind(lengths: list[int], num_ranks: int, cost: RowCost) -> None:
     assume(len(lengths) >= num_ranks)
     plan = plan_step(lengths, num_ranks, sum(lengths), PackingRules(cost))
-    ranks = [np.concatenate(parts) for parts in plan.micro_batches]
+    ranks = [np.concatenate(parts) for parts in plan]
     assert sorted(np.concatenate(ranks).tolist()) == list(range(len(lengths)))
     assert all(len(rows) and rows.tolist() == sorted(rows) for rows in ranks)
     costs = cost.of(np.array(lengths))
@@ -150,21 +150,21 @@ def test_no_rank_is_far_behind(lengths: list[int], num_ranks: int, cost: RowCost
 
 def test_work_is_spread_not_tokens() -> None:
     plan = plan_step([100, 50, 50, 50, 50], 2, 1000, PackingRules(QUADRATIC))
-    assert [[rows.tolist() for rows in parts] for parts in plan.micro_batches] == [[[0]], [[1, 2, 3, 4]]]
+    assert [[rows.tolist() for rows in parts] for parts in plan] == [[[0]], [[1, 2, 3, 4]]]
 
 
 def test_every_rank_has_a_row_for_every_micro_batch() -> None:
     """The work alone would leave the first rank with the long row, and one micro-batch fewer than the other."""
     lengths = [8192, 5000, 5000, 5000]
     plan = plan_step(lengths, 2, 8192, PackingRules(QUADRATIC))
-    assert plan.num_micro_batches == 2
+    assert len(plan[0]) == 2
     check(plan, lengths, 2, 8192, PackingRules(QUADRATIC))
 
 
 def test_equal_rows_give_equal_ranks() -> None:
     plan = plan_step([7] * 24, 4, 21, PackingRules(COST))
-    assert plan.num_micro_batches == 2
-    assert {len(part) for rank in plan.micro_batches for part in rank} == {3}
+    assert len(plan[0]) == 2
+    assert {len(part) for rank in plan for part in rank} == {3}
 
 
 @pytest.mark.parametrize(("lengths", "capacity"), [([6, 5, 4, 4, 4], 12), ([8, 7, 4, 3, 2], 12), ([6, 5, 4, 3, 2], 10)])
@@ -173,7 +173,7 @@ def test_the_fewest_micro_batches_even_where_no_balanced_placement_fits(lengths:
     assert packing._placed(rows, COST.of(rows), (1, 2), capacity) is None
     plan = plan_step(lengths, 1, capacity, PackingRules(COST))
     check(plan, lengths, 1, capacity, PackingRules(COST))
-    assert plan.num_micro_batches == 2
+    assert len(plan[0]) == 2
 
 
 def test_dealt_bins_are_halved_until_every_rank_has_enough() -> None:
@@ -209,7 +209,7 @@ def test_what_cannot_be_is_said(make: object, message: str) -> None:
 
 def test_the_cheapest_micro_batches_stand_at_both_ends() -> None:
     lengths = [10, 20, 30, 40, 50]
-    (parts,) = plan_step(lengths, 1, 50, PackingRules(COST, count_multiple=5)).micro_batches
+    (parts,) = plan_step(lengths, 1, 50, PackingRules(COST, count_multiple=5))
     assert [lengths[part[0]] for part in parts] == [10, 30, 50, 40, 20]
 
 
@@ -243,9 +243,7 @@ def test_plans_are_repeatable() -> None:
     lengths = np.random.default_rng(0).integers(1, 500, 300)
     first, second = (plan_step(lengths, 4, 1000, PackingRules(COST)) for _ in range(2))
     assert all(
-        np.array_equal(a, b)
-        for one, other in zip(first.micro_batches, second.micro_batches, strict=True)
-        for a, b in zip(one, other, strict=True)
+        np.array_equal(a, b) for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True)
     )
 
 
@@ -253,9 +251,9 @@ def test_thousands_of_rows_over_many_ranks() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(7, 1, 8192), 16, 8192).astype(int).tolist()
     plan = plan_step(lengths, 64, 8192, PackingRules(COST))
     check(plan, lengths, 64, 8192, PackingRules(COST))
-    assert plan.num_micro_batches == math.ceil(sum(lengths) / (64 * 8192))
+    assert len(plan[0]) == math.ceil(sum(lengths) / (64 * 8192))
     costs = COST.of(np.array(lengths))
-    assert max(costs[np.concatenate(rank)].sum() for rank in plan.micro_batches) < 1.05 * costs.sum() / 64
+    assert max(costs[np.concatenate(rank)].sum() for rank in plan) < 1.05 * costs.sum() / 64
 
 
 def test_planning_needs_no_heavy_library() -> None:

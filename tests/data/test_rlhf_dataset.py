@@ -95,7 +95,7 @@ def test_many_lines_across_chunks(here: Path, dataset_of: OpenDataset, monkeypat
     rows = [good_row(number, notes="x" * (number % 40)) for number in range(300)]
     Path("rows.jsonl").write_bytes(jsonl(*rows))
     for chunk in (1, 7, 64, 4096):
-        monkeypatch.setattr("mrl.data.jsonl.CHUNK_BYTES", chunk)
+        monkeypatch.setattr("mrl.data.row_files.CHUNK_BYTES", chunk)
         dataset = dataset_of(train="rows.jsonl")
         assert len(dataset) == 300
         assert dataset.batch(range(300))["ground_truth"].tolist() == [str(number) for number in range(300)]

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.data.curriculum import DifficultySampler
-from mrl.data.sampler import Draw, PromptSampler, shuffled
+from mrl.data.sampler import DifficultySampler, Draw, PromptSampler, shuffled
 from mrl.errors import DataError
 
 SIZES = {"math": 7, "code": 3, "one": 1}

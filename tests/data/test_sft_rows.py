@@ -15,8 +15,7 @@ from mrl.config.sft import SftBatchConfig
 from mrl.data.chat import ChatTokenizer
 from mrl.data.conversation import ConversationEncoder
 from mrl.data.rows import PromptRow
-from mrl.data.sft_rows import ANSWER, PROMPT, MessageRows, SftDataset, open_sft_dataset
-from mrl.data.sources import MadeRows
+from mrl.data.sft_rows import MessageParser, SftDataset, open_sft_dataset
 from mrl.errors import BadRow, DataError
 from tests.data.conftest import jsonl
 
@@ -28,29 +27,29 @@ TALK = [
 ]
 
 
-def rows_of(*rows: Any) -> MessageRows:
-    return MessageRows(MadeRows(list(rows), "made"), "talk")
+def parse(raw: Any) -> PromptRow:
+    columns = ColumnsConfig(prompt="talk", data_source=None, ability=None, ground_truth=None, extra_info=None)
+    return MessageParser(columns, "made").parse(raw, "made: row 0")
 
 
-def test_the_last_message_is_the_answer_and_the_rest_the_prompt() -> None:
-    rows = rows_of({"talk": TALK, "kept": 1}, {"talk": TALK[:2]})
-    assert len(rows) == 2
-    assert rows.where(1) == "made: row 1"
-    assert rows.row(0) == {"talk": TALK, "kept": 1, PROMPT: TALK[:3], ANSWER: "4"}
-    assert rows.row(1) == {"talk": TALK[:2], PROMPT: TALK[:1], ANSWER: "2"}
-    assert len(TALK) == 4, "the row itself stays as it was"
+@pytest.mark.parametrize(("talk", "answer"), [(TALK, "4"), (TALK[:2], "2")], ids=["long", "short"])
+def test_the_last_message_is_the_answer_and_the_rest_the_prompt(talk: list[Any], answer: str) -> None:
+    raw = {"talk": talk, "prompt": "another column"}
+    row = parse(raw)
+    assert (list(row.messages), row.ground_truth, row.where) == (talk[:-1], answer, "made: row 0")
+    assert raw == {"talk": talk, "prompt": "another column"}, "the row itself stays as it was"
 
 
 @pytest.mark.parametrize("wrong", [[], {"talk": None}, {"talk": []}, {"talk": "hi"}, {"talk": ["hi"]}, {}], ids=repr)
 def test_what_is_no_conversation_is_a_bad_row(wrong: Any) -> None:
     with pytest.raises(BadRow) as caught:
-        rows_of(wrong).row(0)
+        parse(wrong)
     assert str(caught.value) == "made: row 0: column `talk` must be a list of messages"
 
 
 def test_a_conversation_ends_with_the_assistant() -> None:
     with pytest.raises(BadRow) as caught:
-        rows_of({"talk": TALK[:3]}).row(0)
+        parse({"talk": TALK[:3]})
     assert str(caught.value) == "made: row 0: column `talk` must end with a message of the assistant, not of user"
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mrl.events import EventLog, PhaseBegin, PhaseEnd, read_events
-from mrl.observe.step_timer import StepTimer
+from mrl.observe.metrics import StepTimer
 
 
 class Watch:
@@ -16,7 +16,7 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 50.0
-        monkeypatch.setattr("mrl.observe.step_timer.time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr("mrl.observe.metrics.time", SimpleNamespace(perf_counter=lambda: self.now))
 
 
 def test_seconds_of_phases_add_up_until_the_lap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from mrl.data.rlhf_dataset import open_dataset
 from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.events import EventLog
 from mrl.observe.console import Console
-from mrl.observe.step_timer import StepTimer
+from mrl.observe.metrics import StepTimer
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.rewards.outcome import Failure, Outcome, Score

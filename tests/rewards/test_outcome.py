@@ -57,7 +57,7 @@ def test_what_belongs_to_no_sample_is_json() -> None:
 
 def test_a_sample_arrives_with_all_that_it_has() -> None:
     sample = make_sample("nan", 5, deep={"list": [1, None, "é"]})
-    assert Sample.from_json(sample.to_json()) == sample
+    assert Sample.all_from_json(sample.to_json()) == [sample]
     assert sample.name == "row 5 (uid u5, source unit/test)"
 
 

@@ -21,7 +21,7 @@ from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.config.schema import Config, ParallelConfig, PlacementConfig, SourceConfig
 from mrl.errors import MrlError
 from mrl.events import EventLog, ModelLoaded, Warned, read_events
-from mrl.observe.step_timer import StepTimer
+from mrl.observe.metrics import StepTimer
 from mrl.trainer import components as made
 from mrl.trainer import nodes
 from mrl.trainer.components import Components, _kl_controller, build_components, model_setup, with_models

@@ -15,7 +15,7 @@ from mrl.config.schema import Config
 from mrl.controller.worker_log import log_path, make_log_directory
 from mrl.events import EventLog, ModelLoaded, PoolReady, WorkersStarted
 from mrl.observe.console import Console
-from mrl.observe.step_timer import StepTimer
+from mrl.observe.metrics import StepTimer
 from mrl.trainer import start_progress
 from mrl.trainer.start_progress import StartProgress, parts_of, show_start_progress
 from tests.trainer.test_components import whole_config

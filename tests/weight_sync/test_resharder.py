@@ -63,7 +63,7 @@ def test_every_worker_holds_its_shard_to_the_bit(tiny: Tiny, tmp_path: Path) -> 
 
 def test_engines_with_devices_of_their_own_get_all_from_the_network(tiny: Tiny, tmp_path: Path) -> None:
     dense, moe = str(tiny("qwen3")), str(tiny("qwen3_moe"))
-    common: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "sockets": str(tmp_path), "num_porters": 2}
+    common: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "sockets": str(tmp_path), "num_receivers": 2}
     cases = [
         ReshardCase(dense, ParallelConfig(tp=2), EngineSizes(1), **common),
         ReshardCase(moe, ParallelConfig(pp=2), EngineSizes(2), ranks_per_node=2, **common),

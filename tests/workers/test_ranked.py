@@ -85,8 +85,8 @@ def trained(kind: str, path: str) -> list[dict[str, Any]]:
         worker: Any = LocalRm(place, setup, RM_LOSS) if kind == "rm" else LocalDpo(place, setup, DPO_LOSS)
         with worker._groups:
             plan = plan_step(lengths, mesh.dp, max_tokens, worker.init_model().packing, group_sizes(batch))
-            sizes = [[len(rows) for rows in batches] for batches in plan.micro_batches]
-            shard = batch.take(np.concatenate(plan.micro_batches[place.coordinates.dp]))
+            sizes = [[len(rows) for rows in batches] for batches in plan]
+            shard = batch.take(np.concatenate(plan[place.coordinates.dp]))
             update = worker.update_rm if kind == "rm" else worker.update_dpo
             reports = [update(shard, sizes) for _ in range(NUM_UPDATES)]
             scores = (worker.score_rm if kind == "rm" else worker.score_dpo)(shard, sizes)

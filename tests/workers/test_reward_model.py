@@ -53,8 +53,8 @@ def scores_of(path: str, layouts: list[ParallelConfig]) -> list[dict[int, float]
         worker = RankOfLocalWorld(place, ModelSetup(path, "score", settings, seed=1, timeout_s=60))
         with worker._groups:
             plan = plan_step(lengths, mesh.dp, settings.max_tokens_per_device, worker.init_model().packing)
-            sizes = [[len(rows) for rows in batches] for batches in plan.micro_batches]
-            shard = batch.take(np.concatenate(plan.micro_batches[place.coordinates.dp]))
+            sizes = [[len(rows) for rows in batches] for batches in plan]
+            shard = batch.take(np.concatenate(plan[place.coordinates.dp]))
             answers = []
             for _ in range(2):
                 written = worker.compute_rm_score(shard, sizes)

@@ -2,5 +2,3 @@
 
 Sample in, number out, or numbers by name, and the `answer` that was judged, as text. They run in worker processes only.
 """
-
-from __future__ import annotations

@@ -7,8 +7,8 @@ import operator
 from collections.abc import Callable
 from fractions import Fraction
 
+from mrl.answers import answer_in
 from mrl.errors import RewardError
-from mrl.rewards.answer_text import answer_in
 from mrl.rewards.sample import Sample
 
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {

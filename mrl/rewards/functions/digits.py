@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mrl.rewards.answer_text import accepted_answers
 from mrl.rewards.sample import Sample
 
 
@@ -12,7 +11,7 @@ def score(sample: Sample, partial: float = 0.5) -> dict[str, float | str]:
     The response must be the number and nothing else; one that has too many digits gets nothing.
     """
     answer = sample.response.strip()
-    best = max(_score(answer, truth.strip(), partial) for truth in accepted_answers(sample))
+    best = max(_score(answer, truth.strip(), partial) for truth in sample.accepted_answers)
     return {"score": best, "answer": answer if answer.isdecimal() else ""}
 
 

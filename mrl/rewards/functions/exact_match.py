@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mrl.rewards.answer_text import accepted_answers, answer_in, plain_words
+from mrl.answers import answer_in, plain_words
 from mrl.rewards.sample import Sample
 
 
@@ -14,5 +14,5 @@ def score(sample: Sample, tag: str | None = None) -> dict[str, float | str]:
     `<tag>...</tag>` holds.
     """
     words = plain_words(answer_in(sample.response, tag))
-    right = any(words == plain_words(accepted) for accepted in accepted_answers(sample))
+    right = any(words == plain_words(accepted) for accepted in sample.accepted_answers)
     return {"score": float(right), "answer": " ".join(words)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mrl.rewards.answer_text import accepted_answers, answer_in, plain_words
+from mrl.answers import answer_in, plain_words
 from mrl.rewards.sample import Sample
 
 
@@ -15,7 +15,7 @@ def score(sample: Sample, tag: str | None = None) -> dict[str, float | str]:
     none to score 1.
     """
     words = plain_words(answer_in(sample.response, tag))
-    best = max(_f1(words, plain_words(accepted)) for accepted in accepted_answers(sample))
+    best = max(_f1(words, plain_words(accepted)) for accepted in sample.accepted_answers)
     return {"score": best, "answer": " ".join(words)}
 
 

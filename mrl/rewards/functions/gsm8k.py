@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mrl.answers import after_hashes
-from mrl.rewards.answer_text import ANY_NUMBER
+from mrl.answers import ANY_NUMBER, after_hashes
 from mrl.rewards.math_answer import normal_form, same_answer
 from mrl.rewards.sample import Sample
 

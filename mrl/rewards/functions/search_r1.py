@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mrl.rewards.answer_text import accepted_answers, plain_words
+from mrl.answers import plain_words
 from mrl.rewards.sample import Sample
 
 _TAG = r"</?(?:think|search|information|answer)>"
@@ -29,7 +29,7 @@ def score(sample: Sample, structure: float = 0.2, final: float = 0.1, retrieval:
     valid = [form and form[1] for form in forms] == ["search"] * (len(forms) - 1) + ["answer"]
     action = _ACTION.search(written[-1])
     answer = plain_words(action[2]) if action is not None and action[1] == "answer" else None
-    accepted = [plain_words(text) for text in accepted_answers(sample)]
+    accepted = [plain_words(text) for text in sample.accepted_answers]
     exact = answer in accepted
     observed = " ".join(plain_words(" ".join(sample.turns[1::2])))
     retrieved = any(" ".join(words) in observed for words in accepted if words)
