@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from mrl.config.arithmetic import has_own_rollout_pool
@@ -18,6 +17,7 @@ from mrl.config.schema import Config
 from mrl.errors import CheckpointError
 from mrl.observe.metrics import StepTimer
 from mrl.protocol import DataProto
+from mrl.rollout.gate import Gate
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.trainer.collector import Collector
 from mrl.trainer.engine_probe import Answers, EngineProbe
@@ -26,24 +26,6 @@ from mrl.trainer.open_rounds import OpenRounds
 
 _LOOK_S = 0.01
 _CLOSE_S = 10.0
-
-
-@dataclass
-class Gate:
-    """Which batches may begin: a rule of counts alone."""
-
-    ahead: int
-    num_steps: int
-    """Of the whole run: no batch is begun that is not trained."""
-    trained: int = 0
-    """Steps whose weights the engines have."""
-    begun: int = 0
-
-    def open(self) -> Iterator[int]:
-        """Begin the batches that may, one after another; yield their numbers."""
-        while self.begun < min(self.trained + 1 + self.ahead, self.num_steps):
-            self.begun += 1
-            yield self.begun
 
 
 class SampleStream:

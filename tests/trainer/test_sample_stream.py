@@ -19,9 +19,9 @@ from mrl.errors import AuditFailed, CheckpointError, RolloutError
 from mrl.observe.metrics import read_metrics
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
+from mrl.rollout.gate import Gate
 from mrl.trainer.drawn_file import drawn_from_bytes, drawn_to_bytes
 from mrl.trainer.generation import ScoredBatch
-from mrl.trainer.sample_stream import Gate
 from mrl.trainer.staleness import staleness_metrics, with_staleness
 from tests.trainer.fakes import Scene, make_config, scene
 
