@@ -1,0 +1,89 @@
+"""Whole runs with batches ahead: real Ray, real Megatron, a real vLLM engine with a pool of its own, and without."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.config.run_directory import steps_in
+from mrl.demo.model import make_model
+from tests.apart import run_python, untimed
+from tests.trainer.test_ppo import CONFIG
+
+INLINE = """
+import sys
+import mrl.trainer.sample_stream as stream
+from tests.trainer.test_sample_stream import Inline
+from mrl.cli.main import main
+stream.ThreadPoolExecutor = Inline
+sys.exit(main())
+"""
+"""A program that generates the next batch before it trains one, and does nothing at the same time."""
+THREADED = "import sys; from mrl.cli.main import main; sys.exit(main())"
+APART = (
+    "placement={pools: {all: 2, engines: 1}, roles: {actor: all, critic: all, rollout: engines}}",
+    "cluster.devices_per_node=3",
+)
+WEIGHED = ("algorithm.correction={level: token}", "algorithm.kl={where: both, target: 1e-6, horizon_samples: 100}")
+MEASURED = (
+    'data.validation.held={dataset: "toy:addition", options: {part: validation, largest: 19}}',
+    "validation={every: 2, samples_per_prompt: 2, solved_at: 0.3}",
+)
+LONG = ("rollout.max_response_tokens=24", "actor.max_tokens_per_device=256", "critic.max_tokens_per_device=256")
+
+
+def train(config: Path, name: str, *overrides: str, program: str = THREADED) -> list[dict[str, Any]]:
+    """The metrics of a run without what only a clock decides."""
+    run_python("-c", program, "train", str(config), f"run.name={name}", *overrides)
+    return untimed(config.parent / "runs" / name)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("asynchronous")
+    model = make_model(directory / "model", seed=1)
+    path = directory / "run.yaml"
+    path.write_text(CONFIG.format(directory=directory / "runs", model=model))
+    return path
+
+
+@pytest.mark.slow
+def test_a_thread_a_program_without_one_and_a_resumed_run_are_equal(config: Path) -> None:
+    """To the bit: three steps with one batch ahead, validated and saved."""
+    settings = (*APART, *WEIGHED, *MEASURED, "asynchrony.ahead=1")
+    lines = train(config, "threaded", *settings)
+    assert [line["async/staleness/max"] for line in lines[1:]] == [0, 1, 1]
+    assert lines[2]["mismatch/ratio_mean/age_1"] != 1.0
+    assert 0 < lines[2]["mismatch/ratio_eff_sample_size/age_1"] < 1
+    assert abs(lines[1]["mismatch/ratio_mean/age_0"] - 1) < 1e-5
+    assert train(config, "inline", *settings, program=INLINE) == lines
+
+    run, again = config.parent / "runs" / "threaded", config.parent / "runs" / "again"
+    shutil.copytree(run, again)
+    for step in steps_in(run / "checkpoints"):
+        if step > 1:
+            shutil.rmtree(again / "checkpoints" / f"step-{step:06d}")
+    assert (again / "checkpoints" / "step-000001" / "drawn-ahead.bin").stat().st_size > 0
+    assert train(config, "again", *settings) == lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "overrides"), [("in flight", (*APART, "asynchrony.ahead=2")), ("carried", ("asynchrony.ahead=1",))]
+)
+def test_weights_in_flight(name: str, overrides: tuple[str, ...], config: Path) -> None:
+    """No token is older than it may be, the probe of each second step compares, and the run goes on after its end."""
+    settings = (*overrides, *WEIGHED, *MEASURED, *LONG, "asynchrony.weights=in_flight", "sync.probe_every=2")
+    lines = train(config, name, *settings, "training={steps: 3, save_every: 2}")
+    ahead = int(overrides[-1][-1])
+    ages = [line["async/staleness/max"] for line in lines[1:]]
+    assert ages[0] == 0
+    assert max(ages) <= ahead
+    assert any(ages), "nothing was ahead"
+    lines = train(config, name, *settings, "training={steps: 5, save_every: 2}")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert all("async/staleness/mean" in line for line in lines[1:])
+    assert [line["step"] for line in lines if "val/score/mean@2" in line] == [0, 2, 3, 4, 5]
