@@ -28,7 +28,7 @@ cluster: {{devices_per_node: 2, device: cpu}}
 placement: {{pools: {{all: 2}}, roles: {{actor: all, teacher: all}}}}
 model: {{path: {directory}/fresh-student}}
 teacher: {{path: {directory}/teacher/model, dtype: float32, max_tokens_per_device: 256}}
-algorithm: {{advantage: grpo}}
+algorithm: {{advantage: reinforce_plus_plus}}
 batch: {{prompts_per_step: 32, samples_per_prompt: 1, samples_per_update: 16}}
 actor:
   dtype: float32
@@ -93,7 +93,7 @@ def test_a_teacher_beside_rewards_is_a_share_of_what_is_learned(directory: Path)
     lines = train(
         directory,
         "beside",
-        "algorithm.distillation={form: advantage, coef: 0.1}",
+        "algorithm={advantage: grpo, distillation: {form: advantage, coef: 0.1}}",
         "reward.functions={digits: {name: digits}}",
         "batch={prompts_per_step: 8, samples_per_prompt: 4}",
         "training.steps=2",
