@@ -3,11 +3,11 @@
     python benchmarks/asynchrony.py [--steps N] [--repeats N] [--epochs N] [--json FILE]
 
 Whole `mrl train` runs in turns, with one engine and one trainer process on a core each: synchronous, a batch ahead
-between batches, two ahead in flight; beside them synchronous with a trainer and an engine on each of both cores. Lengths
-are log-normal, with mean 64 and at most 320 tokens: the engine is vLLM's, told by each sample's seed when to end. Every
-pass counts: the synchronous runs have no correction, and so no old log-probs, which the others compute. Seconds are those
-of the steps behind the first two, as metrics.jsonl has them; `idle` is the median share of the step. With `--epochs`
-training takes longer.
+between batches, two ahead in flight; beside them synchronous with a trainer and an engine on each of both cores.
+Lengths are log-normal, with mean 64 and at most 320 tokens: the engine is vLLM's, told by each sample's seed when to
+end. Every pass counts: the synchronous runs have no correction, and so no old log-probs, which the others compute.
+Seconds are those of the steps behind the first two, as metrics.jsonl has them; `idle` is the median share of the step.
+With `--epochs` training takes longer.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from mrl.rollout.requests import GenerationRequest, Sampling
 
 MEAN_TOKENS, MAX_TOKENS, SIGMA = 64, 320, 1.0
 SETTLING_STEPS, LIMIT_S = 2, 400.0
-APART = "placement={pools: {trainer: 1, engines: 1}, roles: {actor: trainer, rollout: engines}}"
-TOGETHER = "placement={pools: {both: 2}, roles: {actor: both}}"
+APART = ("{trainer: 1, engines: 1}", "{actor: trainer, rollout: engines}")
+TOGETHER = ("{both: 2}", "{actor: both}")
 CORRECTION = "algorithm.correction={level: token}"
-MODES: dict[str, tuple[str, ...]] = {
-    "synchronous, apart": (APART,),
-    "ahead 1, between": (APART, CORRECTION, "asynchrony.ahead=1"),
-    "ahead 2, in flight": (APART, CORRECTION, "asynchrony={ahead: 2, weights: in_flight}"),
-    "synchronous, together": (TOGETHER,),
+MODES: dict[str, tuple[tuple[str, str], tuple[str, ...]]] = {
+    "synchronous, apart": (APART, ()),
+    "ahead 1, between": (APART, (CORRECTION, "asynchrony.ahead=1")),
+    "ahead 2, in flight": (APART, (CORRECTION, "asynchrony={ahead: 2, weights: in_flight}")),
+    "synchronous, together": (TOGETHER, ()),
 }
 GOAL = 1.6
 CONFIG = """\
 run: {{name: none, dir: {directory}}}
 cluster: {{devices_per_node: 2, device: cpu}}
-placement: {{pools: {{trainer: 1, engines: 1}}, roles: {{actor: trainer, rollout: engines}}}}
+placement: {{pools: {pools}, roles: {roles}}}
 model: {{path: {directory}/model}}
 algorithm: {{advantage: grpo}}
 batch: {{prompts_per_step: 16, samples_per_prompt: 4, samples_per_update: 64, epochs_per_step: {epochs}}}
@@ -103,9 +103,9 @@ def main() -> int:
         config = Path(directory, "run.yaml")
         make_model(Path(directory, "model"), seed=1, max_length=MAX_TOKENS + 16)
         told = {"directory": directory, "epochs": arguments.epochs, "steps": arguments.steps, "longest": MAX_TOKENS}
-        config.write_text(CONFIG.format(**told))
         for repeat in range(arguments.repeats):
-            for number, (mode, overrides) in enumerate(MODES.items()):
+            for number, (mode, ((pools, roles), overrides)) in enumerate(MODES.items()):
+                config.write_text(CONFIG.format(**told, pools=pools, roles=roles))
                 found[mode] += run(config, f"run-{repeat}-{number}", overrides)
                 print(
                     mode, f"{statistics.median(line['timing_s/step'] for line in found[mode]):.2f} s a step", flush=True

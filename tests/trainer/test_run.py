@@ -21,6 +21,7 @@ from mrl.errors import CheckpointError, ConfigError, WorkerRaised
 from mrl.events import Event, PhaseEnd, RunStarted, Warned, read_events
 from mrl.observe.metrics import read_metrics
 from mrl.trainer.components import Components
+from mrl.trainer.model_scores import ModelScores
 from mrl.trainer.run import Run, open_run
 from tests.trainer.fakes import Prompts, Role, Screen, make_config, resolved
 
@@ -81,7 +82,7 @@ def team_of(drawn: int = 0) -> Any:
     prompts.num_drawn = drawn
     nothing: Any = None
     role: Any = Role("actor", [])
-    return Components(role, None, None, nothing, nothing, prompts, nothing, nothing, FixedKLController(0.1))  # type: ignore[arg-type]
+    return Components(role, None, ModelScores([]), nothing, nothing, prompts, nothing, nothing, FixedKLController(0.1))  # type: ignore[arg-type]
 
 
 def events_of(run: Run) -> list[Event]:
