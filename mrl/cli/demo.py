@@ -16,13 +16,18 @@ ALGORITHMS = tuple(SUMS.algorithms)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--task", choices=TASKS, default="sums", help="to add, to add from preferences alone, or to search (default sums)"
+        "--task",
+        choices=TASKS,
+        default="sums",
+        help="to add, to add from preferences alone, or to search (default sums)",
     )
     parser.add_argument("--seed", type=int, default=1, help="of the model and of all that is drawn (default 1)")
     parser.add_argument("--algorithm", choices=ALGORITHMS, help="default ppo; the other tasks are learned by grpo")
     parser.add_argument("--tp", type=int, default=2, help="tensor parallel size of the actor (default 2)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size of the actor (default 1)")
-    parser.add_argument("--steps", type=int, help="of reinforcement learning (default 60, 50 of search, 25 of preferences)")
+    parser.add_argument(
+        "--steps", type=int, help="of reinforcement learning (default 60, 50 of search, 25 of preferences)"
+    )
     parser.add_argument("--dir", help="a new directory for its files (default runs/demo-DATE)")
 
 

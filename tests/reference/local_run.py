@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +42,7 @@ from mrl.trainer import components as team_module
 from mrl.trainer.components import Components
 from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator, ScoredBatch
+from mrl.trainer.model_scores import ModelScores, scoring_models
 from mrl.trainer.ppo import RayPPOTrainer
 from mrl.trainer.role_client import RoleClient
 from mrl.trainer.run import open_run
@@ -102,8 +103,9 @@ class ScriptedEngine:
 
     full_tensor_reason = ""
 
-    def __init__(self, config: Config, stop_token: Any, groups: Sequence[RayWorkerGroup]) -> None:
-        self._groups = groups
+    def __init__(self, config: Config, stop_token: Any, groups: Mapping[str, RayWorkerGroup]) -> None:
+        self._groups = list(groups.values())
+        self._scoring = [group for role, group in groups.items() if role in config.scoring_models()]
         self._stop_token, self._vocab_log = stop_token, float(np.log(200))
         self._symbols = np.frombuffer(ALPHABET, dtype=np.uint8)
         self._encode = load_tokenizer(config.model.path)
@@ -120,6 +122,12 @@ class ScriptedEngine:
             group.onload(*PARTS)
         self.is_awake = False
 
+    def pause(self) -> None:
+        """A reward model scores when it is called for, and no other model is there."""
+        assert self.is_awake, "scores outside of rollout_mode"
+        for group in self._scoring:
+            group.onload(*PARTS)
+
     def weights_changed(self) -> None:
         self.num_versions += 1
 
@@ -134,6 +142,8 @@ class ScriptedEngine:
     ) -> Iterator[Generated]:
         """The last one is finished first."""
         assert self.is_awake, "generation outside of rollout_mode"
+        for group in self._scoring:
+            group.offload(*PARTS)
         for request in reversed(requests):
             of_prompt = hashlib.blake2b(request.prompt.encode(), digest_size=4).digest()
             seed = int.from_bytes(of_prompt, "big") if sampling.top_k == 1 else request.seed
@@ -193,7 +203,8 @@ def local_team(
     validation = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
     rewards: Any = InstantRewards(case.failures)
     roles: Any = {role: start(role) for role in config.model_roles()}
-    hybrid: Any = ScriptedEngine(config, tokenizer.eos_token_id, [role.group for role in roles.values()])
+    groups_of = {name: role.group for name, role in roles.items()}
+    hybrid: Any = ScriptedEngine(config, tokenizer.eos_token_id, groups_of)
     generator = Generator(config, hybrid, rewards, tokenizer, clock.progress)
     if case.mask:
         whole = generator.run
@@ -201,7 +212,7 @@ def local_team(
     yield Components(
         actor=roles["actor"],
         critic=roles.get("critic"),
-        reward_model=roles.get("reward_model"),
+        model_scores=ModelScores(scoring_models(config, roles, tokenizer), clock, hybrid.pause),
         hybrid=hybrid,
         engine_probe=EngineProbe(config, hybrid, roles["actor"], tokenizer, events),
         prompts=PromptLoader(dataset, config.data, config.batch, events),

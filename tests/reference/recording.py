@@ -40,7 +40,7 @@ class Recorder:
         self._wrap(team.generator, "run", self._on_run)
         self._wrap(trainer, "step", self._on_step)
         self._wrap(trainer, "validate", self._on_validate)
-        roles = {**team.roles, **({"reward_model": team.reward_model} if team.reward_model else {})}
+        roles = team.roles | {model.role: model.client for model in team.model_scores._models}
         for name, role in roles.items():
             self._listen(name, role)
 
