@@ -86,7 +86,7 @@ def test_a_checkpoint_holds_every_role_as_it_is_after_the_step(tmp_path: Path) -
         for role in ("actor", "critic"):
             assert json.loads((path / role / "manifest.json").read_text()) == {"updates": step}
         state = json.loads((path / "manifest.json").read_text())["state"]
-        assert state["trained"] == {"prompts": {"drawn": 2 * step}, "kl": {"kind": "fixed"}}
+        assert state["trained"] == {"prompts": {"drawn": 2 * step}, "kl": {"kind": "fixed"}, "model_scores": {}}
         assert state["best"] == 0.5
     assert (tmp_path / "checkpoints" / "best").read_text() == "step-000001"
 
@@ -104,7 +104,7 @@ def test_the_best_is_chosen_by_the_score_of_all_sources_together(tmp_path: Path)
     with scene(config_of(tmp_path, validation={"every": 5}), tmp_path, validations=[0.1, 0.5]) as found:
         whole = found.components.validator.run
         others = {"val/score/prompts": 7.0, "val/score/solved/mean@1": 0.8, "val/easy/score/mean@1": 0.9}
-        found.components.validator.run = lambda step: others | whole(step)
+        found.components.validator.run = lambda step, models: others | whole(step, models)
         found.trainer.fit()
     manifest = json.loads((tmp_path / "checkpoints" / "step-000005" / "manifest.json").read_text())
     assert manifest["state"]["best"] == 0.5
@@ -123,7 +123,8 @@ def test_the_best_goes_by_the_figure_and_the_direction_that_are_asked_for(tmp_pa
     by = {"every": 1, "keep_best": True, "best_metric": "val/easy/solved/mean@1", "best_mode": "min"}
     with scene(config_of(tmp_path, validation=by), tmp_path, validations=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5]) as found:
         whole = found.components.validator.run
-        found.components.validator.run = lambda step: {"val/easy/solved/mean@1": (step - 3.0) ** 2} | whole(step)
+        easy = lambda step: {"val/easy/solved/mean@1": (step - 3.0) ** 2}  # noqa: E731
+        found.components.validator.run = lambda step, models: easy(step) | whole(step, models)
         found.trainer.fit()
     assert saved_steps(tmp_path) == [1, 2, 3, 5]
     assert (tmp_path / "checkpoints" / "best").read_text() == "step-000003"
