@@ -141,7 +141,7 @@ def test_the_correction_weighs_the_policy_loss(level: str, beyond: str, lower: f
 
 
 def test_the_correction_weighs_the_kl_and_not_the_entropy() -> None:
-    correction = CorrectionConfig(level="token", beyond="mask", upper=1.01, lower=0.99)
+    correction = CorrectionConfig(level="token", beyond="mask", upper=1.3, lower=0.7)
     loss = replace(LOSS, entropy_coef=0.03)
     reports = check(config_of(loss, kl=replace(KL, where="loss"), correction=correction))
     plain = check(config_of(loss, kl=replace(KL, where="loss")))
