@@ -47,7 +47,7 @@ test-hosts: install ## runs over hosts with addresses of their own, in network n
 	$(BIN)/python -m pytest tests/hosts
 
 sweep: install ## a run ended in every way at every moment, a save at every write, a host lost, searches over HTTP; three hours
-	$(BIN)/python -m pytest -m on_demand tests/trainer/test_writes.py tests/hosts tests/demo
+	$(BIN)/python -m pytest -m on_demand tests/trainer tests/hosts tests/demo
 	$(BIN)/python -m tests.endings.endings
 
 test-extras: install ## the tests of what is optional, with all of it installed into .venv-extras

@@ -77,10 +77,10 @@ CORE = {"algos", "protocol", "controller", "models", "rollout", "weight_sync", "
 # is planned and checked of it; then batches ahead of the one that is trained. What is taken off at the end went with
 # small files that joined their readers.
 MAX_LINES = {
-    "core": 13_750 + 870 + 350 + 150 + 2_800 + 150 + 850 + 270 + 480 + 950 - 140,
+    "core": 13_750 + 870 + 350 + 150 + 2_800 + 150 + 850 + 270 + 480 + 960 - 140,
     "workbench": 13_700 + 3_550 + 800 + 950 + 810 + 110 + 200 - 220,
 }
-MAX_FILES, MAX_CLASSES, MIN_MEDIAN_FILE_LINES = 240 + 45 + 40 + 5 + 8 - 16, 380 + 45 + 75 + 9 + 14 - 6, 115
+MAX_FILES, MAX_CLASSES, MIN_MEDIAN_FILE_LINES = 240 + 45 + 40 + 5 + 9 - 16, 380 + 45 + 75 + 9 + 14 - 6, 115
 """A capability that needs more raises these lines in its own commit, and says why."""
 
 # Where everything may be caught, because whatever happens there is reported as a worker's death, or is the failure of

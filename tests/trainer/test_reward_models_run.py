@@ -76,6 +76,7 @@ def test_four_roles_give_the_same_numbers_in_every_placement(config: Path) -> No
         assert [without_sync(line) for line in other] == [without_sync(line) for line in together], name
 
 
+@pytest.mark.on_demand
 def test_rounds_and_greedy_answers_are_scored_between_generations(config: Path) -> None:
     """On the actor's devices, which the model has while engines sleep: the same as elsewhere."""
     common = (
@@ -115,6 +116,7 @@ def test_two_models_one_of_which_has_other_tokens_and_a_resumed_run(config: Path
     assert train(config, "in-parts", *models, "training.steps=3") == whole
 
 
+@pytest.mark.on_demand
 def test_a_model_is_evaluated_by_a_reward_model_as_its_run_was(config: Path) -> None:
     """The engines have ended before it starts, on their devices."""
     common = (f"reward_model={scorer(config)}", "placement.roles.reward_model=all", *VALIDATED)
