@@ -72,7 +72,7 @@ def test_a_thread_a_program_without_one_and_a_resumed_run_are_equal(config: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "overrides"), [("in flight", (*APART, "asynchrony.ahead=2")), ("carried", ("asynchrony.ahead=1",))]
+    ("name", "overrides"), [("in-flight", (*APART, "asynchrony.ahead=2")), ("carried", ("asynchrony.ahead=1",))]
 )
 def test_weights_in_flight(name: str, overrides: tuple[str, ...], config: Path) -> None:
     """No token is older than it may be, the probe of each second step compares, and the run goes on after its end."""
