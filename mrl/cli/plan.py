@@ -13,7 +13,7 @@ from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.errors import ConfigError, Problem
 from mrl.plan.assumptions import ASSUMPTIONS
-from mrl.plan.asynchrony import best_split, plan_asynchrony
+from mrl.plan.asynchrony import faster_split, plan_asynchrony
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
 from mrl.plan.memory import MemoryPlan, gib, plan_memory
 from mrl.plan.plan_input import PlanInput, make_plan_input
@@ -179,11 +179,11 @@ def _asynchrony(subject: PlanInput, lengths: Lengths) -> Iterator[str]:
     slower = "generation" if plan.generation_s > plan.training_s else "training"
     factor = plan.synchronous.seconds / plan.asynchronous.seconds
     yield f"{factor:.2f} times as fast. The bound is {sides} = {plan.bound_s:.1f} s: {slower} is the bottleneck."
-    seconds, changes = best_split(subject, lengths)
-    if changes:
-        yield f"These devices divided otherwise take {seconds:.1f} s a step:\n  {subject.overrides(changes)}"
-    else:
+    if (split := faster_split(subject, lengths, plan.asynchronous.seconds)) is None:
         yield "No other division of these devices that was tried is faster."
+    else:
+        seconds, changes = split
+        yield f"These devices divided otherwise take {seconds:.1f} s a step:\n  {subject.overrides(changes)}"
 
 
 def _verdict(subject: PlanInput, plan: MemoryPlan) -> Iterator[str]:

@@ -10,7 +10,7 @@ import heapq
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import NormalDist, fmean
@@ -25,7 +25,7 @@ from mrl.plan.timing import Lengths, decode_step, plan_time, rows_by_cache
 from mrl.rollout.gate import Gate
 
 _QUANTILES = 500
-_MIN_STEPS, _MAX_STEPS, _ROWS = 10, 30, 40_000
+_MIN_STEPS, _MAX_STEPS, _MAX_ROWS, _MIN_ENGINE_ROWS = 10, 30, 25_000, 16
 _ROUNDING = 1e-6
 _SPLITS, _SIMULATED_SPLITS = 16, 3
 
@@ -161,7 +161,7 @@ class _Engine:
 
 def simulate(load: Workload, mode: AsynchronyConfig, num_steps: int | None = None, seed: int = 0) -> Simulated:
     """Return how so many steps go; those before them, in which the engines get ahead, are not counted."""
-    counted = num_steps or max(_MIN_STEPS, min(_MAX_STEPS, _ROWS // load.samples))
+    counted = num_steps or max(_MIN_STEPS, min(_MAX_STEPS, _MAX_ROWS // load.samples // _MIN_STEPS * _MIN_STEPS))
     first = 2 + mode.ahead
     gate = Gate(mode.ahead, first + counted + mode.ahead)  # the end of a run, when engines have no more to do, is later
     engines = [_Engine(load) for _ in range(load.num_engines)]
@@ -231,8 +231,8 @@ def workload(subject: PlanInput, lengths: Lengths) -> Workload:
     flops_per_s = rollout.tp * device.flops_per_s * ASSUMPTIONS.prefill_efficiency
     whole, prompt = math.ceil(lengths.whole), math.ceil(lengths.prompt)
     sharing = config.batch.samples_per_prompt if rollout.vllm.get("enable_prefix_caching", True) else 1
-    of = {phase.name: phase.seconds for phase in plan_time(subject, lengths).phases}
-    return Workload(
+    phases = {phase.name: phase.seconds for phase in plan_time(subject, lengths).phases}
+    load = Workload(
         samples=samples_per_step(config.batch),
         lengths=log_normal(lengths.response, rollout.max_response_tokens),
         prompt_tokens=lengths.prompt,
@@ -241,9 +241,24 @@ def workload(subject: PlanInput, lengths: Lengths) -> Workload:
         decode_s=decode_step(subject, engine),
         prompt_s=spec.sequence_flops(prompt) / flops_per_s / sharing,
         token_s=spec.sequence_flops(whole) / whole / flops_per_s,
-        train_s=sum(of.values()) - of["rollout"] - of["weights"],
-        push_s=of["weights"],
+        train_s=sum(phases.values()) - phases["rollout"] - phases["weights"],
+        push_s=phases["weights"],
         drain_every=config.sync.probe_every,
+    )
+    each = min(load.samples * _MIN_STEPS // _MAX_ROWS, load.samples // load.num_engines // _MIN_ENGINE_ROWS)
+    return coarsened(load, max(1, each))
+
+
+def coarsened(load: Workload, each: int) -> Workload:
+    """Return the same with rows that stand for so many each, which is as many times as fast to simulate."""
+    decode_s = load.decode_s
+    return replace(
+        load,
+        samples=load.samples // each,
+        rows=max(1, load.rows // each),
+        decode_s=lambda rows, context: decode_s(rows * each, context),
+        prompt_s=load.prompt_s * each,
+        token_s=load.token_s * each,
     )
 
 
@@ -259,27 +274,27 @@ def plan_asynchrony(subject: PlanInput, lengths: Lengths) -> AsynchronyPlan:
     )
 
 
-def best_split(subject: PlanInput, lengths: Lengths) -> tuple[float, Changes]:
-    """Return the fastest way to divide the same devices between engines and actor, whose layouts stay, and its seconds
-    of a step; of those that look fastest by the sums of their phases, a few are simulated."""
+def faster_split(subject: PlanInput, lengths: Lengths, than_s: float) -> tuple[float, Changes] | None:
+    """Return the fastest other way to divide the devices of engines and actor, whose layouts stay, with its seconds.
+
+    Those that look fastest by the sums of their phases are simulated.
+    """
     placement, mode = subject.config.placement, subject.config.asynchrony
     engines, actor = rollout_pool(subject.config), placement.roles["actor"]
-    total = placement.pools[engines] + placement.pools[actor]
+    present, total = placement.pools[engines], placement.pools[engines] + placement.pools[actor]
     by_bound = []
-    for part in {placement.pools[engines], *(total * number // _SPLITS for number in range(1, _SPLITS))}:
+    for part in {total * number // _SPLITS for number in range(1, _SPLITS)} - {present}:
         pools = {**placement.pools, engines: part, actor: total - part}
-        changes: Changes = {"placement.pools": pools} if part != placement.pools[engines] else {}
-        if changes and subject.config.rollout.replicas:
-            changes["rollout.replicas"] = None
+        changes: Changes = {"placement.pools": pools, "rollout.replicas": None}
         varied = subject.with_changes(changes)
         if varied is not None and not plan_memory(varied).shortages:
-            of = {phase.name: phase.seconds for phase in plan_time(varied, lengths).phases}
-            rest = sum(of.values()) - of["rollout"] - of["weights"]
-            by_bound.append((max(of["rollout"], rest) + of["weights"], part, changes, varied))
+            phases = {phase.name: phase.seconds for phase in plan_time(varied, lengths).phases}
+            rest = sum(phases.values()) - phases["rollout"] - phases["weights"]
+            by_bound.append((max(phases["rollout"], rest) + phases["weights"], part, changes, varied))
     by_bound.sort(key=lambda each: each[:2])
-    timed = [
+    simulated = [
         (simulate(workload(varied, lengths), mode).seconds, part, changes)
         for _, part, changes, varied in by_bound[:_SIMULATED_SPLITS]
     ]
-    seconds, _, changes = min(timed, key=lambda each: each[:2])
-    return seconds, changes
+    seconds, _, changes = min(simulated, key=lambda each: each[:2], default=(math.inf, 0, {}))
+    return (seconds, changes) if seconds < than_s else None
