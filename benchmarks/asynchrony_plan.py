@@ -23,7 +23,6 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,67 +40,50 @@ TOLERANCE, MIN_PAIRS, MIN_STEPS_WITHIN = 0.25, 6, 4
 SYNCHRONOUS, ONE_OFF = AsynchronyConfig(), AsynchronyConfig(ahead=1)
 IN_FLIGHT = AsynchronyConfig(ahead=1, weights="in_flight")
 IN_FLIGHT_KEPT = AsynchronyConfig(ahead=1, weights="in_flight", cache="keep")
-SMALL, MIDDLE, LARGE = "Llama-3.1-8B", "Qwen3-30B-A3B", "Qwen3-235B-A22B"
-GB200 = {"hardware": "gb200", "domain": 64}
-FULL = {"megatron": FULL_RECOMPUTATION}
+GB200: dict[str, Any] = {"hardware": "gb200", "domain": 64}
 
 
-def _large(tp: int, cp: int, pp: int) -> ParallelConfig:
+def _small(gpus: int, parallel: ParallelConfig, mean: int, seconds: float) -> Row:
+    return Row("Llama-3.1-8B", gpus, 1, parallel, mean, 4096, 2048, seconds, megatron=FULL_RECOMPUTATION)
+
+
+def _middle(gpus: int, engine_tp: int, parallel: ParallelConfig, mean: int, seconds: float) -> Row:
+    return Row("Qwen3-30B-A3B", gpus, engine_tp, parallel, mean, 4096, 2048, seconds)
+
+
+def _large(gpus: int, engine_tp: int, pp: int, mean: int, seconds: float) -> Row:
     ends = {8: 11, 4: 23}[pp]
-    return ParallelConfig(
-        tp=tp, cp=cp, ep=16, pp=pp, sequence_parallel=True, first_stage_layers=ends, last_stage_layers=ends
+    parallel = ParallelConfig(
+        tp=2, cp=2, ep=16, pp=pp, sequence_parallel=True, first_stage_layers=ends, last_stage_layers=ends
     )
+    return Row("Qwen3-235B-A22B", gpus, engine_tp, parallel, mean, 8192, 512, seconds, megatron=FULL_RECOMPUTATION)
 
 
-def _small(pp: int) -> ParallelConfig:
-    return ParallelConfig(pp=pp)
+def _one_off(alone: Row, mean: int, seconds: float, layout: dict[str, Any], **changes: Any) -> tuple[Row, Row]:
+    """A synchronous run with what runs one step off on as many GPUs."""
+    parallel = dataclasses.replace(alone.parallel, **layout)
+    changes |= {"split": True, "parallel": parallel, "mean_response": mean, "seconds": seconds}
+    return alone, dataclasses.replace(alone, **changes)
 
 
-_small_row = partial(Row, SMALL, longest=4096, samples=2048, **FULL)
-_middle_row = partial(Row, MIDDLE, longest=4096, samples=2048)
-_large_row = partial(Row, LARGE, longest=8192, samples=512, **FULL)
+_WITH_TP = ParallelConfig(tp=2, ep=8, sequence_parallel=True)
 PAIRS = {
     "0.4": [
-        (
-            _small_row(16, 1, _small(2), 1060, seconds=97.7),
-            _small_row(16, 1, _small(2), 1129, seconds=74.6, split=True),
-        ),
-        (
-            _middle_row(32, 4, ParallelConfig(tp=2, ep=8, sequence_parallel=True), 3154, seconds=225),
-            _middle_row(32, 2, ParallelConfig(ep=8, pp=2), 3158, seconds=244, split=True),
+        _one_off(_small(16, ParallelConfig(pp=2), 1060, 97.7), 1129, 74.6, {}),
+        _one_off(
+            _middle(32, 4, _WITH_TP, 3154, 225), 3158, 244, {"tp": 1, "pp": 2, "sequence_parallel": False}, engine_tp=2
         ),
     ],
     "0.5": [
-        (
-            _small_row(16, 1, _small(2), 1019, seconds=92.8),
-            _small_row(16, 1, _small(1), 1123, seconds=64.8, split=True),
-        ),
-        (
-            _small_row(8, 1, _small(1), 1066, seconds=91.0, **GB200),
-            _small_row(8, 1, _small(1), 1107, seconds=71.1, split=True, **GB200),
-        ),
-        (
-            _middle_row(32, 2, ParallelConfig(ep=8), 3196, seconds=198),
-            _middle_row(32, 2, ParallelConfig(ep=8, pp=2), 3201, seconds=154, split=True),
-        ),
+        _one_off(_small(16, ParallelConfig(pp=2), 1019, 92.8), 1123, 64.8, {"pp": 1}),
+        _one_off(dataclasses.replace(_small(8, ParallelConfig(), 1066, 91.0), **GB200), 1107, 71.1, {}),
+        _one_off(_middle(32, 2, ParallelConfig(ep=8), 3196, 198), 3201, 154, {"pp": 2}),
     ],
     "0.6": [
-        (
-            _middle_row(32, 2, ParallelConfig(ep=8), 3203, seconds=192),
-            _middle_row(32, 2, ParallelConfig(ep=8, pp=2), 3201, seconds=152, split=True),
-        ),
-        (
-            _large_row(256, 16, _large(2, 2, 8), 5713, seconds=312),
-            _large_row(256, 8, _large(4, 1, 8), 5721, seconds=231, split=True),
-        ),
-        (
-            _large_row(128, 8, _large(2, 2, 4), 5693, seconds=345, **GB200),
-            _large_row(128, 8, _large(4, 1, 4), 5705, seconds=278, split=True, **GB200),
-        ),
-        (
-            _middle_row(16, 1, ParallelConfig(ep=16), 3199, seconds=221, **GB200),
-            _middle_row(16, 1, ParallelConfig(ep=8), 3197, seconds=301, split=True, **GB200),
-        ),
+        _one_off(_middle(32, 2, ParallelConfig(ep=8), 3203, 192), 3201, 152, {"pp": 2}),
+        _one_off(_large(256, 16, 8, 5713, 312), 5721, 231, {"tp": 4, "cp": 1}, engine_tp=8),
+        _one_off(dataclasses.replace(_large(128, 8, 4, 5693, 345), **GB200), 5705, 278, {"tp": 4, "cp": 1}),
+        _one_off(dataclasses.replace(_middle(16, 1, ParallelConfig(ep=16), 3199, 221), **GB200), 3197, 301, {"ep": 8}),
     ],
 }
 

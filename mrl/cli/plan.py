@@ -171,14 +171,18 @@ def _asynchrony(subject: PlanInput, lengths: Lengths) -> Iterator[str]:
     yield f"Asynchrony, simulated with log-normal responses (sigma {ASSUMPTIONS.response_sigma:g}, cut at the longest):"
     rows: list[Sequence[str]] = [("", "s a step", "trainer idle", "engines idle", "tokens by age in updates")]
     ahead = f"{mode.ahead} ahead, {mode.weights.replace('_', ' ')}"
-    for name, found in (("synchronous", plan.synchronous), (ahead, plan.asynchronous)):
+    both = {"synchronous": plan.synchronous, ahead: plan.asynchronous}
+    if plan.shared is not None:
+        both = {"synchronous, on shared devices": plan.shared, **both}
+    for name, found in both.items():
         ages = ", ".join(f"{age}: {share:.0%}" for age, share in found.ages.items())
         rows.append((name, f"{found.seconds:.1f}", f"{found.trainer_idle:.0%}", f"{found.engines_idle:.0%}", ages))
     yield from aligned(rows)
     sides = f"max(generation {plan.generation_s:.1f}, training {plan.training_s:.1f}) + push {plan.push_s:.1f}"
     slower = "generation" if plan.generation_s > plan.training_s else "training"
-    factor = plan.synchronous.seconds / plan.asynchronous.seconds
-    yield f"{factor:.2f} times as fast. The bound is {sides} = {plan.bound_s:.1f} s: {slower} is the bottleneck."
+    yield f"The bound is {sides} = {plan.bound_s:.1f} s: {slower} is the bottleneck."
+    if plan.shared is not None and plan.shared.seconds < plan.asynchronous.seconds:
+        yield "Shared devices are faster although they wait: all of them generate, and all of them train."
     if (split := faster_split(subject, lengths, plan.asynchronous.seconds)) is None:
         yield "No other division of these devices that was tried is faster."
     else:

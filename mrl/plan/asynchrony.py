@@ -153,7 +153,7 @@ class _Engine:
         ages = self.ages.setdefault(batch, Counter())
         for since, version in reversed(self._versions):
             if end > since:
-                ages[batch - 1 - version] += end - max(since, begin)
+                ages[batch - 1 - version] += round(end - max(since, begin))
                 end = since
             if begin >= since:
                 break
@@ -212,6 +212,9 @@ def _deal(load: Workload, engines: list[_Engine], now: float, number: int, chanc
 class AsynchronyPlan:
     """What a configuration gains by not waiting."""
 
+    shared: Simulated | None
+    """Synchronous, engines and actor in turns on all of their devices; None where that is no configuration, or does not
+    fit."""
     synchronous: Simulated
     asynchronous: Simulated
     generation_s: float
@@ -265,13 +268,26 @@ def coarsened(load: Workload, each: int) -> Workload:
 def plan_asynchrony(subject: PlanInput, lengths: Lengths) -> AsynchronyPlan:
     load, mode = workload(subject, lengths), subject.config.asynchrony
     alone = simulate(replace(load, train_s=0.0), mode)
+    shared = _shared(subject)
     return AsynchronyPlan(
+        shared=simulate(workload(shared, lengths), AsynchronyConfig()) if shared else None,
         synchronous=simulate(load, AsynchronyConfig()),
         asynchronous=simulate(load, mode),
         generation_s=alone.seconds - load.push_s,
         training_s=load.train_s,
         push_s=load.push_s,
     )
+
+
+def _shared(subject: PlanInput) -> PlanInput | None:
+    placement = subject.config.placement
+    engines, actor = rollout_pool(subject.config), placement.roles["actor"]
+    pools = {pool: size for pool, size in placement.pools.items() if pool != engines}
+    pools[actor] += placement.pools[engines]
+    changes: Changes = {"placement.pools": pools, "rollout.replicas": None, "asynchrony": AsynchronyConfig()}
+    changes["placement.roles"] = {role: pool for role, pool in placement.roles.items() if role != "rollout"}
+    varied = subject.with_changes(changes)
+    return varied if varied is not None and not plan_memory(varied).shortages else None
 
 
 def faster_split(subject: PlanInput, lengths: Lengths, than_s: float) -> tuple[float, Changes] | None:

@@ -216,7 +216,7 @@ def decode_step(subject: PlanInput, engine: EngineMemory) -> Callable[[float, fl
     anyway_s = spec.num_layers * ASSUMPTIONS.decode_layer_s * waits + ASSUMPTIONS.decode_step_s
 
     def seconds(batch: float, context: float) -> float:
-        read_s = (weights - untouched**batch * experts + batch * context * engine.token_bytes) / bytes_per_s
+        read_s = (weights - math.pow(untouched, batch) * experts + batch * context * engine.token_bytes) / bytes_per_s
         compute_s = batch * (token_flops + pair_flops * context) / flops_per_s
         return max(read_s, compute_s) + anyway_s
 
