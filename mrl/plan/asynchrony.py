@@ -118,15 +118,20 @@ class _Engine:
         """Generate up to this moment, or only until this batch has ended."""
         while self.at_s < until and (batch is None or self._left[batch]):
             self._admit()
-            if not self._rows:
+            if not self._rows or self.at_s >= until:
                 break
             count, gap = len(self._rows), self._rows[0][0] - self._token
             # The context grows within the stretch: what its middle takes is the mean.
-            step_s = self._load.decode_s(count, self._token + self._offset / count + gap / 2)
-            tokens = min(gap, (until - self.at_s) / step_s)
-            self._work(tokens * step_s)
-            self._token += tokens
-            while tokens == gap and self._rows and self._rows[0][0] <= self._token + _ROUNDING:
+            context = self._token + self._offset / count
+            step_s = self._load.decode_s(count, context + gap / 2)
+            if self.at_s + gap * step_s > until:
+                step_s = self._load.decode_s(count, context + (until - self.at_s) / step_s / 2)
+                self._token += min(gap, (until - self.at_s) / step_s)
+                self._work(until - self.at_s)
+                break
+            self._work(gap * step_s)
+            self._token += gap
+            while self._rows and self._rows[0][0] <= self._token + _ROUNDING:
                 self._end(*heapq.heappop(self._rows))
 
     def end_of(self, batch: int | None = None) -> float:
