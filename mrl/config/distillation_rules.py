@@ -10,6 +10,7 @@ from mrl.config.schema import Config
 from mrl.errors import Problem
 
 KEY = "algorithm.distillation"
+_COMPARING = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
 
 
 def check_distillation_rules(config: Config) -> Iterator[Problem]:
@@ -24,6 +25,10 @@ def check_distillation_rules(config: Config) -> Iterator[Problem]:
     if distillation.form in ("advantage", "sampled") and (rollout.top_p < 1 or rollout.top_k):
         what = f"{distillation.form} is a mean over the policy's own tokens; top_p and top_k draw from others"
         yield problem(f"{KEY}.form", what, f"{KEY}.form=top_k, or rollout.top_p=1 and rollout.top_k=0")
+    if config.batch.samples_per_prompt == 1 and (advantage := config.algorithm.advantage) in _COMPARING:
+        what = f"{advantage} compares the samples of a prompt, and there is one"
+        fix = "algorithm.advantage=reinforce_plus_plus, or batch.samples_per_prompt=8"
+        yield problem("algorithm.advantage", what, fix)
     if distillation.form == "sampled":
         yield from _sampled(config, distillation.estimator)
     if not _scores(config):

@@ -112,7 +112,7 @@ class VllmEngine(RolloutEngine):
 
     def _drop_cache(self) -> None:
         if not self._engine.reset_prefix_cache(reset_running_requests=bool(self.unfinished)):
-            raise RolloutError("vLLM did not drop its cache, which holds what the weights before computed")
+            raise RolloutError("vLLM did not drop its prefix cache, which holds what the weights before computed")
 
     def _sleep(self) -> None:
         self._drop_cache()

@@ -115,8 +115,8 @@ class RewardModelClient(RoleClient):
     """Calls the reward model's workers."""
 
     def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """Return the rows with `rm_scores` of the responses."""
-        return self.score(step_calls.RM_SCORE.method, batch)
+        """Return `rm_scores` of the responses, in their order."""
+        return self.score(step_calls.RM_SCORE.method, batch).select(*step_calls.RM_SCORE.writes)
 
 
 class TeacherClient(RoleClient):

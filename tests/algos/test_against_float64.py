@@ -111,7 +111,7 @@ def test_terms_of_the_actor_objective_add_up() -> None:
         for lp, old, a, ref, _, weight in zip(*(case.written(name) for name in names), strict=True):
             losses = oracles.ppo(lp, old, a, 0.2, 0.2, 3.0)
             policy.append([token[0] * w for token, w in zip(losses, weight, strict=True)])
-            kl.append([(x - y) ** 2 / 2 for x, y in zip(lp, ref, strict=True)])
+            kl.append([w * (x - y) ** 2 / 2 for x, y, w in zip(lp, ref, weight, strict=True)])
         parts = [oracles.aggregate(rows, mode, HORIZON) for rows in (policy, kl, case.written("entropy"))]
         assert [float(objective.reports[name]) for name in ("pg_loss", "kl_loss", "entropy")] == pytest.approx(parts)
         assert close(objective.loss, parts[0] + 0.7 * parts[1] - 0.3 * parts[2])

@@ -65,7 +65,7 @@ def rounds_of(calls: Sequence[Mapping[str, Any]], function: str) -> list[Round]:
     """What was generated for a step, as the reference reads it."""
     rounds: list[Round] = []
     for call in calls:
-        rows = [_row(each) for each in call["rows"]]
+        rows = [row_of(each) for each in call["rows"]]
         if call["kind"] == "greedy":
             rounds[-1]["greedy"] = rows
         else:
@@ -73,7 +73,7 @@ def rounds_of(calls: Sequence[Mapping[str, Any]], function: str) -> list[Round]:
     return rounds
 
 
-def _row(each: Mapping[str, Any]) -> Row:
+def row_of(each: Mapping[str, Any]) -> Row:
     written = [bool(value) for value in each.get("response_mask", [True] * len(each["responses"]))]
     return Row(
         row_id=each["row_id"],

@@ -15,9 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
+from tests.reference.compare import row_of
 from tests.reference.rewards import score_of
+from tests.reference.step import Reference
 
 Call = Mapping[str, Any]
 _MASK = (1 << 64) - 1
@@ -98,7 +101,17 @@ class Judge:
         assert seen == uids, "other validation prompts"
         rows = [row for call in validation["calls"] for row in call["rows"]]
         expected = validation_figures(rows, settings["samples_per_prompt"], settings["solved_at"])
-        assert validation["figures"] == pytest.approx(expected, abs=1e-12)
+        figures = dict(validation["figures"])
+        apart = figures.pop("val/teacher_kl", None)
+        said = {name for name in figures if "/model/mean@" in name or "/solved/best@" in name}
+        assert bool(said) == (self.config["reward_model"] is not None)
+        by_rule = {name: value for name, value in figures.items() if name not in said}
+        assert by_rule == pytest.approx(expected, abs=1e-12)
+        assert (apart is None) == (self.config.get("teacher") is None)
+        if apart is not None and validation["after"] == 0:  # later the policy is another
+            by = Reference(dict(self.config))
+            whole = [by.log_probs(by.actor, row)[0] - by.log_probs(by.teacher, row)[0] for row in map(row_of, rows)]
+            assert apart == pytest.approx(float(torch.cat(whole).mean()), abs=1e-5)
 
     def judge_history(self, recorded: Mapping[str, Any]) -> None:
         """When there was a validation, where its figures stand, and which step is called the best."""

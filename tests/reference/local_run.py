@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,8 +105,9 @@ class LocalGroup(RayWorkerGroup):
 class ScriptedEngine:
     """In the place of the hybrid engine: what a sample says follows from its seed, or from its prompt if greedy."""
 
-    def __init__(self, config: Config, stop_token: Any, groups: Sequence[RayWorkerGroup]) -> None:
-        self._groups = groups
+    def __init__(self, config: Config, stop_token: Any, groups: Mapping[str, RayWorkerGroup]) -> None:
+        self._groups = list(groups.values())
+        self._scoring = [group for role, group in groups.items() if role in config.scoring_models()]
         self._stop_token, self._vocab_log = stop_token, float(np.log(200))
         self._symbols = np.frombuffer(ALPHABET, dtype=np.uint8)
         self._encode = load_tokenizer(config.model.path)
@@ -124,6 +125,12 @@ class ScriptedEngine:
             group.onload(*PARTS)
         self.is_awake = False
 
+    def pause(self) -> None:
+        """A reward model scores when it is called for, and no other model is there."""
+        assert self.is_awake, "scores outside of rollout_mode"
+        for group in self._scoring:
+            group.onload(*PARTS)
+
     def weights_changed(self) -> None:
         self.version += 1
 
@@ -138,6 +145,8 @@ class ScriptedEngine:
     ) -> Iterator[Generated]:
         """The last one is finished first."""
         assert self.is_awake, "generation outside of rollout_mode"
+        for group in self._scoring:
+            group.offload(*PARTS)
         for request in reversed(requests):
             of_prompt = hashlib.blake2b(request.prompt.encode(), digest_size=4).digest()
             seed = int.from_bytes(of_prompt, "big") if sampling.top_k == 1 else request.seed
@@ -200,14 +209,15 @@ def local_team(
     validation = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
     rewards: Any = InstantRewards(case.failures)
     roles: Any = {role: start(role) for role in config.model_roles()}
-    hybrid: Any = ScriptedEngine(config, tokenizer.eos_token_id, [role.group for role in roles.values()])
+    groups_of = {name: role.group for name, role in roles.items()}
+    hybrid: Any = ScriptedEngine(config, tokenizer.eos_token_id, groups_of)
     generator = Generator(config, hybrid, rewards, tokenizer, clock.progress)
     if case.mask:
         whole = generator.run
         generator.run = lambda *args, **kwargs: _with_holes(whole(*args, **kwargs))  # type: ignore[method-assign]
     prompts = PromptLoader(dataset, config.data, config.batch, events)
     probe = EngineProbe(config, hybrid, roles["actor"], tokenizer, events)
-    models = ModelScores(scoring_models(config, roles, tokenizer), clock)
+    models = ModelScores(scoring_models(config, roles, tokenizer), clock, hybrid.pause)
     yield Components(
         actor=roles["actor"],
         critic=roles.get("critic"),

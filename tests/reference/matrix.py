@@ -172,7 +172,7 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
     if options["reward_model"]:
         path, weight = str(models / "scorer"), options["reward_model"]
         values["reward_model"] = {"path": path, "weight": weight, "dtype": "float32", "max_tokens_per_device": 64}
-        # They read scores before the reward model has given its own.
+        # The reference adds a model's scores when the step's samples stand.
         if dynamic or options["advantage"] == "remax":
             del values["reward_model"], values["placement"]["roles"]["reward_model"]
     if options["distillation"]:

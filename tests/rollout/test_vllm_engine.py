@@ -157,7 +157,7 @@ def test_a_prefix_cache_that_outlives_its_weights_is_found(
     long = dataclasses.replace(requests(1, 1)[0], prompt_ids=np.arange(70, dtype=np.int32) % VOCAB, max_tokens=2)
     run(vllm, [long], PLAIN)
     with monkeypatch.context() as patch:
-        patch.setattr(vllm._engine, "reset_prefix_cache", lambda: True)  # type: ignore[attr-defined]
+        patch.setattr(vllm._engine, "reset_prefix_cache", lambda **_: True)  # type: ignore[attr-defined]
         update(vllm, small("qwen3"), version=2)
     with pytest.raises(RolloutError, match="tokens of the first sample after a change of weights came from the prefix"):
         run(vllm, [long], PLAIN)
@@ -165,7 +165,7 @@ def test_a_prefix_cache_that_outlives_its_weights_is_found(
     update(vllm, small("qwen3"), version=1)
     run(vllm, [long], PLAIN)
     with monkeypatch.context() as patch:
-        patch.setattr(vllm._engine, "reset_prefix_cache", lambda: False)  # type: ignore[attr-defined]
+        patch.setattr(vllm._engine, "reset_prefix_cache", lambda **_: False)  # type: ignore[attr-defined]
         with pytest.raises(RolloutError, match="did not drop its prefix cache"):
             update(vllm, small("qwen3"), version=2)
     assert vllm.weight_version is None

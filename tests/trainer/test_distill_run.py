@@ -28,8 +28,8 @@ cluster: {{devices_per_node: 2, device: cpu}}
 placement: {{pools: {{all: 2}}, roles: {{actor: all, teacher: all}}}}
 model: {{path: {directory}/fresh-student}}
 teacher: {{path: {directory}/teacher/model, dtype: float32, max_tokens_per_device: 256}}
-algorithm: {{advantage: grpo}}
-batch: {{prompts_per_step: 32, samples_per_prompt: 1, samples_per_update: 16}}
+algorithm: {{advantage: reinforce_plus_plus}}
+batch: {{prompts_per_step: 64, samples_per_prompt: 1, samples_per_update: 32}}
 actor:
   dtype: float32
   max_tokens_per_device: 256
@@ -42,12 +42,12 @@ rollout:
 data:
   train: {{sums: {{dataset: "toy:addition", options: {{part: train, largest: 19}}}}}}
   validation: {{sums: {{dataset: "toy:addition", options: {{part: validation, largest: 19}}}}}}
-training: {{steps: 12, save_every: 8, keep: 9}}
+training: {{steps: 16, save_every: 8, keep: 9}}
 validation: {{every: 4, reward_functions: {{digits: {{name: digits}}}}, best_metric: val/teacher_kl, best_mode: min}}
 """
 LAYOUTS = {
     "full": ("actor.parallel.tp=2", "teacher.parallel.pp=2", "algorithm.distillation.form=full"),
-    "top_k": ("teacher.parallel.tp=2", "algorithm.distillation={form: top_k, top_k: 8, beta: 0.5, coef: 4}"),
+    "top_k": ("teacher.parallel.tp=2", "algorithm.distillation={form: top_k, top_k: 8, beta: 0.0}"),
 }
 
 
@@ -72,10 +72,11 @@ def train(directory: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
 def test_a_student_comes_near_to_its_teacher(directory: Path, form: str) -> None:
     lines = train(directory, form, *LAYOUTS[form])
     apart = [line["val/teacher_kl"] for line in lines if "val/teacher_kl" in line]
-    assert len(apart) == 4
+    assert len(apart) == 5
     assert apart[0] > 2.0, "before, it knows nothing of it"
-    assert apart[-1] < 0.5 * apart[0]
-    assert lines[-1]["actor/teacher_kl"] < 0.6 * lines[1]["actor/teacher_kl"]
+    assert apart[-1] < 0.8 * apart[0]
+    losses = [line["actor/distill_loss"] for line in lines[1:]]
+    assert sum(losses[-4:]) / 4 < 0.7 * losses[0]
     assert all(line["actor/taught_share"] == 1.0 for line in lines[1:]), "nothing else is learned from"
     assert all(line["critic/score/mean"] == 0.0 for line in lines[1:])
     mass = [line["actor/teacher_mass"] for line in lines[1:]]
@@ -83,9 +84,9 @@ def test_a_student_comes_near_to_its_teacher(directory: Path, form: str) -> None
 
     again = directory / f"{form}-again"
     shutil.copytree(directory / form, again)
-    shutil.rmtree(again / "checkpoints" / "step-000012")
+    shutil.rmtree(again / "checkpoints" / "step-000016")
     assert train(directory, f"{form}-again", *LAYOUTS[form]) == lines
-    assert (again / "checkpoints" / "step-000012").is_dir()
+    assert (again / "checkpoints" / "step-000016").is_dir()
 
 
 @pytest.mark.slow
@@ -93,9 +94,9 @@ def test_a_teacher_beside_rewards_is_a_share_of_what_is_learned(directory: Path)
     lines = train(
         directory,
         "beside",
-        "algorithm.distillation={form: advantage, coef: 0.1}",
+        "algorithm={advantage: grpo, distillation: {form: advantage, coef: 0.1}}",
         "reward.functions={digits: {name: digits}}",
-        "batch={prompts_per_step: 8, samples_per_prompt: 4}",
+        "batch={prompts_per_step: 8, samples_per_prompt: 4, samples_per_update: 16}",
         "training.steps=2",
         "validation={every: 0, best_metric: null, best_mode: max}",
     )

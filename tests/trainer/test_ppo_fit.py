@@ -104,7 +104,7 @@ def test_the_best_is_chosen_by_the_score_of_all_sources_together(tmp_path: Path)
     with scene(config_of(tmp_path, validation={"every": 5}), tmp_path, validations=[0.1, 0.5]) as found:
         whole = found.components.validator.run
         others = {"val/score/prompts": 7.0, "val/score/solved/mean@1": 0.8, "val/easy/score/mean@1": 0.9}
-        found.components.validator.run = lambda *told: others | whole(*told)
+        found.components.validator.run = lambda step, models: others | whole(step, models)
         found.trainer.fit()
     manifest = json.loads((tmp_path / "checkpoints" / "step-000005" / "manifest.json").read_text())
     assert manifest["state"]["best"] == 0.5

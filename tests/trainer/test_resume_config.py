@@ -11,7 +11,8 @@ from mrl.config.schema import Config
 from mrl.trainer.resume_config import describe_changes, resume_config
 from tests.trainer.fakes import CRITIC, make_config
 
-LEARNT = {"model", "algorithm", "data", "batch", "actor", "critic", "reward_model", "rollout", "agent"}
+LEARNT = {"model", "algorithm", "data", "batch", "actor", "critic", "reward_model", "reward_models", "teacher"}
+LEARNT |= {"rollout", "agent", "asynchrony"}
 MAY_CHANGE = {"run", "cluster", "deadlines", "placement", "training", "validation", "sync", "reward", "judge"}
 
 

@@ -111,8 +111,8 @@ def test_two_models_one_of_which_has_other_tokens_and_a_resumed_run(config: Path
     said = [each for each in warned if isinstance(each, Warned) and each.about == "reward_models.far"]
     assert len(said) == 1, "once, for all steps"
     assert "reads texts" in said[0].message
-    train(config, "in parts", *models, "training.steps=1")
-    assert train(config, "in parts", *models, "training.steps=3") == whole
+    train(config, "in-parts", *models, "training.steps=1")
+    assert train(config, "in-parts", *models, "training.steps=3") == whole
 
 
 def test_a_model_is_evaluated_by_a_reward_model_as_its_run_was(config: Path) -> None:

@@ -21,6 +21,7 @@ from mrl.errors import CheckpointError, ConfigError, WorkerRaised
 from mrl.events import Event, PhaseEnd, RunStarted, Warned, read_events
 from mrl.observe.metrics import read_metrics
 from mrl.trainer.components import Components
+from mrl.trainer.model_scores import ModelScores
 from mrl.trainer.run import Run, open_run
 from tests.trainer.fakes import Prompts, Role, Screen, make_config, resolved
 
@@ -81,7 +82,8 @@ def team_of(drawn: int = 0) -> Any:
     prompts.num_drawn = drawn
     nothing: Any = None
     role: Any = Role("actor", [])
-    return Components(role, None, None, nothing, nothing, prompts, nothing, nothing, FixedKLController(0.1))  # type: ignore[arg-type]
+    models, kl = ModelScores([]), FixedKLController(0.1)
+    return Components(role, None, models, nothing, nothing, prompts, nothing, nothing, kl)  # type: ignore[arg-type]
 
 
 def events_of(run: Run) -> list[Event]:
@@ -123,7 +125,10 @@ def test_a_run_that_was_never_validated_has_no_best(begin: Begin) -> None:
     run.resume(team_of())
     run.save(team_of(4), 1)
     state = json.loads((run.directory / "checkpoints" / "step-000001" / "manifest.json").read_text())["state"]
-    assert (state["best"], state["trained"]) == (None, {"prompts": {"drawn": 4}, "kl": {"kind": "fixed"}})
+    assert (state["best"], state["trained"]) == (
+        None,
+        {"prompts": {"drawn": 4}, "kl": {"kind": "fixed"}, "model_scores": {}},
+    )
     again = begin()
     again.resume(team_of())
     assert best_after(again, {2: -7.0}) == ["step-000002"]

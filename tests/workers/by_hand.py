@@ -215,11 +215,13 @@ def actor_loss(
         log_probs, entropy = given["log_probs"][number][mask], given["entropy"][number][mask]
         old = row.written("old_log_probs") if "old_log_probs" in row.columns else log_probs.detach()
         tokens, figures = policy_tokens(loss, log_probs, old, row.written("advantages"))
+        weights = torch.ones_like(tokens)
         if config.correction is not None:
-            tokens = tokens * correction_of(config.correction, old, row.written("rollout_log_probs"))
-        summed = {"pg_loss": at * tokens.sum()}
+            weights = correction_of(config.correction, old, row.written("rollout_log_probs"))
+        summed = {"pg_loss": at * (weights * tokens).sum()}
         if config.kl.where in ("loss", "both"):
-            summed["kl_loss"] = at * kl_of(config.kl.in_loss, log_probs, row.written("ref_log_probs")).sum()
+            estimate = kl_of(config.kl.in_loss, log_probs, row.written("ref_log_probs"))
+            summed["kl_loss"] = at * (weights * estimate).sum()
         if loss.entropy_coef:
             summed["entropy"] = at * entropy.sum()
         for name, value in summed.items():

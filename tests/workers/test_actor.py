@@ -140,13 +140,14 @@ def test_the_correction_weighs_the_policy_loss(level: str, beyond: str, lower: f
     check(config_of(correction=correction), num_shards=2)
 
 
-def test_the_correction_weighs_neither_kl_nor_entropy() -> None:
-    correction = CorrectionConfig(level="token", beyond="mask", upper=1.01, lower=0.99)
+def test_the_correction_weighs_the_kl_and_not_the_entropy() -> None:
+    correction = CorrectionConfig(level="token", beyond="mask", upper=1.3, lower=0.7)
     loss = replace(LOSS, entropy_coef=0.03)
     reports = check(config_of(loss, kl=replace(KL, where="loss"), correction=correction))
     plain = check(config_of(loss, kl=replace(KL, where="loss")))
     assert reports["pg_loss"] != plain["pg_loss"]
-    assert (reports["kl_loss"], reports["entropy"]) == (plain["kl_loss"], plain["entropy"])
+    assert reports["kl_loss"] != plain["kl_loss"]
+    assert reports["entropy"] == plain["entropy"]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICY_LOSSES))
@@ -289,7 +290,11 @@ def test_what_is_declared_to_be_read_and_written() -> None:
     specs = registered_methods(ActorRolloutRefWorker)
     declared = {name: (set(spec.reads), set(spec.writes), set(spec.optional)) for name, spec in specs.items()}
     rows = {"prompts", "responses"}
-    assert declared["compute_log_prob"] == (rows, {"old_log_probs"}, {"response_mask", "rollout_log_probs"})
+    assert declared["compute_log_prob"] == (
+        rows,
+        {"old_log_probs"},
+        {"response_mask", "rollout_log_probs", "staleness"},
+    )
     assert declared["compute_ref_log_prob"] == (rows, {"ref_log_probs"}, set())
     assert declared["compute_advantages"][1] == {"advantages"}
     optional = {"response_mask", *ALL, *TEACHER_COLUMNS} - {"advantages"}
