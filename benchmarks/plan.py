@@ -62,13 +62,11 @@ class Row:
     longest: int
     samples: int
     seconds: float
-    per_update: int = 512
     hardware: str = "h100"
     domain: int = 8
     """GPUs that NVLink connects."""
     split: bool = False
     """Engines and trainer on half of the GPUs each, both at a time."""
-    old_log_probs: bool = True
     megatron: dict[str, Any] = field(default_factory=dict)
 
 
@@ -81,7 +79,7 @@ ROWS = [
     Row("Llama-3.1-8B", 16, 1, ParallelConfig(pp=2), 1019, 4096, 2048, 92.8, megatron=FULL_RECOMPUTATION),
     Row(_DENSE, 32, 4, ParallelConfig(tp=4, pp=4, sequence_parallel=True), 3251, 4096, 2048, 376),
     Row(_MOE, 32, 2, ParallelConfig(ep=8), 3203, 4096, 2048, 192),
-    Row(_MOE, 32, 2, ParallelConfig(ep=8, pp=2), 3201, 4096, 2048, 152, 2048, split=True, old_log_probs=False),
+    Row(_MOE, 32, 2, ParallelConfig(ep=8, pp=2), 3201, 4096, 2048, 152, split=True),
     Row(_LARGE, 128, 16, _LARGE_8, 5700, 8192, 512, 395, megatron=FULL_RECOMPUTATION),
     Row(_LARGE, 256, 16, _LARGE_8, 5700, 8192, 512, 312, megatron=FULL_RECOMPUTATION),
     Row(_LARGE, 256, 8, _SPLIT_8, 5721, 8192, 512, 231, split=True, megatron=FULL_RECOMPUTATION),
@@ -100,10 +98,10 @@ def subject_of(row: Row) -> PlanInput:
         placement=PlacementConfig(pools=parts, roles=roles),
         model=ModelConfig(path=row.model),
         # KL in the reward has old log-probs computed, as that trainer always does unless it is told not to.
-        algorithm=AlgorithmConfig(advantage="grpo", kl=KlConfig(where="reward" if row.old_log_probs else "loss")),
+        algorithm=AlgorithmConfig(advantage="grpo", kl=KlConfig(where="reward")),
         data=DataConfig(train={}),
         reward=RewardConfig(functions={}),
-        batch=BatchConfig(prompts_per_step=row.samples // 32, samples_per_prompt=32, samples_per_update=row.per_update),
+        batch=BatchConfig(prompts_per_step=row.samples // 32, samples_per_prompt=32, samples_per_update=512),
         actor=TrainedModelConfig(
             parallel=row.parallel,
             max_tokens_per_device=row.longest // row.parallel.cp,

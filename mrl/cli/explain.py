@@ -52,6 +52,7 @@ def explain(resolved: Resolved[Any], *, all_ranks: bool) -> Iterator[str]:
         lines += ["", *_model_role(config, role, all_ranks=all_ranks)]
     if isinstance(config, Config):
         lines += ["", *_rollout(config, all_ranks=all_ranks)]
+        lines += ["", *_asynchrony(config)] if config.asynchrony.ahead else []
         for name in config.agent.environments:
             lines += ["", *_environment(name, config)]
         if config.judge is not None:
@@ -168,6 +169,27 @@ def _rollout(config: Config, *, all_ranks: bool) -> Iterator[str]:
         for rank in range(devices)
     ]
     yield from _table(["rank", "node", "device", "engine", "tp"], ranks, all_ranks=all_ranks)
+
+
+def _asynchrony(config: Config) -> Iterator[str]:
+    asynchrony, samples, rollout = config.asynchrony, samples_per_step(config.batch), config.rollout
+    ahead, batches = f"ahead {asynchrony.ahead}", 1
+    under_way = "a batch is whole before the next begins"
+    if asynchrony.weights == "in_flight":
+        batches, under_way = asynchrony.ahead + 1, f"the step's batch and {ahead}"
+    of_prompt, of_response = 4, 12 + bool(config.agent.environments)  # an id; an id, log-prob and version, and a mask
+    prompt, response = rollout.max_prompt_tokens, rollout.max_response_tokens
+    each = f"{of_prompt} x max_prompt_tokens {prompt} + {of_response} x max_response_tokens {response}, each"
+    kept = asynchrony.ahead * samples
+    mib = kept * (of_prompt * prompt + of_response * response) / 2**20
+    rows = [
+        ("age of a token, at most", "updates that the weights are behind", f"{asynchrony.ahead}"),
+        ("samples under way, at most", f"samples per step {samples}; {under_way}", f"{batches * samples}"),
+        ("samples in a checkpoint, at most", f"{ahead} x samples per step {samples}, not trained yet", f"{kept}"),
+        ("which take, texts aside", each, f"{mib:,.1f} MiB"),
+    ]
+    yield f"asynchrony: {ahead}, weights {asynchrony.weights}"
+    yield from aligned(rows)
 
 
 def _environment(name: str, config: Config) -> Iterator[str]:

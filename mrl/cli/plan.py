@@ -7,12 +7,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from mrl.cli.arguments import add_config, aligned, load_one
-from mrl.config.arithmetic import num_engines, samples_per_step
+from mrl.config.arithmetic import has_own_rollout_pool, num_engines, samples_per_step
 from mrl.config.hardware import DEFAULT, HARDWARE, hardware
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.errors import ConfigError, Problem
 from mrl.plan.assumptions import ASSUMPTIONS
+from mrl.plan.asynchrony import faster_split, plan_asynchrony
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
 from mrl.plan.memory import MemoryPlan, gib, plan_memory
 from mrl.plan.plan_input import PlanInput, make_plan_input
@@ -59,6 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         lines += ["", *_memory(subject, plan, verbose=arguments.verbose)]
         lines += [] if plan.shortages else ["", *_time(subject, lengths, verbose=arguments.verbose)]
+        if not plan.shortages and resolved.config.asynchrony.ahead and has_own_rollout_pool(resolved.config):
+            lines += ["", *_asynchrony(subject, lengths)]
         lines += ["", *_verdict(subject, plan)]
     if notes := list(subject.not_modeled()):
         lines += ["", f"Not counted: {', '.join(notes)}"]
@@ -160,6 +163,31 @@ def _time(subject: PlanInput, lengths: Lengths, *, verbose: bool) -> Iterator[st
     if verbose:
         assumed = (f"{name} {value:g}" for name, value in dataclasses.asdict(ASSUMPTIONS).items())
         yield f"Assumed (mrl/plan/assumptions.py): {', '.join(assumed)}"
+
+
+def _asynchrony(subject: PlanInput, lengths: Lengths) -> Iterator[str]:
+    """Say what it brings not to wait, which side is waited for, and how the devices would be divided best."""
+    plan, mode = plan_asynchrony(subject, lengths), subject.config.asynchrony
+    yield f"Asynchrony, simulated with log-normal responses (sigma {ASSUMPTIONS.response_sigma:g}, cut at the longest):"
+    rows: list[Sequence[str]] = [("", "s a step", "trainer idle", "engines idle", "tokens by age in updates")]
+    ahead = f"{mode.ahead} ahead, {mode.weights.replace('_', ' ')}"
+    both = {"synchronous": plan.synchronous, ahead: plan.asynchronous}
+    if plan.shared is not None:
+        both = {"synchronous, on shared devices": plan.shared, **both}
+    for name, found in both.items():
+        ages = ", ".join(f"{age}: {share:.0%}" for age, share in found.ages.items())
+        rows.append((name, f"{found.seconds:.1f}", f"{found.trainer_idle:.0%}", f"{found.engines_idle:.0%}", ages))
+    yield from aligned(rows)
+    sides = f"max(generation {plan.generation_s:.1f}, training {plan.training_s:.1f}) + push {plan.push_s:.1f}"
+    slower = "generation" if plan.generation_s > plan.training_s else "training"
+    yield f"The bound is {sides} = {plan.bound_s:.1f} s: {slower} is the bottleneck."
+    if plan.shared is not None and plan.shared.seconds < plan.asynchronous.seconds:
+        yield "Shared devices are faster although they wait: all of them generate, and all of them train."
+    if (split := faster_split(subject, lengths, plan.asynchronous.seconds)) is None:
+        yield "No other division of these devices that was tried is faster."
+    else:
+        seconds, changes = split
+        yield f"These devices divided otherwise take {seconds:.1f} s a step:\n  {subject.overrides(changes)}"
 
 
 def _verdict(subject: PlanInput, plan: MemoryPlan) -> Iterator[str]:

@@ -51,6 +51,8 @@ class Assumptions:
     """Mean length of responses over the longest that is allowed."""
     mean_prompt_share: float = 0.5
     """The same of prompts."""
+    response_sigma: float = 1.0
+    """Of the logarithm of a response's tokens, before the longest that is allowed cuts it."""
 
 
 ASSUMPTIONS = Assumptions()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -176,44 +176,51 @@ def rollout_phase(subject: PlanInput, lengths: Lengths) -> TimedPhase:
     engine = engine_memory(config, spec, device)
     engines, tp = num_engines(config), config.rollout.tp
     samples = samples_per_step(config.batch) / engines
-    # Where not all fit at once, those that run are of all ages, and half grown on average.
-    by_cache = engine.cache_tokens / (lengths.prompt + lengths.response / 2)
     fits_whole = samples * lengths.whole <= engine.cache_tokens
-    batch = max(1.0, min(samples, math.inf if fits_whole else by_cache, engine.max_sequences))
-    step_s = _decode_step_s(subject, engine, batch, lengths)
+    batch = max(1.0, min(samples, math.inf if fits_whole else rows_by_cache(engine, lengths), engine.max_sequences))
+    step_s, context = decode_step(subject, engine), lengths.prompt + lengths.response / 2
     # Those that are left at the end run on few at a time, until the longest has ended.
     tail_tokens = max(0.0, config.rollout.max_response_tokens - lengths.response)
-    tail_s = _decode_step_s(subject, engine, max(1.0, ASSUMPTIONS.tail_share * batch), lengths)
+    tail_s = step_s(max(1.0, ASSUMPTIONS.tail_share * batch), context)
     flops = spec.sequence_flops(math.ceil(lengths.prompt)) * samples
     if config.rollout.vllm.get("enable_prefix_caching", True):
         flops /= config.batch.samples_per_prompt
     parts = {
         "prefill": flops / (tp * device.flops_per_s * ASSUMPTIONS.prefill_efficiency),
-        "decoding": samples * lengths.response / batch * step_s,
+        "decoding": samples * lengths.response / batch * step_s(batch, context),
         "the longest": tail_tokens * tail_s,
     }
     return TimedPhase("rollout", parts)
 
 
-def _decode_step_s(subject: PlanInput, engine: EngineMemory, batch: float, lengths: Lengths) -> float:
-    """Return the seconds of one token of each sample: weights and cache are read, everything is multiplied, and some
-    time goes anyway."""
+def rows_by_cache(engine: EngineMemory, lengths: Lengths) -> float:
+    """Return how many samples an engine's cache holds where those that run are of all ages, half grown on average."""
+    return engine.cache_tokens / (lengths.prompt + lengths.response / 2)
+
+
+def decode_step(subject: PlanInput, engine: EngineMemory) -> Callable[[float, float], float]:
+    """Return what gives the seconds of one token of each of so many samples with so much context: weights and cache
+    are read, everything is multiplied, and some time goes anyway."""
     spec, device, tp = subject.specs["actor"], subject.hardware, subject.config.rollout.tp
-    context = lengths.prompt + lengths.response / 2
     weights = next(size for what, size, _ in engine.parts if what == "weights")
+    experts, untouched = 0.0, 0.0
     if spec.moe:
         num_routed = sum(map(spec.has_experts, range(spec.num_layers)))
-        experts = num_routed * spec.moe.num_experts * 3 * spec.hidden * spec.moe.expert_ffn
-        untouched = (1 - spec.moe.experts_per_token / spec.moe.num_experts) ** batch
-        weights -= int(untouched * experts / spec.num_parameters * weights)
-    read_s = (weights + batch * context * engine.token_bytes) / (
-        device.memory_bytes_per_s * ASSUMPTIONS.decode_bandwidth
-    )
-    flops = batch * (spec.flops_per_token + spec.attention_flops_per_token_pair * context)
-    compute_s = flops / (tp * device.flops_per_s * ASSUMPTIONS.prefill_efficiency)
+        elements = num_routed * spec.moe.num_experts * 3 * spec.hidden * spec.moe.expert_ffn
+        experts = elements / spec.num_parameters * weights
+        untouched = 1 - spec.moe.experts_per_token / spec.moe.num_experts
+    bytes_per_s = device.memory_bytes_per_s * ASSUMPTIONS.decode_bandwidth
+    flops_per_s = tp * device.flops_per_s * ASSUMPTIONS.prefill_efficiency
+    token_flops, pair_flops = spec.flops_per_token, spec.attention_flops_per_token_pair
     waits = 1 if tp == 1 else 2 if tp <= subject.config.cluster.devices_per_node else 4
-    layers_s = spec.num_layers * ASSUMPTIONS.decode_layer_s * waits
-    return max(read_s, compute_s) + layers_s + ASSUMPTIONS.decode_step_s
+    anyway_s = spec.num_layers * ASSUMPTIONS.decode_layer_s * waits + ASSUMPTIONS.decode_step_s
+
+    def seconds(batch: float, context: float) -> float:
+        read_s = (weights - math.pow(untouched, batch) * experts + batch * context * engine.token_bytes) / bytes_per_s
+        compute_s = batch * (token_flops + pair_flops * context) / flops_per_s
+        return max(read_s, compute_s) + anyway_s
+
+    return seconds
 
 
 # --- training -------------------------------------------------------------------------------------------------------

@@ -159,3 +159,21 @@ environment rest: tools, where the model writes hermes
     )
     enough = explain("configs/laptop-grpo.yaml", shop, "rollout.max_response_tokens=380")
     assert "floor((max_response_tokens 380 + 60) / (50 + 60)) = 4\n" in enough
+
+
+def test_asynchrony_says_how_much_is_under_way_and_in_a_checkpoint(explain: Callable[..., str]) -> None:
+    apart = (
+        "cluster.devices_per_node=6",
+        "placement.pools={laptop: 4, engines: 2}",
+        "placement.roles={actor: laptop, rollout: engines}",
+        "algorithm.correction={level: token}",
+    )
+    assert "asynchrony:" not in explain("configs/laptop-grpo.yaml", *apart)
+    between = explain("configs/laptop-grpo.yaml", *apart, "asynchrony.ahead=1")
+    assert "asynchrony: ahead 1, weights between" in between
+    assert "samples per step 32; a batch is whole before the next begins" in between
+    text = explain("configs/laptop-grpo.yaml", *apart, "asynchrony.ahead=2", "asynchrony.weights=in_flight")
+    (section,) = (part for part in text.split("\n\n") if part.startswith("asynchrony:"))
+    assert [line.split()[-1] for line in section.splitlines()[1:4]] == ["2", "96", "64"]
+    kib = 64 * (4 * 256 + 12 * 256) / 2**10
+    assert section.splitlines()[4].endswith(f"{kib / 2**10:.1f} MiB")

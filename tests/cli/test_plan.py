@@ -191,3 +191,28 @@ def test_turns_say_what_reading_them_again_would_cost(plan: Plan) -> None:
     text = plan(PRESET, *turns, "rollout.vllm.enable_prefix_caching=false")[1]
     assert "without a prefix cache the 3 of the longest conversation read 10,240 tokens; with a prefix cache" in text
     assert "Turns:" not in plan(PRESET)[1]
+
+
+def test_asynchrony_is_planned_where_engines_are_apart(plan: Plan) -> None:
+    apart = (
+        "placement.pools={all: null, train: 16, engines: 16}",
+        "placement.roles={actor: train, rollout: engines}",
+        "algorithm.correction={level: token}",
+    )
+    assert "Asynchrony" not in plan(PRESET, *apart)[1], "nothing is ahead"
+    code, text, _ = plan(PRESET, *apart, "asynchrony.ahead=2", "asynchrony.weights=in_flight")
+    assert code == 0
+    rows = {line[:32].strip(): line[32:].split() for line in text.splitlines() if line.endswith("100%")}
+    shared, waits, ahead = (
+        float(rows[name][0]) for name in ("synchronous, on shared devices", "synchronous", "2 ahead, in flight")
+    )
+    assert shared < ahead < waits
+    assert "Shared devices are faster although they wait" in text
+    assert ": training is the bottleneck." in text
+    assert "No other division of these devices that was tried is faster." in text
+    skewed = ("placement.pools={all: null, train: 8, engines: 24}", *apart[1:], "asynchrony.ahead=1")
+    recomputed = [f"actor.megatron.recompute_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1")]
+    layout = ("actor.parallel.tp=8", "actor.parallel.pp=1", "actor.megatron.recompute_modules=null", *recomputed)
+    text = plan(PRESET, *skewed, *layout)[1]
+    assert "These devices divided otherwise take " in text
+    assert '  "placement.pools={train: 16, engines: 16}"\n' in text

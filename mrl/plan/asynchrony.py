@@ -1,0 +1,321 @@
+"""How long a step takes where batches are generated while others are trained: events on a virtual clock.
+
+The gate is the one that runs go by; engines and trainer are times. The rows of an engine advance together, a token each
+in one of its steps, so that nothing happens to it between the ends of two rows, and whole stretches are one event.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import NormalDist, fmean
+
+from mrl.config.arithmetic import num_engines, samples_per_step
+from mrl.config.sync import AsynchronyConfig
+from mrl.plan.assumptions import ASSUMPTIONS
+from mrl.plan.memory import engine_memory, plan_memory, rollout_pool
+from mrl.plan.plan_input import PlanInput
+from mrl.plan.search import Changes
+from mrl.plan.timing import Lengths, decode_step, plan_time, rows_by_cache
+from mrl.rollout.gate import Gate
+
+_QUANTILES = 500
+_MIN_STEPS, _MAX_STEPS, _MAX_ROWS, _MIN_ENGINE_ROWS = 10, 30, 25_000, 16
+_ROUNDING = 1e-6
+_SPLITS, _SIMULATED_SPLITS = 16, 3
+
+
+def log_normal(mean: float, longest: float, sigma: float = ASSUMPTIONS.response_sigma) -> tuple[float, ...]:
+    """Return equally likely lengths of responses, cut at the longest, whose mean is the given one."""
+    spread = [NormalDist().inv_cdf((i + 0.5) / _QUANTILES) * sigma for i in range(_QUANTILES)]
+    low, high = 0.0, math.log(longest) + 10 * sigma
+    for _ in range(60):
+        middle = (low + high) / 2
+        is_low = fmean(min(math.exp(middle + each), longest) for each in spread) < mean
+        low, high = (middle, high) if is_low else (low, middle)
+    return tuple(min(math.exp(low + each), longest) for each in spread)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the steps of a run are made of."""
+
+    samples: int
+    """Of a step."""
+    lengths: Sequence[float]
+    """Of responses, each equally likely."""
+    prompt_tokens: float
+    num_engines: int
+    rows: int
+    """That an engine works on at a time."""
+    decode_s: Callable[[float, float], float]
+    """Seconds of one token of each of so many rows with so much context."""
+    prompt_s: float
+    """Prefill of a sample's prompt."""
+    token_s: float
+    """Prefill of one token of those whose cache is computed anew."""
+    train_s: float
+    """All that a step does with samples, old log-probs among it."""
+    push_s: float
+    drain_every: int = 0
+    """Steps between probes of engines, before which nothing is under way; 0: never."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Means over the steps of a simulated run."""
+
+    step_s: tuple[float, ...]
+    """Of each step."""
+    trainer_idle: float
+    """The share of the time in which the trainer waited for samples, or for weights to arrive."""
+    engines_idle: float
+    """The share in which an engine had nothing to write, mean over the engines."""
+    ages: dict[int, float]
+    """Updates between the weights that drew a token and those that it is trained from -> share of tokens."""
+
+    @property
+    def seconds(self) -> float:
+        return fmean(self.step_s)
+
+
+class _Engine:
+    """Rows on one engine, those that wait for room, and how far both clocks are: of seconds and of its tokens."""
+
+    def __init__(self, load: Workload) -> None:
+        self._load = load
+        self.at_s = self.busy_s = self._token = self._offset = 0.0
+        self._rows: list[tuple[float, float, int]] = []
+        """End and begin on the clock of tokens, and the batch; a heap."""
+        self._waiting: deque[tuple[float, int]] = deque()
+        self._left: Counter[int] = Counter()
+        self._versions = [(0.0, 0)]
+        """Since which token which weights."""
+        self.ages: dict[int, Counter[int]] = {}
+        """Batch -> age -> tokens."""
+
+    @property
+    def num_left(self) -> int:
+        return len(self._rows) + len(self._waiting)
+
+    def add(self, length: float, batch: int) -> None:
+        self._waiting.append((length, batch))
+        self._left[batch] += 1
+
+    def take_weights(self, now: float, version: int, *, recomputes: bool) -> None:
+        """Stand still for a push, and then for the prefill of all that is under way."""
+        self.at_s = max(self.at_s, now) + self._load.push_s
+        self._versions.append((self._token, version))
+        if recomputes:
+            self._work((len(self._rows) * self._token + self._offset) * self._load.token_s)
+
+    def run(self, until: float, batch: int | None = None) -> None:
+        """Generate up to this moment, or only until this batch has ended."""
+        while self.at_s < until and (batch is None or self._left[batch]):
+            self._admit()
+            if not self._rows or self.at_s >= until:
+                break
+            count, gap = len(self._rows), self._rows[0][0] - self._token
+            # The context grows within the stretch: what its middle takes is the mean.
+            context = self._token + self._offset / count
+            step_s = self._load.decode_s(count, context + gap / 2)
+            if self.at_s + gap * step_s > until:
+                step_s = self._load.decode_s(count, context + (until - self.at_s) / step_s / 2)
+                self._token += min(gap, (until - self.at_s) / step_s)
+                self._work(until - self.at_s)
+                break
+            self._work(gap * step_s)
+            self._token += gap
+            while self._rows and self._rows[0][0] <= self._token + _ROUNDING:
+                self._end(*heapq.heappop(self._rows))
+
+    def end_of(self, batch: int | None = None) -> float:
+        """Return when this batch, or everything, has ended; minus infinity where it has before."""
+        if self._left[batch] if batch is not None else self.num_left:
+            self.run(math.inf, batch)
+            return self.at_s
+        return -math.inf
+
+    def _work(self, seconds: float) -> None:
+        self.at_s += seconds
+        self.busy_s += seconds
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._rows) < self._load.rows:
+            length, batch = self._waiting.popleft()
+            heapq.heappush(self._rows, (self._token + length, self._token, batch))
+            self._offset += self._load.prompt_tokens - self._token
+            self._work(self._load.prompt_s)
+
+    def _end(self, end: float, begin: float, batch: int) -> None:
+        self._offset -= self._load.prompt_tokens - begin
+        self._left[batch] -= 1
+        ages = self.ages.setdefault(batch, Counter())
+        for since, version in reversed(self._versions):
+            if end > since:
+                ages[batch - 1 - version] += round(end - max(since, begin))
+                end = since
+            if begin >= since:
+                break
+
+
+def simulate(load: Workload, mode: AsynchronyConfig, num_steps: int | None = None, seed: int = 0) -> Simulated:
+    """Return how so many steps go; those before them, in which the engines get ahead, are not counted."""
+    counted = num_steps or max(_MIN_STEPS, min(_MAX_STEPS, _MAX_ROWS // load.samples // _MIN_STEPS * _MIN_STEPS))
+    first = 2 + mode.ahead
+    gate = Gate(mode.ahead, first + counted + mode.ahead)  # the end of a run, when engines have no more to do, is later
+    engines = [_Engine(load) for _ in range(load.num_engines)]
+    in_flight = mode.weights == "in_flight"
+    now, marks = 0.0, []
+    for step in range(1, first + counted):
+        if not in_flight:
+            now = max(now, *(engine.end_of() for engine in engines))
+        for engine in engines:
+            engine.take_weights(now, step - 1, recomputes=mode.cache == "recompute")
+        now += load.push_s
+        if in_flight and load.drain_every and step % load.drain_every == 0:
+            now = max(now, *(engine.end_of() for engine in engines))
+        gate.trained = step - 1
+        for number in gate.open():
+            _deal(load, engines, now, number, random.Random(f"{seed} {number}"))
+        now = max(now, *(engine.end_of(step) for engine in engines)) + load.train_s
+        for engine in engines:
+            engine.run(now)
+        marks.append((now, sum(engine.busy_s for engine in engines)))
+    marks = marks[first - 2 :]
+    total, busy = marks[-1][0] - marks[0][0], marks[-1][1] - marks[0][1]
+    ages = sum((engine.ages[number] for engine in engines for number in engine.ages if number >= first), Counter[int]())
+    return Simulated(
+        step_s=tuple(end - begin for (begin, _), (end, _) in pairwise(marks)),
+        trainer_idle=1 - counted * load.train_s / total,
+        engines_idle=1 - busy / total / len(engines),
+        ages={age: ages[age] / ages.total() for age in sorted(ages)},
+    )
+
+
+def _deal(load: Workload, engines: list[_Engine], now: float, number: int, chance: random.Random) -> None:
+    """Give each sample of a batch to the engine that has fewest."""
+    for engine in engines:
+        engine.at_s = max(engine.at_s, now)
+    heap = [(engine.num_left, place) for place, engine in enumerate(engines)]
+    heapq.heapify(heap)
+    for _ in range(load.samples):
+        num_left, place = heap[0]
+        engines[place].add(chance.choice(load.lengths), number)
+        heapq.heapreplace(heap, (num_left + 1, place))
+
+
+# --- of a configuration -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AsynchronyPlan:
+    """What a configuration gains by not waiting."""
+
+    shared: Simulated | None
+    """Synchronous, engines and actor in turns on all of their devices; None where that is no configuration, or does not
+    fit."""
+    synchronous: Simulated
+    asynchronous: Simulated
+    generation_s: float
+    """Of a batch, where the trainer takes no time."""
+    training_s: float
+    push_s: float
+
+    @property
+    def bound_s(self) -> float:
+        """Return what a step cannot undercut."""
+        return max(self.generation_s, self.training_s) + self.push_s
+
+
+def workload(subject: PlanInput, lengths: Lengths) -> Workload:
+    config, spec, device = subject.config, subject.specs["actor"], subject.hardware
+    engine, rollout = engine_memory(config, spec, device), config.rollout
+    flops_per_s = rollout.tp * device.flops_per_s * ASSUMPTIONS.prefill_efficiency
+    whole, prompt = math.ceil(lengths.whole), math.ceil(lengths.prompt)
+    sharing = config.batch.samples_per_prompt if rollout.vllm.get("enable_prefix_caching", True) else 1
+    phases = {phase.name: phase.seconds for phase in plan_time(subject, lengths).phases}
+    load = Workload(
+        samples=samples_per_step(config.batch),
+        lengths=log_normal(lengths.response, rollout.max_response_tokens),
+        prompt_tokens=lengths.prompt,
+        num_engines=num_engines(config),
+        rows=max(1, int(min(rows_by_cache(engine, lengths), engine.max_sequences))),
+        decode_s=decode_step(subject, engine),
+        prompt_s=spec.sequence_flops(prompt) / flops_per_s / sharing,
+        token_s=spec.sequence_flops(whole) / whole / flops_per_s,
+        train_s=sum(phases.values()) - phases["rollout"] - phases["weights"],
+        push_s=phases["weights"],
+        drain_every=config.sync.probe_every,
+    )
+    each = min(load.samples * _MIN_STEPS // _MAX_ROWS, load.samples // load.num_engines // _MIN_ENGINE_ROWS)
+    return coarsened(load, max(1, each))
+
+
+def coarsened(load: Workload, each: int) -> Workload:
+    """Return the same with rows that stand for so many each, which is as many times as fast to simulate."""
+    decode_s = load.decode_s
+    return replace(
+        load,
+        samples=load.samples // each,
+        rows=max(1, load.rows // each),
+        decode_s=lambda rows, context: decode_s(rows * each, context),
+        prompt_s=load.prompt_s * each,
+        token_s=load.token_s * each,
+    )
+
+
+def plan_asynchrony(subject: PlanInput, lengths: Lengths) -> AsynchronyPlan:
+    load, mode = workload(subject, lengths), subject.config.asynchrony
+    alone = simulate(replace(load, train_s=0.0), mode)
+    shared = _shared(subject)
+    return AsynchronyPlan(
+        shared=simulate(workload(shared, lengths), AsynchronyConfig()) if shared else None,
+        synchronous=simulate(load, AsynchronyConfig()),
+        asynchronous=simulate(load, mode),
+        generation_s=alone.seconds - load.push_s,
+        training_s=load.train_s,
+        push_s=load.push_s,
+    )
+
+
+def _shared(subject: PlanInput) -> PlanInput | None:
+    placement = subject.config.placement
+    engines, actor = rollout_pool(subject.config), placement.roles["actor"]
+    pools = {pool: size for pool, size in placement.pools.items() if pool != engines}
+    pools[actor] += placement.pools[engines]
+    changes: Changes = {"placement.pools": pools, "rollout.replicas": None, "asynchrony": AsynchronyConfig()}
+    changes["placement.roles"] = {role: pool for role, pool in placement.roles.items() if role != "rollout"}
+    varied = subject.with_changes(changes)
+    return varied if varied is not None and not plan_memory(varied).shortages else None
+
+
+def faster_split(subject: PlanInput, lengths: Lengths, than_s: float) -> tuple[float, Changes] | None:
+    """Return the fastest other way to divide the devices of engines and actor, whose layouts stay, with its seconds.
+
+    Those that look fastest by the sums of their phases are simulated.
+    """
+    placement, mode = subject.config.placement, subject.config.asynchrony
+    engines, actor = rollout_pool(subject.config), placement.roles["actor"]
+    present, total = placement.pools[engines], placement.pools[engines] + placement.pools[actor]
+    by_bound = []
+    for part in {total * number // _SPLITS for number in range(1, _SPLITS)} - {present}:
+        pools = {**placement.pools, engines: part, actor: total - part}
+        changes: Changes = {"placement.pools": pools, "rollout.replicas": None}
+        varied = subject.with_changes(changes)
+        if varied is not None and not plan_memory(varied).shortages:
+            phases = {phase.name: phase.seconds for phase in plan_time(varied, lengths).phases}
+            rest = sum(phases.values()) - phases["rollout"] - phases["weights"]
+            by_bound.append((max(phases["rollout"], rest) + phases["weights"], part, changes, varied))
+    by_bound.sort(key=lambda each: each[:2])
+    simulated = [
+        (simulate(workload(varied, lengths), mode).seconds, part, changes)
+        for _, part, changes, varied in by_bound[:_SIMULATED_SPLITS]
+    ]
+    seconds, _, changes = min(simulated, key=lambda each: each[:2], default=(math.inf, 0, {}))
+    return (seconds, changes) if seconds < than_s else None
