@@ -14,7 +14,7 @@ import numpy as np
 from mrl.errors import RolloutError
 from mrl.events import Event, EventLog, read_events
 from mrl.rollout.engine import EngineSettings
-from mrl.rollout.fleet import RolloutFleet
+from mrl.rollout.fleet import NewestWeights, RolloutFleet
 from mrl.rollout.requests import Generated, GenerationRequest
 
 LIMITS = EngineSettings(Path("model"), "float32", "cpu", 40, 100, Path("sockets"), "rollout-0")
@@ -46,13 +46,15 @@ class World:
     may_start: dict[int, threading.Event] = field(default_factory=dict)
     num_started: list[int] = field(default_factory=list)
     send_error: Exception | None = None
+    newest: NewestWeights | None = None
+    """What the trainer can send now, where that changes while samples are under way."""
     spoil: Callable[[int, list[Generated]], list[Generated]] = lambda _, made: made
     """Makes of what a replica would answer what it answers."""
 
     def __post_init__(self) -> None:
         self.log = EventLog(self.directory / "events.jsonl")
         self.lock = threading.Lock()
-        self.fleet = RolloutFleet(self.num_replicas, self.start, self.send, LIMITS, self.log)
+        self.fleet = RolloutFleet(self.num_replicas, self.start, self.send, LIMITS, self.log, self.newest)
 
     def start(self, index: int) -> Any:
         gate = self.may_start.get(index)
@@ -115,7 +117,7 @@ class Replica:
 
     def do(self, name: str, args: tuple[Any, ...]) -> Any:
         if name == "receive_weights":
-            (self.held,) = args
+            self.held = args[0]
         if name == "sleep":
             self.held = None
         if name == "abort":

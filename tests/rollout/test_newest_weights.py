@@ -1,0 +1,157 @@
+"""A trainer that computes while engines generate: who is sent which weights when, and what its samples are called."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.errors import RolloutError, WorkerDied
+from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from tests.rollout.stub_replicas import World, request
+
+PLAIN = Sampling()
+
+
+class Trainer:
+    """Computes, or can send the newest of its weights."""
+
+    def __init__(self) -> None:
+        self.version = 1
+        self.computes = False
+        self.lock = threading.Lock()
+
+    @contextmanager
+    def newest(self) -> Iterator[int | None]:
+        with self.lock:
+            yield None if self.computes else self.version
+
+
+class Open:
+    """Requests that arise as somebody says; more may come until it is closed."""
+
+    def __init__(self, *requests: GenerationRequest) -> None:
+        self.ready = list(requests)
+        self.later: Future[Any] | None = Future()
+
+    def take(self) -> list[GenerationRequest]:
+        ready, self.ready = self.ready, []
+        return ready
+
+    def arriving(self) -> Future[Any] | None:
+        return self.later
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return Trainer()
+
+
+@pytest.fixture
+def world(tmp_path: Path, trainer: Trainer) -> Iterator[World]:
+    made = World(tmp_path, 2, newest=trainer.newest)
+    yield made
+    made.fleet.close()
+    made.log.close()
+
+
+def received(world: World) -> list[tuple[int, tuple[Any, ...]]]:
+    return world.calls("receive_weights")
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_replica_that_starts_while_the_trainer_computes_waits_for_it(world: World, trainer: Trainer) -> None:
+    """The first dies with its first request; its successor is there at once, and is sent nothing until it may be."""
+    world.fleet.update(1)
+    trainer.computes = True
+    world.fail_once(0, "submit_and_poll", WorkerDied("gone", role="rollout-0", ranks=[0]))
+    follow_ups = Open(*(request(f"a{number}") for number in range(6)))
+    found: list[Generated] = []
+    stream = world.fleet.stream((), PLAIN, 1, follow_ups)
+    while len(found) < 6:
+        found.append(next(stream))
+    assert {sample.replica for sample in found} == {1}
+    until(lambda: world.num_started.count(0) == 2)
+    assert received(world)[2:] == []
+    with trainer.lock:
+        trainer.version, trainer.computes = 2, False
+    follow_ups.ready = [request(f"b{number}") for number in range(8)]
+    follow_ups.later = None
+    found += stream
+    assert received(world)[2:] == [(0, (2,))], "the other holds what it had: nothing changes within a batch"
+    assert {(sample.replica, sample.weight_version) for sample in found[6:]} == {(0, 2), (1, 1)}
+
+
+@pytest.mark.parametrize("cache", ["recompute", "keep"])
+def test_weights_go_to_all_as_soon_as_the_trainer_can_send(world: World, trainer: Trainer, cache: Any) -> None:
+    world.fleet.update(1)
+    trainer.computes = True
+    follow_ups = Open(*(request(f"a{number}") for number in range(4)))
+    stream = world.fleet.stream((), PLAIN, 1, follow_ups, cache)
+    first = [next(stream) for _ in range(2)]
+    assert {sample.weight_version for sample in first} == {1}
+    trainer.version, trainer.computes = 2, False
+    follow_ups.ready = [request(f"b{number}") for number in range(8)]
+    follow_ups.later = None
+    rest = list(stream)
+    assert sorted(received(world)[2:]) == [(0, (2, cache)), (1, (2, cache))]
+    assert [sample.weight_version for sample in rest][-1] == 2
+    assert {sample.key for sample in (*first, *rest)} == {f"a{n}" for n in range(4)} | {f"b{n}" for n in range(8)}
+
+
+def test_a_replica_that_dies_of_new_weights_loses_no_sample(world: World, trainer: Trainer) -> None:
+    """What it had in hand is done by the other, and then by its successor."""
+    world.fleet.update(1)
+    trainer.computes = True
+    follow_ups = Open(*(request(f"a{number}") for number in range(8)))
+    stream = world.fleet.stream((), PLAIN, 1, follow_ups, "recompute")
+    found = [next(stream)]
+    world.fail_once(0, "receive_weights", WorkerDied("torn", role="rollout-0", ranks=[0]))
+    trainer.version, trainer.computes = 2, False
+    follow_ups.later = None
+    found += stream
+    assert sorted(sample.key for sample in found) == [f"a{number}" for number in range(8)]
+
+
+def test_deaths_far_apart_do_not_stop_a_run_that_never_ends(world: World, trainer: Trainer) -> None:
+    """Six in all, where three may die of the requests between two pushes."""
+    world.fleet.update(1)
+    follow_ups = Open()
+    stream = world.fleet.stream((), PLAIN, 1, follow_ups, "recompute")
+    for push in range(6):
+        world.fail_once(push % 2, "submit_and_poll", WorkerDied("gone", role="rollout", ranks=[0]))
+        follow_ups.ready = [request(f"{push}-{number}") for number in range(6)]
+        assert len({next(stream).key for _ in range(6)}) == 6
+        trainer.version += 1
+    follow_ups.later = None
+    assert list(stream) == []
+
+
+def test_a_stream_of_another_thread_ends_when_it_is_told_to(world: World, trainer: Trainer) -> None:
+    world.fleet.update(1)
+    errors: list[Exception] = []
+
+    def generate() -> None:
+        try:
+            list(world.fleet.stream((), PLAIN, 1, Open(), "recompute"))
+        except RolloutError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    world.fleet.is_closing = True
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "the run ends" in str(errors[0])
