@@ -115,6 +115,19 @@ def test_an_engine_has_the_longer_to_start_the_larger_its_model(make: Callable[.
     assert stage.started["rollout-1"].context.deadlines.start_s == 7
 
 
+def test_weights_are_to_be_had_while_the_trainer_leaves_the_actor_alone(make: Callable[..., Made]) -> None:
+    """And never while it has it, whoever asks."""
+    engine, _ = make()
+    with engine._newest_weights() as version:
+        assert version == 1
+        assert engine.actor_lock.locked(), "the trainer waits until they are sent"
+    engine.weights_changed()
+    with engine.actor_lock, engine._newest_weights() as version:
+        assert version is None
+    with engine._newest_weights() as version:
+        assert version == 2
+
+
 # --- the two modes ----------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import torch
 from mrl.errors import RolloutError
 from mrl.rollout.engine import Cache, RolloutEngine, can_step
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
-from tests.rollout.conftest import Small, requests, run
+from tests.rollout.conftest import VOCAB, Small, requests, run
 from tests.rollout.trainer_side import InBackground, fused, send, whole
 
 PLAIN = Sampling()
@@ -100,12 +100,16 @@ def test_a_cache_that_is_kept_is_neither_models(engine: RolloutEngine, small: Sm
 def test_what_begins_later_reads_nothing_of_the_weights_before(
     engine: RolloutEngine, small: Small, cache: Cache
 ) -> None:
-    """The prompts are the same, and blocks of them lie in the cache."""
-    engine.start(WANTED, PLAIN)
+    """The prompts are the same, and whole blocks of them lie in the cache."""
+    noise = np.random.default_rng(1)
+    long = [
+        dataclasses.replace(request, prompt_ids=noise.integers(0, VOCAB, 70).astype(np.int32)) for request in WANTED[:3]
+    ]
+    engine.start(long, PLAIN)
     for _ in range(AT):
         engine.step()
     take(engine, small("qwen3", 1), 2, cache)
-    later = [dataclasses.replace(request, key=f"later {request.key}") for request in WANTED]
+    later = [dataclasses.replace(request, key=f"later {request.key}") for request in long]
     engine.start(later, PLAIN)
     samples = finished(engine)
     for request in later:

@@ -90,6 +90,7 @@ def test_a_student_comes_near_to_its_teacher(directory: Path, form: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_teacher_beside_rewards_is_a_share_of_what_is_learned(directory: Path) -> None:
     lines = train(
         directory,
