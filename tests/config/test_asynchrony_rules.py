@@ -1,0 +1,57 @@
+"""What is refused of the section `asynchrony`, each with its reason and a way out, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mrl.config.load import load_config
+from mrl.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+APART = ("placement.pools={laptop: 2, engines: 2}", "placement.roles.rollout=engines", "cluster.devices_per_node=4")
+WEIGHED = "algorithm.correction={level: token}"
+IN_FLIGHT = "asynchrony={ahead: 2, weights: in_flight}"
+
+
+def load(*overrides: str) -> None:
+    load_config(str(ROOT / "configs" / "laptop-grpo.yaml"), overrides)
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        (*APART, WEIGHED, "asynchrony.ahead=1"),
+        (*APART, WEIGHED, IN_FLIGHT),
+        (*APART, WEIGHED, "asynchrony={ahead: 1, weights: in_flight, cache: keep}"),
+        (WEIGHED, IN_FLIGHT),
+        (*APART, WEIGHED, "asynchrony.ahead=1", "algorithm.advantage=remax"),
+        (*APART, WEIGHED, "asynchrony.ahead=1", "algorithm.dynamic_sampling={}"),
+    ],
+)
+def test_what_is_right_is_taken(right: tuple[str, ...]) -> None:
+    load(*right)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ((*APART, "asynchrony.ahead=1"), r"algorithm\.correction: 1 batches ahead: samples of older weights"),
+        ((*APART, WEIGHED, "asynchrony.ahead=1", "rollout.top_p=0.9"), r"rollout\.top_p: 0\.9: .*rollout\.top_p=1"),
+        ((*APART, WEIGHED, "asynchrony.ahead=1", "rollout.top_k=40"), r"rollout\.top_k: 40: .*rollout\.top_k=0"),
+        ((WEIGHED, "asynchrony.ahead=1"), r"asynchrony\.weights: between batches nothing can be ahead.*in_flight"),
+        (("asynchrony.weights=in_flight",), r"asynchrony\.weights: in_flight means nothing where nothing is ahead"),
+        (("asynchrony.cache=keep",), r"asynchrony\.cache: keep means nothing where nothing is ahead"),
+        ((WEIGHED, "asynchrony={ahead: 1, weights: in_flight, cache: keep}"), r"asynchrony\.cache: no cache is there"),
+        ((*APART, WEIGHED, "asynchrony={ahead: 1, cache: keep}"), r"asynchrony\.cache: no cache is there any more"),
+        ((*APART, WEIGHED, IN_FLIGHT, "algorithm.advantage=remax"), "in_flight beside algorithm.advantage=remax: its"),
+        ((*APART, WEIGHED, IN_FLIGHT, "algorithm.dynamic_sampling={}"), "algorithm.dynamic_sampling: which prompts"),
+        ((*APART, WEIGHED, IN_FLIGHT, "agent.deterministic=true"), "in_flight beside agent.deterministic=true: when"),
+        ((*APART, WEIGHED, "asynchrony.ahead=-1"), r"asynchrony\.ahead: must be at least 0"),
+        ((*APART, WEIGHED, "asynchrony.weights=sometimes"), 'weights: "sometimes" is not one of between, in_flight'),
+    ],
+)
+def test_what_is_wrong_says_why_and_what_would_do(wrong: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(*wrong)
