@@ -76,8 +76,8 @@ def make_batch() -> DataProto:
 def shard_of(worker: Any, settings: MegatronModelConfig, batch: DataProto) -> tuple[DataProto, list[list[int]]]:
     lengths, place = batch.lengths("prompts") + batch.lengths("responses"), worker.place
     plan = plan_step(lengths, place.mesh.dp, settings.max_tokens_per_device, worker.init_model().packing)
-    shard = batch.take(np.concatenate(plan.micro_batches[place.coordinates.dp]))
-    return shard, [[len(rows) for rows in batches] for batches in plan.micro_batches]
+    shard = batch.take(np.concatenate(plan[place.coordinates.dp]))
+    return shard, [[len(rows) for rows in batches] for batches in plan]
 
 
 def place_of(role: str, parallel: ParallelConfig) -> RankInfo:
