@@ -43,18 +43,16 @@ def check_asynchrony_rules(config: Config) -> Iterator[Problem]:
 
 def _in_flight(config: Config) -> Iterator[Problem]:
     algorithm = config.algorithm
-    refused = {
-        "algorithm.advantage=remax": algorithm.advantage == "remax",
-        "algorithm.dynamic_sampling": algorithm.dynamic_sampling is not None,
-        "agent.deterministic=true": config.agent.deterministic,
-        "data.sampler and a reward model": config.data.sampler != "shares" and bool(config.scoring_models()),
-    }
-    reasons = (
-        "its greedy answer would be of other weights than the samples",
-        "which prompts are drawn for which batch would depend on how fast samples end",
-        "when the weights come does not follow from the seeds",
-        "what is learned of prompts is what functions score, and the scores are whole by then",
+    has_sampler = config.data.sampler != "shares" and bool(config.scoring_models())
+    refused = (
+        (algorithm.advantage == "remax", "algorithm.advantage=remax: its greedy answer would be of other weights"),
+        (
+            algorithm.dynamic_sampling is not None,
+            "algorithm.dynamic_sampling: which prompts are drawn for which batch would depend on how fast samples end",
+        ),
+        (config.agent.deterministic, "agent.deterministic=true: when the weights come does not follow from the seeds"),
+        (has_sampler, "data.sampler and a reward model: prompts are learned of by what functions alone score"),
     )
-    for (given, is_given), reason in zip(refused.items(), reasons, strict=True):
+    for is_given, why in refused:
         if is_given:
-            yield problem("asynchrony.weights", f"in_flight beside {given}: {reason}", "asynchrony.weights=between")
+            yield problem("asynchrony.weights", f"in_flight beside {why}", "asynchrony.weights=between")
