@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import signal
+import tempfile
 import time
 
 import ray
@@ -39,6 +40,10 @@ class RankWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def network(self) -> dict[str, str | None]:
         return {name: os.environ.get(name) for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+
+    @register(Dispatch.RANK_ZERO)
+    def temporary_directory(self) -> str:
+        return tempfile.gettempdir()
 
     @register(Dispatch.RANK_ZERO)
     def who(self) -> int:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -95,6 +96,7 @@ class WorkerHost:
         try:
             redirect_output(log_path(order.log_directory, order.rank))
             os.environ.update(order.environment)
+            _keep_temporary_files_in(Path(ray._private.worker._global_node.get_temp_dir_path()))
             if order.numa_binding and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
                 sys.stderr.write(bind_to_gpus(visible) + "\n")  # before a library starts threads, or pins memory
             sys.path.extend(entry for entry in order.python_path if entry not in sys.path)
@@ -143,6 +145,15 @@ def _as_failure(error: BaseException) -> RankFailed:
     trace = redact_text("".join(traceback.format_exception(error)))
     os.write(2, trace.encode("utf-8", "backslashreplace"))
     return RankFailed(type(error).__name__, redact_text(message), trace, time.time())
+
+
+def _keep_temporary_files_in(directory: Path) -> None:
+    """Have temporary files of this process and those below it go with its Ray: no killed process removes its own.
+
+    Where a user's Ray is open to all its directory is too; they lie where they always do then.
+    """
+    if any(each.is_dir() and each.stat().st_mode & 0o077 == 0 for each in (directory, directory.parent)):
+        os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
 
 
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +27,13 @@ def test_one_to_all_asks_every_rank(rank_workers: RayWorkerGroup) -> None:
 
 def test_rank_zero_alone_answers(rank_workers: RayWorkerGroup) -> None:
     assert rank_workers.who() == 0
+
+
+def test_temporary_files_of_a_worker_go_with_its_ray(rank_workers: RayWorkerGroup) -> None:
+    directory = Path(rank_workers.temporary_directory())
+    assert directory.name == "ray"
+    assert directory.parent.parent == Path(tempfile.gettempdir())
+    assert directory.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_ranks_meet_in_torch_distributed(rank_workers: RayWorkerGroup) -> None:
