@@ -57,6 +57,8 @@ class EngineThread:
         self.poll(0)
 
     def _step(self) -> None:
+        if not can_step(self._engine):  # it fell asleep since
+            return
         if samples := self._engine.step():
             self._finished.put(samples)
         self._stepped_at = time.monotonic()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -42,6 +43,15 @@ class FollowUps(Protocol):
         """Return what is done when there may be more; None where more can only follow what is generated now."""
 
 
+@dataclass(frozen=True)
+class _Poll:
+    """A replica that is asked what it has finished, and the version of its weights then."""
+
+    index: int
+    replica: RayWorkerGroup
+    version: int
+
+
 class RolloutFleet:
     """Replicas by number, started at once; whatever is asked of them first waits for them.
 
@@ -71,6 +81,8 @@ class RolloutFleet:
         self._replicas: dict[int, RayWorkerGroup] = {}
         self.versions: dict[int, int | None] = dict.fromkeys(range(num_replicas))
         """Of the weights that each replica serves with; None where it does not."""
+        self._unseen_versions: defaultdict[int, set[int]] = defaultdict(set)
+        """Of the weights that may have drawn what a replica has finished and nobody has asked for yet."""
         self._starting: dict[int, Future[RayWorkerGroup]] = {}
         self.unprobed: set[int] = set()
         """Those that have not been asked since they started."""
@@ -112,7 +124,7 @@ class RolloutFleet:
             self._sync_weights(stale, version)
         work = RequestScheduler(requests, len(self.versions), 1 if sampling.alone else MAX_IN_FLIGHT)
         self._work = work
-        asked: dict[Future[Any], tuple[int, RayWorkerGroup]] = {}
+        asked: dict[Future[Any], _Poll] = {}
         wait_s = FOLLOW_UP_WAIT_S if follow_ups else WAIT_S
         try:
             while True:
@@ -133,7 +145,7 @@ class RolloutFleet:
                 done, _ = wait(awaited, _LOOK_S if is_waiting else WAIT_S, FIRST_COMPLETED)
                 self.generating_s += time.monotonic() - began if asked else 0.0
                 for future in done & asked.keys():
-                    yield from self._collect(future, *asked.pop(future))
+                    yield from self._collect(future, asked.pop(future))
         finally:
             wait(asked)
             self._pace.rollout_ends()
@@ -159,7 +171,7 @@ class RolloutFleet:
             except WorkerError as error:
                 self._drop_replica(index, error.what, num_asked=1)
                 continue
-            if wrong := wrong_answer([answer], {request.key: request}, version, self._limits.vocab):
+            if wrong := wrong_answer([answer], {request.key: request}, {version}, self._limits.vocab):
                 self._drop_replica(index, f"its answer cannot be right: {wrong}", num_asked=1)
             else:
                 answers[index] = answer
@@ -184,23 +196,21 @@ class RolloutFleet:
             replica.shutdown()
         self._threads.shutdown()
 
-    def _ask(self, asked: dict[Future[Any], tuple[int, RayWorkerGroup]], sampling: Sampling, wait_s: float) -> None:
+    def _ask(self, asked: dict[Future[Any], _Poll], sampling: Sampling, wait_s: float) -> None:
         """Give every replica that serves, and has answered what it was asked, its share."""
-        work, versions = self._work, self.versions
-        serving = [index for index in self._replicas if versions[index] is not None]
-        for index in set(serving) - {
-            index for index, replica in asked.values() if self._replicas.get(index) is replica
-        }:
+        work = self._work
+        serving = {index: version for index in self._replicas if (version := self.versions[index]) is not None}
+        busy = {poll.index for poll in asked.values() if self._replicas.get(poll.index) is poll.replica}
+        for index in serving.keys() - busy:
             requests = work.assign(index, len(serving))
             if work.num_in_flight(index):
                 replica = self._replicas[index]
-                submitted = self._threads.submit(
-                    _timed, replica.submit_and_poll, requests, sampling, versions[index], wait_s
-                )
-                asked[submitted] = index, replica
+                version = serving[index]
+                submitted = self._threads.submit(_timed, replica.submit_and_poll, requests, sampling, version, wait_s)
+                asked[submitted] = _Poll(index, replica, version)
 
-    def _collect(self, future: Future[Any], index: int, replica: RayWorkerGroup) -> Sequence[Generated]:
-        work, version = self._work, self.versions[index]
+    def _collect(self, future: Future[Any], poll: _Poll) -> Sequence[Generated]:
+        work, index, replica = self._work, poll.index, poll.replica
         try:
             answered: tuple[list[Generated] | RolloutError, float] = future.result()
         except WorkerError as error:
@@ -212,19 +222,18 @@ class RolloutFleet:
         answer, seconds = answered
         if isinstance(answer, RolloutError):
             raise answer
-        assert version is not None, "a replica that serves holds weights"
-        if wrong := wrong_answer(answer, work.in_flight(index), version, self._limits.vocab):
+        unseen = self._unseen_versions[index]
+        if wrong := wrong_answer(answer, work.in_flight(index), unseen, self._limits.vocab):
             self._drop_replica(index, f"its answer cannot be right: {wrong}", wrong=wrong)
             return ()
+        self._unseen_versions[index] = {each for each in unseen if each >= poll.version}
         work.finish(index, answer)
         self._pace.note(index, sum(len(sample.token_ids) for sample in answer), seconds)
         if answer:
             self._served.add(index)
         return [replace(sample, replica=index) for sample in answer]
 
-    def _take_weights(
-        self, asked: dict[Future[Any], tuple[int, RayWorkerGroup]], cache: Cache | None
-    ) -> list[Generated]:
+    def _take_weights(self, asked: dict[Future[Any], _Poll], cache: Cache | None) -> list[Generated]:
         """Bring replicas that hold none to the newest weights, and with `cache` all, if the trainer can send now.
 
         Return what those had finished that were asked before.
@@ -236,8 +245,8 @@ class RolloutFleet:
             stale = [index for index, has in held.items() if has is None or (cache is not None and has != version)]
             if not stale:
                 return []
-            of_stale = [future for future, (index, _) in asked.items() if index in stale]
-            samples = [sample for future in of_stale for sample in self._collect(future, *asked.pop(future))]
+            of_stale = [future for future, poll in asked.items() if poll.index in stale]
+            samples = [sample for future in of_stale for sample in self._collect(future, asked.pop(future))]
             if cache is not None:
                 self._work.forgive()
                 self._pace.rollout_ends()
@@ -259,6 +268,7 @@ class RolloutFleet:
             try:
                 call.get()
                 self.versions[index] = version
+                self._unseen_versions[index].add(version)
                 self._events.write(ReplicaServes(index, version))
             except WorkerRaised as error:  # it lives; perhaps the trainer left it because of another
                 failures.append(error)
@@ -286,6 +296,7 @@ class RolloutFleet:
         num_unfinished, has_served = self._work.num_in_flight(index), index in self._served
         self._events.write(ReplicaLost(index, said.partition("\n")[0], num_unfinished + num_asked))
         self._served.discard(index)
+        self._unseen_versions.pop(index, None)
         self.versions[index] = None
         self._replicas.pop(index).shutdown()
         if wrong:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,10 +83,12 @@ class Generated:
         return versions
 
 
-def wrong_answer(samples: Sequence[Generated], asked: Mapping[str, GenerationRequest], version: int, vocab: int) -> str:
+def wrong_answer(
+    samples: Sequence[Generated], asked: Mapping[str, GenerationRequest], versions: Collection[int], vocab: int
+) -> str:
     """Return why these cannot be answers to what was asked; nothing where they may be. All are looked at at once.
 
-    The version is that of the weights which drew their last tokens.
+    The versions are those of the weights that may have drawn their last tokens.
     """
     keys = [sample.key for sample in samples]
     if len(set(keys)) < len(keys) or not set(keys) <= asked.keys():
@@ -97,8 +99,9 @@ def wrong_answer(samples: Sequence[Generated], asked: Mapping[str, GenerationReq
         if not 0 < length <= limit or len(sample.log_probs) != length:
             return f"{length} tokens and {len(sample.log_probs)} log-probs for {sample.key}, of 1 to {limit} tokens"
         last = sample.switches[-1][1] if sample.switches else sample.weight_version
-        if last != version or sample.finish not in ("stop", "length"):
-            return f"{sample.key} is of weights {last}, not {version}, or ended by {sample.finish!r:.40}"
+        if last not in versions or sample.finish not in ("stop", "length"):
+            held = " or ".join(map(str, sorted(versions)))
+            return f"{sample.key} is of weights {last}, not {held}, or ended by {sample.finish!r:.40}"
     if not samples:
         return ""
     tokens = np.concatenate([sample.token_ids for sample in samples])

@@ -128,6 +128,20 @@ def test_the_time_of_a_step_begins_with_the_step(make: Callable[..., Driven]) ->
     assert driven.thread.poll(0) == []  # it has just begun, however long the engine had idled
 
 
+def test_an_engine_that_sleeps_with_samples_under_way_does_no_step(make: Callable[..., Driven]) -> None:
+    driven = make()
+    driven.engine.gate.clear()
+    driven.start("a")
+    threading.Timer(0.1, driven.engine.gate.set).start()
+    driven.thread.call(lambda engine: engine.sleep(keep=True))
+    time.sleep(0.05)
+    assert driven.engine.notes == ["start", "step", "sleep"]
+    for part in ("weights", "kv_cache"):
+        driven.thread.call(lambda engine, part=part: engine.wake(part))  # type: ignore[misc]
+    driven.thread.call(lambda engine: engine.receive_weights(2, "recompute"))
+    assert driven.collect(1) == ["a"]
+
+
 def test_the_failure_of_a_step_is_raised_to_whoever_asks_next(make: Callable[..., Driven]) -> None:
     driven = make()
     driven.engine.fault = ValueError("the device is lost")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mrl.errors import RolloutError, WorkerDied
+from mrl.events import ReplicaLost
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from tests.rollout.stub_replicas import World, request
 
@@ -109,6 +112,33 @@ def test_weights_go_to_all_as_soon_as_the_trainer_can_send(world: World, trainer
     assert sorted(received(world)[2:]) == [(0, (2, cache)), (1, (2, cache))]
     assert [sample.weight_version for sample in rest][-1] == 2
     assert {sample.key for sample in (*first, *rest)} == {f"a{n}" for n in range(4)} | {f"b{n}" for n in range(8)}
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+@pytest.mark.parametrize("num_late", [1, 2])
+def test_what_ended_before_the_weights_came_is_no_wrong_answer(
+    world: World, trainer: Trainer, in_flight: bool, num_late: int
+) -> None:
+    """It had ended when they came, and nobody had asked for it yet. Whoever answers so a second time is broken."""
+    world.fleet.update(1)
+    stream = world.fleet.stream([request(f"a{number}") for number in range(12)], PLAIN, 1, None, "recompute")
+    found = [next(stream)]
+    num_polls: Counter[int] = Counter()
+
+    def spoil(index: int, made: list[Generated]) -> list[Generated]:
+        if not made or made[0].weight_version == 1:
+            return made
+        num_polls[index] += 1
+        return [replace(each, weight_version=1) for each in made] if num_polls[index] <= num_late and index else made
+
+    world.spoil = spoil
+    trainer.version = 2
+    if not in_flight:
+        world.fleet.sleep(keep=True)
+        world.fleet.update(2, "recompute")
+    found += stream
+    assert sorted(sample.key for sample in found) == sorted(f"a{number}" for number in range(12))
+    assert [lost.replica for lost in world.events(ReplicaLost)] == [1] * (num_late - 1)
 
 
 def test_a_replica_that_dies_of_new_weights_loses_no_sample(world: World, trainer: Trainer) -> None:

@@ -93,9 +93,9 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_an_answer_that_cannot_be_right_is_named(case: str) -> None:
     samples, what = WRONG[case]
-    assert re.search(what, wrong_answer(samples, ASKED, 1, 10))
+    assert re.search(what, wrong_answer(samples, ASKED, {1}, 10))
 
 
 def test_an_answer_that_may_be_right_is_let_through() -> None:
-    assert wrong_answer([], ASKED, 1, 10) == ""
-    assert wrong_answer([answer("a", (0,), (1e-6,)), answer(tokens=[9] * 4, log_probs=[-80] * 4)], ASKED, 1, 10) == ""
+    assert wrong_answer([], ASKED, {1}, 10) == ""
+    assert wrong_answer([answer("a", (0,), (1e-6,)), answer(tokens=[9] * 4, log_probs=[-80] * 4)], ASKED, {1}, 10) == ""
