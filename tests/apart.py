@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.observe.metrics import read_metrics
+from mrl.trainer.replayed import without_clock
 
 ROOT = Path(__file__).resolve().parents[1]
 MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
@@ -18,9 +19,7 @@ MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
 
 def untimed(run: Path) -> list[dict[str, Any]]:
     """The metrics of a run without what only a clock decides."""
-    timed = ("timing_s/", "perf/", "sync/seconds", "reward/seconds")
-    lines = read_metrics(run / "metrics.jsonl")
-    return [{key: line[key] for key in line if not key.startswith(timed)} for line in lines]
+    return [without_clock(line) for line in read_metrics(run / "metrics.jsonl")]
 
 
 def run_mrl(*arguments: str, cwd: Path = ROOT, exit_code: int = 0, **variables: str) -> str:

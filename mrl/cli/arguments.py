@@ -15,9 +15,9 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="a file, and overrides")
 
 
-def add_config_first(parser: argparse.ArgumentParser) -> None:
-    """Declare the same for a verb whose first argument must be the file."""
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+def add_config_first(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Declare the same for a verb whose first argument must be the file, unless something else names it."""
+    parser.add_argument("config", metavar="CONFIG", nargs="?" if optional else None, help="a YAML file")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="values that replace those of the file")
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import gc
 from contextlib import ExitStack
+from pathlib import Path
 
 from mrl.cli.arguments import add_config_first
 from mrl.cli.supervise import Lost, add_attempt, finished, watched
 from mrl.config.load import Resolved, load_config
 from mrl.config.model_names import settle_models
 from mrl.config.schema import Config
-from mrl.errors import EXIT_STOPPED, TooFewDevices
+from mrl.errors import EXIT_STOPPED, ConfigError, Problem, TooFewDevices
 from mrl.plan.search import fits_on
 from mrl.preflight.findings import refuse
 
@@ -19,18 +20,33 @@ EXAMPLE = "mrl train configs/laptop-ppo.yaml model.path=my-model training.steps=
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_first(parser)
+    add_config_first(parser, optional=True)
+    parser.add_argument("--replay", metavar="RUN", help="repeat that run to the bit: its weights came in flight")
     parser.add_argument("--quiet", action="store_true", help="no line per step")
     add_attempt(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; return 0 when all steps are done, EXIT_STOPPED when the run was asked to stop before and has saved."""
+    if arguments.replay:
+        _replay(arguments)
+    elif not arguments.config:
+        raise ConfigError(
+            [Problem("command line", "", "no configuration", "mrl train CONFIG, or mrl train --replay RUN")]
+        )
     resolved = load_config(arguments.config, arguments.overrides)
     if (newest := finished(resolved, resolved.config.training.steps)) is not None:
         print(f"all {resolved.config.training.steps} steps are done; the newest checkpoint is {newest}")
         return 0
     return watched("train", arguments, resolved, lambda lost: _train_here(resolved, lost, arguments.quiet))
+
+
+def _replay(arguments: argparse.Namespace) -> None:
+    """Make the configuration of the run and a name beside it of what was given."""
+    run = Path(arguments.replay)
+    given = [arguments.config] if arguments.config else []
+    names = [f"asynchrony.replay={run}", f"run.name={run.name}-replay", f"run.dir={run.parent}"]
+    arguments.config, arguments.overrides = str(run / "config.yaml"), [*names, *given, *arguments.overrides]
 
 
 def _train_here(resolved: Resolved[Config], lost: Lost, quiet: bool) -> int:

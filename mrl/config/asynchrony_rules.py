@@ -13,6 +13,9 @@ from mrl.errors import Problem
 def check_asynchrony_rules(config: Config) -> Iterator[Problem]:
     """Yield every problem of the section."""
     asynchrony = config.asynchrony
+    if asynchrony.replay and not (asynchrony.ahead and asynchrony.weights == "in_flight"):
+        what = "it is of no use where weights do not come in flight: the same configuration gives the same run"
+        yield problem("asynchrony.replay", what, "asynchrony.replay=null, and the same seeds")
     if not asynchrony.ahead:
         for name, default in (("weights", "between"), ("cache", "recompute")):
             if (given := getattr(asynchrony, name)) != default:

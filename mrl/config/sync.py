@@ -38,3 +38,6 @@ class AsynchronyConfig:
     cache: Literal["recompute", "keep"] = "recompute"
     """What becomes of the keys and values of samples under way when weights come in flight: computed anew, or kept
     as the weights before made them."""
+    replay: str | None = None
+    """The directory of a run with weights in flight, which this one repeats to the bit: each engine is asked the same
+    before the same of its steps. `mrl train --replay RUN` sets it."""

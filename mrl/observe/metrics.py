@@ -78,6 +78,11 @@ class MetricsFile:
         return ""
 
 
+def as_written(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is read again of a step's figures."""
+    return _parsed(_line({"step": step, **metrics}).encode())
+
+
 def _line(fields: Mapping[str, Any]) -> str:
     finite = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -11,15 +11,20 @@ from typing import TypeVar
 from mrl.errors import WorkerSilent
 from mrl.rollout.engine import RolloutEngine, can_step
 from mrl.rollout.requests import Generated
+from mrl.rollout.schedule import CallKind, Schedule, ScheduledCall
 
 T = TypeVar("T")
+_LOOK_S = 0.002
 
 
 class EngineThread:
     """Everything that an engine does, it does in this thread, its start included."""
 
-    def __init__(self, make: Callable[[], RolloutEngine], step_deadline_s: float) -> None:
-        self._step_deadline_s = step_deadline_s
+    def __init__(
+        self, make: Callable[[], RolloutEngine], step_deadline_s: float, schedule: Schedule | None = None
+    ) -> None:
+        self._step_deadline_s, self._schedule = step_deadline_s, schedule or Schedule()
+        self._num_steps = 0
         self._thread = ThreadPoolExecutor(1, "engine")
         self._engine = self._thread.submit(make).result()
         self._finished: SimpleQueue[list[Generated]] = SimpleQueue()
@@ -27,10 +32,21 @@ class EngineThread:
         self._stepping.set_result(None)
         self._stepped_at = time.monotonic()
 
+    def act(self, kind: CallKind, of: Sequence[str], action: Callable[[RolloutEngine], None]) -> None:
+        """Have done what changes what is computed next: now, or in a replay before the step that it came before."""
+        while self._schedule.next and not self._stepping.done():
+            time.sleep(_LOOK_S)
+
+        def noted(engine: RolloutEngine) -> None:
+            self._schedule.note(ScheduledCall(self._num_steps, kind, tuple(of)))
+            action(engine)
+
+        self.call(noted)
+
     def call(self, action: Callable[[RolloutEngine], T]) -> T:
         """Have something done after the step under way."""
         result = self._thread.submit(action, self._engine).result()
-        if can_step(self._engine) and self._stepping.done():
+        if self._stepping.done() and self._goes_on():
             self._raise_failure()
             self._stepped_at = time.monotonic()
             self._stepping = self._thread.submit(self._step)
@@ -53,17 +69,23 @@ class EngineThread:
 
     def abort(self) -> None:
         """Forget everything under way, and what has been finished of it."""
-        self.call(lambda engine: engine.abort())
+        self.act("abort", [], lambda engine: engine.abort())
         self.poll(0)
 
     def _step(self) -> None:
-        if not can_step(self._engine):  # it fell asleep since
+        if not self._goes_on():  # it fell asleep since, or got something else to wait for
             return
         if samples := self._engine.step():
             self._finished.put(samples)
+        self._num_steps += 1
         self._stepped_at = time.monotonic()
-        if can_step(self._engine):
+        if self._goes_on():
             self._stepping = self._thread.submit(self._step)
+
+    def _goes_on(self) -> bool:
+        """Return whether there is a step to do, for which in a replay nothing is missing."""
+        call = self._schedule.next
+        return can_step(self._engine) and (call is None or self._num_steps < call.at)
 
     def _raise_failure(self) -> None:
         if self._stepping.done():

@@ -17,6 +17,7 @@ from mrl.events import EventLog, ReplicaLost, ReplicaServes
 from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, check_request
 from mrl.rollout.pace import Pace
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling, wrong_answer
+from mrl.rollout.schedule import FleetSchedule
 from mrl.rollout.scheduler import MAX_IN_FLIGHT, RequestScheduler
 
 WAIT_S = 0.5
@@ -72,6 +73,7 @@ class RolloutFleet:
         self._start, self._send_weights, self._limits, self._events = start, send_weights, limits, events
         self._version = 0
         self._newest = newest or (lambda: nullcontext(self._version))
+        self._schedule = FleetSchedule(limits.replays, num_replicas)
         self._work = RequestScheduler((), num_replicas)
         self.is_closing = False
         """Set to have the `stream` of another thread end, by an error."""
@@ -149,7 +151,8 @@ class RolloutFleet:
         finally:
             wait(asked)
             self._pace.rollout_ends()
-            self._call([index for index in self._replicas if work.num_in_flight(index)], "abort")
+            self._schedule.advance(busy := [index for index in self._replicas if work.num_in_flight(index)])
+            self._call(busy, "abort")
             self._work = RequestScheduler((), len(self.versions))
 
     def probe(
@@ -164,6 +167,7 @@ class RolloutFleet:
             for index, replica in self._replicas.items()
             if self.versions[index] == version and (everyone or index in self.unprobed)
         }
+        self._schedule.advance(asked)
         answers = {}
         for index, future in asked.items():
             try:
@@ -181,6 +185,7 @@ class RolloutFleet:
     def sleep(self, *, keep: bool = False) -> None:
         """Have every replica give its memory back; with `keep`, what is under way goes on after that."""
         self._join(waits=True)
+        self._schedule.advance(self._replicas)
         self._call(list(self._replicas), "sleep", *([True] if keep else []))
         self.versions = dict.fromkeys(self.versions)
 
@@ -202,7 +207,10 @@ class RolloutFleet:
         serving = {index: version for index in self._replicas if (version := self.versions[index]) is not None}
         busy = {poll.index for poll in asked.values() if self._replicas.get(poll.index) is poll.replica}
         for index in serving.keys() - busy:
-            requests = work.assign(index, len(serving))
+            if (call := self._schedule.next(index)) is None:
+                requests = work.assign(index, len(serving))
+            elif requests := work.take(index, call.of if call.kind == "start" else ()):
+                self._schedule.advance([index])
             if work.num_in_flight(index):
                 replica = self._replicas[index]
                 version = serving[index]
@@ -243,7 +251,7 @@ class RolloutFleet:
                 return []
             held = {index: self.versions[index] for index in self._replicas}
             stale = [index for index, has in held.items() if has is None or (cache is not None and has != version)]
-            if not stale:
+            if not stale or not self._schedule.are_next(version, stale):
                 return []
             of_stale = [future for future, poll in asked.items() if poll.index in stale]
             samples = [sample for future in of_stale for sample in self._collect(future, asked.pop(future))]
@@ -257,6 +265,7 @@ class RolloutFleet:
         """Have these replicas receive while the trainer sends; those that die are let go, and the rest tries again."""
         self.versions |= dict.fromkeys(indices)
         told = (version,) if cache is None else (version, cache)
+        self._schedule.advance(indices)
         calls = {index: self._replicas[index].receive_weights.future(*told) for index in indices}
         failures: list[MrlError] = []
         try:

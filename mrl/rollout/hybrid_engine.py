@@ -31,12 +31,13 @@ from mrl.rollout.device_memory import device_full
 from mrl.rollout.engine import EngineSettings, Part
 from mrl.rollout.fleet import FollowUps, RolloutFleet
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.rollout.schedule import REPLICA
 from mrl.weight_sync.ipc import socket_path
 from mrl.weight_sync.planner import RolloutLayout
 from mrl.weight_sync.resharder import WeightSyncSpec
 
 SOCKETS = "handover"
-REPLICA, RECEIVER = "rollout-{}", "receiver"
+RECEIVER = "receiver"
 PARTS = ("parameters", "gradients", "optimizer")
 
 
@@ -233,7 +234,7 @@ class HybridEngine:
         return RayWorkerGroup(settings.replica, worker, Mesh(1), replace(self._context, deadlines=deadlines), slot)
 
     def _settings(self, index: int) -> EngineSettings:
-        rollout, path = self._config.rollout, self._config.model.path
+        rollout, path, replay = self._config.rollout, self._config.model.path, self._config.asynchrony.replay
         return EngineSettings(
             model=Path(path),
             dtype=rollout.vllm.get("dtype", self._config.actor.dtype),
@@ -245,6 +246,8 @@ class HybridEngine:
             tp=rollout.tp,
             reads_text=self._reads_text,
             takes_weights_in_flight=self._cache is not None,
+            records=self._context.run_directory if self._cache else None,
+            replays=Path(replay) if replay else None,
             vllm={name: value for name, value in rollout.vllm.items() if name != "dtype"},
         )
 

@@ -12,6 +12,7 @@ from mrl.hub import node_copy
 from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, engine_class, need_version
 from mrl.rollout.engine_thread import EngineThread
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.rollout.schedule import RecordedSchedule, Schedule, schedule_path
 
 
 class RolloutReplica(Worker):
@@ -20,7 +21,7 @@ class RolloutReplica(Worker):
     def __init__(self, place: RankInfo, engine: str, settings: EngineSettings, step_deadline_s: float) -> None:
         super().__init__(place)
         settings = replace(settings, model=node_copy(str(settings.model)))
-        self._thread = EngineThread(partial(engine_class(engine), settings), step_deadline_s)
+        self._thread = EngineThread(partial(engine_class(engine), settings), step_deadline_s, _schedule(settings))
 
     @register(Dispatch.RANK_ZERO)
     def full_tensor_reason(self) -> str:
@@ -38,7 +39,8 @@ class RolloutReplica(Worker):
         try:
             self._thread.call(lambda engine: need_version(engine, version))
             if requests:
-                self._thread.call(lambda engine: engine.start(requests, sampling))
+                keys = [request.key for request in requests]
+                self._thread.act("start", keys, lambda engine: engine.start(requests, sampling))
             return self._thread.poll(wait_s)
         except RolloutError as error:
             return error
@@ -51,14 +53,20 @@ class RolloutReplica(Worker):
     @register(Dispatch.RANK_ZERO)
     def receive_weights(self, version: int, cache: Cache | None = None) -> None:
         """Take in one version, which the trainer ranks of the same devices hand over meanwhile."""
-        self._thread.call(lambda engine: engine.receive_weights(version, cache))
+        self._thread.act("weights", [str(version)], lambda engine: engine.receive_weights(version, cache))
 
     @register(Dispatch.RANK_ZERO)
     def sleep(self, keep: bool = False) -> None:
         """Give the device's memory back; with `keep`, what is under way goes on after that."""
-        self._thread.call(lambda engine: engine.sleep(keep=keep))
+        self._thread.act("sleep", [], lambda engine: engine.sleep(keep=keep))
 
     @register(Dispatch.RANK_ZERO)
     def wake(self, part: Part) -> list[FreeMemory]:
         """Take one part of the memory again; the devices, where one of them has not got it."""
         return self._thread.call(lambda engine: engine.wake(part))
+
+
+def _schedule(settings: EngineSettings) -> Schedule:
+    if settings.replays:
+        return RecordedSchedule(schedule_path(settings.replays, settings.replica))
+    return Schedule(schedule_path(settings.records, settings.replica) if settings.records else None)

@@ -67,6 +67,17 @@ class RequestScheduler:
             has += request.max_tokens
         return taken
 
+    def take(self, replica: int, keys: Sequence[str]) -> list[GenerationRequest]:
+        """Assign a replica these requests, or none of them while one is still to come."""
+        waiting = {request.key: request for queue in self._waiting.values() for request in queue}
+        if not all(key in waiting for key in keys):
+            return []
+        taken = [waiting[key] for key in keys]
+        for request in taken:
+            self._waiting[request.home].remove(request)
+            self._in_flight[replica][request.key] = request
+        return taken
+
     def _queue_for(self, replica: int) -> deque[GenerationRequest]:
         """Return what waits for this replica, or else for any; of another, the longest queue, where it is idle."""
         queue = self._waiting[replica] or self._waiting[None]

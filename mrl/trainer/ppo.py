@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from mrl.trainer.components import Components, build_components
 from mrl.trainer.drawn_file import drawn_from_bytes, drawn_to_bytes
 from mrl.trainer.engine_probe import Answers
 from mrl.trainer.own_metrics import OwnMetrics
+from mrl.trainer.replayed import ReplayedRun
 from mrl.trainer.role_client import Metrics, mean_of
 from mrl.trainer.run import Run
 from mrl.trainer.samples import preview, sample_columns, tensor_columns
@@ -57,6 +59,8 @@ class RayPPOTrainer:
         self.calls = step_calls.step_calls(run.config)
         self.num_steps_done = 0
         self.own_metrics = OwnMetrics(self.config.training.metrics, run.warn)
+        replay = self.config.asynchrony.replay
+        self.replayed = ReplayedRun(Path(replay)) if replay else None
         run.best_by = f"the {run.config.validation.best_mode} of {run.config.validation.best}"
 
     @contextmanager
@@ -83,6 +87,7 @@ class RayPPOTrainer:
         if validation.every and validation.first and not self.num_steps_done:
             validated = self.validate()
             run.record(0, validated)
+            self.compare_runs(0, validated)
             self.score_of(validated)
         while self.num_steps_done < self.config.training.steps:
             report = self.step()
@@ -167,6 +172,7 @@ class RayPPOTrainer:
     def record(self, step: int, batch: DataProto, metrics: Metrics) -> None:
         """Write down what a step did, and show it."""
         self.run.record(step, metrics)
+        self.compare_runs(step, metrics)
         self.run.console.step(step, metrics, preview(batch))
         every = self.config.training.samples_every
         if every and step % every == 0:
@@ -201,6 +207,13 @@ class RayPPOTrainer:
         if answers:
             with self.clock("probe"):
                 self.components.engine_probe.compare(step, answers)
+
+    def compare_runs(self, step: int, metrics: Metrics) -> None:
+        """See that a replay is what it repeats."""
+        if self.replayed is not None:
+            self.replayed.compare(step, metrics)
+            if step == self.replayed.num_steps:
+                self.run.console.print(f"equal to {self.replayed.directory} to the bit, up to its last step, {step}")
 
     def estimate_advantages(self, batch: DataProto, whole: WholeBatch) -> tuple[DataProto, Metrics]:
         """Compute advantages, on the critic's ranks where there is one: its values are there."""

@@ -12,7 +12,8 @@ from mrl.config.arithmetic import has_own_rollout_pool, num_engines
 from mrl.config.schema import Config
 from mrl.controller.worker_log import last_words, log_path
 from mrl.events import Event, ModelLoaded, PoolReady, WorkersStarted
-from mrl.rollout.hybrid_engine import RECEIVER, REPLICA
+from mrl.rollout.hybrid_engine import RECEIVER
+from mrl.rollout.schedule import REPLICA
 from mrl.trainer.run import Run
 
 EVERY_S = 10.0

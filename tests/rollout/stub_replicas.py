@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,13 +48,15 @@ class World:
     send_error: Exception | None = None
     newest: NewestWeights | None = None
     """What the trainer can send now, where that changes while samples are under way."""
+    replays: Path | None = None
     spoil: Callable[[int, list[Generated]], list[Generated]] = lambda _, made: made
     """Makes of what a replica would answer what it answers."""
 
     def __post_init__(self) -> None:
         self.log = EventLog(self.directory / "events.jsonl")
         self.lock = threading.Lock()
-        self.fleet = RolloutFleet(self.num_replicas, self.start, self.send, LIMITS, self.log, self.newest)
+        limits = replace(LIMITS, replays=self.replays)
+        self.fleet = RolloutFleet(self.num_replicas, self.start, self.send, limits, self.log, self.newest)
 
     def start(self, index: int) -> Any:
         gate = self.may_start.get(index)

@@ -10,6 +10,7 @@ import pytest
 
 from mrl.config.run_directory import steps_in
 from mrl.demo.model import make_model
+from mrl.events import ReplicaLost, read_events
 from tests.apart import run_python, untimed
 from tests.trainer.test_ppo import CONFIG
 
@@ -32,7 +33,12 @@ MEASURED = (
     'data.validation.held={dataset: "toy:addition", options: {part: validation, largest: 19}}',
     "validation={every: 2, samples_per_prompt: 2, solved_at: 0.3}",
 )
-LONG = ("rollout.max_response_tokens=24", "actor.max_tokens_per_device=256", "critic.max_tokens_per_device=256")
+LONG = (
+    "rollout.max_response_tokens=24",
+    "rollout.vllm.max_num_seqs=2",  # of 32 samples: the others wait, so that the last are under way when weights come
+    "actor.max_tokens_per_device=256",
+    "critic.max_tokens_per_device=256",
+)
 
 
 def train(config: Path, name: str, *overrides: str, program: str = THREADED) -> list[dict[str, Any]]:
@@ -83,6 +89,13 @@ def test_weights_in_flight(name: str, overrides: tuple[str, ...], config: Path) 
     assert ages[0] == 0
     assert max(ages) <= ahead
     assert any(ages), "nothing was ahead"
+    assert max(line["async/versions_per_sample"] for line in lines[1:]) > 1, "nothing came in flight"
+    run = config.parent / "runs" / name
+    lost = [found.event for found in read_events(run / "events.jsonl") if isinstance(found.event, ReplicaLost)]
+    assert not lost
+    said = run_python("-c", THREADED, "train", "--replay", str(run))
+    assert f"equal to {run} to the bit, up to its last step, 3" in said
+    assert untimed(run.with_name(f"{name}-replay")) == lines
     if name == "carried":
         return
     lines = train(config, name, *settings, "training={steps: 5, save_every: 2}")
