@@ -13,14 +13,16 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.algorithm_cases import OURS, make_case, packed, padded
+from benchmarks.algorithm_cases import OURS, Function, make_case, packed, padded
 from benchmarks.harness import Benchmark, parser
 from benchmarks.peer_environments import RUN_TIMEOUT_S, TRL, VERL, PeerEnvironment
 
@@ -42,11 +44,10 @@ INTENDED_DIFFERENCES = (
 PEERS = (VERL, TRL)
 
 
-def compute(peer: PeerEnvironment, cases: Path, results: Path) -> str:
-    """Its results on the cases; why that failed, or nothing."""
-    return peer.run(
-        RUN_TIMEOUT_S, str(Path(__file__).parent / "peers" / f"{peer.name}_algorithms.py"), str(cases), str(results)
-    )
+def compute(peer: PeerEnvironment, subject: str, cases: Path, results: Path) -> str:
+    """Its results on the cases of a subject, "algorithms" say; why that failed, or nothing."""
+    script = Path(__file__).parent / "peers" / f"{peer.name}_{subject}.py"
+    return peer.install() or peer.run(RUN_TIMEOUT_S, str(script), str(cases), str(results))
 
 
 def write_cases(cases: list[dict[str, Any]], path: Path) -> None:
@@ -60,24 +61,33 @@ def write_cases(cases: list[dict[str, Any]], path: Path) -> None:
     np.savez(path, **stored)
 
 
-def compare(peer: PeerEnvironment, cases: list[dict[str, Any]], results_path: Path) -> list[dict[str, Any]]:
-    """One row per function: the largest difference over all cases and outputs, relative above 1."""
+def at_least_one(expected: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What differences are relative to: what was expected of each number, above 1."""
+    return np.asarray(np.maximum(1.0, np.abs(expected)))
+
+
+def compare(
+    ours_of: Mapping[str, Function],
+    cases: list[dict[str, Any]],
+    results_path: Path,
+    scale: Callable[[NDArray[np.float64]], NDArray[np.float64]] = at_least_one,
+) -> list[dict[str, Any]]:
+    """One row per function that the peer has: the largest difference over all cases and outputs."""
     theirs = np.load(results_path, allow_pickle=False)
     names = dict.fromkeys(key.split("/")[1] for key in theirs.files)
     rows = []
     for name in names:
         worst, outputs = 0.0, set()
         for number, case in enumerate(cases):
-            ours = OURS[peer.name][name](packed(case))
+            ours = ours_of[name](packed(case))
             for key in (key for key in theirs.files if key.startswith(f"{number}/{name}/")):
-                output = key.rsplit("/", 1)[1]
+                output = key.split("/", 2)[2]
                 expected = theirs[key]
                 found = padded(case, ours[output], expected.shape)
-                difference = np.abs(found - expected) / np.maximum(1.0, np.abs(expected))
+                difference = np.abs(found - expected) / scale(expected)
                 worst = max(worst, float(np.nan_to_num(difference, nan=np.inf).max(initial=0.0)))
                 outputs.add(output)
-        compared = {"max_difference": worst, "outputs": " ".join(sorted(outputs))}
-        rows.append({"peer": peer.name, "function": name, **compared})
+        rows.append({"function": name, "max_difference": worst, "outputs": " ".join(sorted(outputs))})
     return rows
 
 
@@ -93,11 +103,10 @@ def main() -> int:
         write_cases(cases, Path(folder, "cases.npz"))
         for peer in PEERS:
             results = Path(folder, f"{peer.name}.npz")
-            failed = peer.install() or compute(peer, Path(folder, "cases.npz"), results)
-            if failed:
+            if failed := compute(peer, "algorithms", Path(folder, "cases.npz"), results):
                 bench.row(peer=peer.name, function="NONE COULD RUN", outputs=failed)
             else:
-                compared += compare(peer, cases, results)
+                compared += [{"peer": peer.name, **row} for row in compare(OURS[peer.name], cases, results)]
     for row in compared:
         bench.row(**row)
     print("Intended differences, which the cases avoid:", *INTENDED_DIFFERENCES, sep="\n  - ")

@@ -59,6 +59,7 @@ ENTRIES = (
     Entry("reshard", 600, ("--quick",)),
     Entry("reshard_hosts", 240, ("--quick",)),
     Entry("algorithms", 200),
+    Entry("preferences", 200),
     Entry("rewards", 150, ("--samples", "2000")),
     Entry("code_reward", 240),
     Entry("data", 200),

@@ -5,13 +5,12 @@ python verl_algorithms.py CASES.npz RESULTS.npz
 
 from __future__ import annotations
 
-import json
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
+from answers import answer
 from verl.trainer.ppo import core_algos as algos
 from verl.trainer.ppo import rollout_corr_helper as correction
 from verl.utils import torch_functional
@@ -181,20 +180,5 @@ FUNCTIONS = {
 }
 
 
-def main(cases_path: str, results_path: str) -> None:
-    stored = np.load(cases_path, allow_pickle=False)
-    results = {}
-    for number in range(int(stored["num_cases"])):
-        case: dict[str, Any] = json.loads(str(stored[f"{number}/settings"]))
-        for key in stored.files:
-            if key.startswith(f"{number}/") and not key.endswith("/settings"):
-                case[key.split("/", 1)[1]] = torch.from_numpy(stored[key])
-        for name, function in FUNCTIONS.items():
-            for output, value in function(case).items():
-                value = value.detach().numpy() if isinstance(value, torch.Tensor) else value
-                results[f"{number}/{name}/{output}"] = np.asarray(value, dtype=np.float64)
-    np.savez(results_path, **results)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    answer(FUNCTIONS, *sys.argv[1:])

@@ -195,7 +195,8 @@ def preference_objective(
     weight_P = (pairs.weight_P / totals.num_groups).to(ratio_T)
     loss = (weight_P * PREFERENCE_LOSSES.resolve(config.loss)(of_pairs, config)).sum()
     log_prob_B = rows.mean(log_probs_T.detach(), mask_T)
-    reward_P = {"chosen": config.beta * of_pairs.better_P.detach(), "rejected": config.beta * of_pairs.worse_P.detach()}
+    reward_B = config.beta * ratio_B.detach() / (num_B if config.is_of_means() else 1.0)
+    reward_P = {"chosen": reward_B[pairs.better_P], "rejected": reward_B[pairs.worse_P]}
     margin_P = reward_P["chosen"] - reward_P["rejected"]
     reports_P = {
         "accuracy": 0.5 * (margin_P.sign() + 1),

@@ -44,6 +44,10 @@ class DpoLossConfig:
     sft_weight: Amount = 0.0
     """Of the likelihood of the preferred response, which DPO alone lets fall as long as the other's falls more."""
 
+    def is_of_means(self) -> bool:
+        """Return whether a response's reward is of the mean over its tokens instead of the sum, as the loss is."""
+        return self.average or self.loss in ("ipo_mean", "simpo", "orpo")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankedConfig(SftConfig):

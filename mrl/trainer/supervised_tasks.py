@@ -114,8 +114,7 @@ def measure_preferences(client: SupervisedClient, batches: Sequence[DataProto], 
         torch.cat([rows[name] for rows in scored]).double()
         for name in ("sum_log_probs", "sum_ref_log_probs", "num_tokens")
     )
-    by_mean = loss.average or loss.loss in WITHOUT_REFERENCE
-    rewards = loss.beta * (sums - refs) / (nums if by_mean else 1.0)
+    rewards = loss.beta * (sums - refs) / (nums if loss.is_of_means() else 1.0)
     figures = PairFigures.of(scored, rewards.numpy())
     better, worse = figures.better, figures.worse
     pairs = PairLogProbs((sums - refs)[better], (sums - refs)[worse], nums[better], nums[worse])

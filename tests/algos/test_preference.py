@@ -95,13 +95,32 @@ def test_a_preference_loss_is_that_of_the_field(case: dict[str, Any], dtype: tor
     (grad,) = torch.autograd.grad(found.loss, tokens.log_probs_T)
     expected = interleaved(outputs["d_loss_d_chosen_log_probs"], outputs["d_loss_d_rejected_log_probs"])
     close(grad, [*chain(*expected)], dtype)
-    if not config.average:
+    if not config.is_of_means():
         for ours, theirs in (
             ("chosen", "rewards_chosen_mean"),
             ("rejected", "rewards_rejected_mean"),
             ("margin", "margin_mean"),
         ):
             assert float(found.reports[f"reward/{ours}"]) == pytest.approx(outputs[theirs], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "average", "margin"),
+    [
+        *(("sigmoid", False, -0.5), ("ipo_sum", False, -0.5), ("sigmoid", True, 0.5)),
+        *((loss, False, 0.5) for loss in ("ipo_mean", "simpo", "orpo")),
+    ],
+)
+def test_rewards_are_of_means_where_the_loss_is(loss: str, average: bool, margin: float) -> None:
+    """Three tokens of -1 are likelier than one of -2 by their mean, and less likely by their sum."""
+    config = DpoLossConfig(loss=loss, average=average, beta=0.5)
+    rows, is_best_T = Rows.of([3, 1]), torch.tensor([True, True, True, False])
+    log_probs_T, mask_T = numbers([-1.0, -1.0, -1.0, -2.0]), torch.ones(4, dtype=torch.bool)
+    tokens = RankedTokens(rows, mask_T, log_probs_T, None, pairs_of(1), is_best_T)
+    norm = LossNormalizer("token-mean", BatchTotals.of(rows, is_best_T))
+    found = preference_objective(tokens, config, norm, RankingTotals(1, 2)).reports
+    assert float(found["reward/margin"]) == margin
+    assert float(found["accuracy"]) == (margin > 0)
 
 
 @cases("pairs")

@@ -9,10 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.preference import Pairs, RankedTokens, RankingTotals, preference_objective
+from mrl.algos.rows import Rows
+from mrl.config.preference import DpoLossConfig
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.trainer import sft
 from mrl.trainer.pair_figures import PairFigures, calibration_error, warnings_of
+from mrl.trainer.supervised_tasks import measure_preferences
 
 Group = tuple[str, list[tuple[float, int]]]
 """A source, and of each response, the best first, score and length."""
@@ -38,6 +43,35 @@ def test_ties_count_half() -> None:
     assert found["val/loss"] == pytest.approx(np.mean(np.log1p(np.exp([-1.0, 0.0, 3.0]))))
     assert found["val/longer_wins"] == 0.5
     assert found["val/pairs"] == 3
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(DpoLossConfig(loss=name) for name in ("sigmoid", "ipo_sum", "ipo_mean", "simpo", "orpo")),
+        DpoLossConfig(average=True),
+    ],
+    ids=lambda loss: f"{loss.loss}-{loss.average}",
+)
+def test_validation_of_a_policy_says_what_its_training_says(loss: DpoLossConfig) -> None:
+    lengths, ranks = [3, 1, 2, 5, 1, 4], torch.tensor([0, 1] * 3)
+    chance, rows = torch.Generator().manual_seed(3), Rows.of(lengths)
+    log_probs_T = -torch.rand(rows.num_tokens, dtype=torch.float64, generator=chance)
+    mask_T, group_B = torch.ones(rows.num_tokens, dtype=torch.bool), (ranks == 0).cumsum(0)
+    tokens = RankedTokens(
+        rows, mask_T, log_probs_T, torch.zeros_like(log_probs_T), Pairs.of(group_B, ranks), rows.expand(ranks == 0)
+    )
+    norm = LossNormalizer("token-mean", BatchTotals.of(rows, mask_T))
+    trained = preference_objective(tokens, loss, norm, RankingTotals(3, 6)).reports
+    columns = {"responses": from_rows([torch.ones(length, dtype=torch.int32) for length in lengths]), "rank": ranks}
+    sums = {"sum_log_probs": rows.sum(log_probs_T), "sum_ref_log_probs": torch.zeros(6, dtype=torch.float64)}
+    scored = DataProto.from_dict(
+        {**columns, **sums, "num_tokens": torch.tensor(lengths)}, {"data_source": ["a"] * len(lengths)}
+    )
+    client = cast(Any, SimpleNamespace(score=lambda _, batch: batch))
+    validated = measure_preferences(client, [scored], loss)
+    for ours, name in (("loss", "loss"), ("accuracy", "accuracy"), ("reward/margin", "margin")):
+        assert float(trained[ours]) == pytest.approx(validated[f"val/{name}"]), name
 
 
 def test_scores_of_a_new_head_are_ties() -> None:
