@@ -34,8 +34,8 @@ unit: ## the quick tests that need no Ray, Megatron or vLLM, in an environment w
 	$(call environment,.venv-unit)
 	PYTHONPATH=. MRL_ALGO_CASES=100 .venv-unit/bin/python -m pytest -q -n 2 -m "not slow and not needs" $(UNIT:%=tests/%)
 
-test: install ## all tests but the slow ones
-	$(BIN)/python -m pytest -m "not slow"
+test: install ## all tests but the slow ones, two files at a time
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-slow: install ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not on_demand"
@@ -46,8 +46,8 @@ test-presets: install ## every preset's twin: the same switches on a small model
 test-hosts: install ## runs over hosts with addresses of their own, in network namespaces: needs root or user namespaces
 	$(BIN)/python -m pytest tests/hosts
 
-sweep: install ## a run ended in every way at every moment, a save at every write, a host lost, searches over HTTP; three hours
-	$(BIN)/python -m pytest -m on_demand tests/trainer tests/hosts tests/demo
+sweep: install ## what no submission waits for: every ending at every moment, every write, all layouts and twins; four hours
+	$(BIN)/python -m pytest -m on_demand --ignore=tests/contracts
 	$(BIN)/python -m tests.endings.endings
 
 test-extras: install ## the tests of what is optional, with all of it installed into .venv-extras

@@ -80,7 +80,11 @@ MAX_LINES = {
     "core": 13_750 + 870 + 350 + 150 + 2_800 + 150 + 850 + 270 + 480 + 960 + 280 - 140,
     "workbench": 13_700 + 3_550 + 800 + 950 + 810 + 110 + 200 + 380 + 40 - 220,
 }
-MAX_FILES, MAX_CLASSES, MIN_MEDIAN_FILE_LINES = 240 + 45 + 40 + 5 + 9 + 1 + 2 - 16, 380 + 45 + 75 + 9 + 14 + 4 + 6 - 6, 115
+MAX_FILES, MAX_CLASSES, MIN_MEDIAN_FILE_LINES = (
+    240 + 45 + 40 + 5 + 9 + 1 + 2 - 16,
+    380 + 45 + 75 + 9 + 14 + 4 + 6 - 6,
+    115,
+)
 """A capability that needs more raises these lines in its own commit, and says why."""
 
 # Where everything may be caught, because whatever happens there is reported as a worker's death, or is the failure of

@@ -53,7 +53,7 @@ def shares_of_digits(directory: Path, advantage: str, reward: str) -> list[float
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("advantage", ["gae", "grpo"])
+@pytest.mark.parametrize("advantage", [pytest.param("gae", marks=pytest.mark.on_demand), "grpo"])
 def test_what_is_rewarded_is_learned(advantage: str, tmp_path: Path) -> None:
     shares = shares_of_digits(tmp_path, advantage, "digits")
     assert shares[0] <= KNOWN_AT_MOST

@@ -267,6 +267,7 @@ def test_the_layouts_of_the_actor_give_the_same_numbers(config: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_the_placements_give_the_same_numbers(config: Path) -> None:
     """All roles on the same devices, the critic elsewhere, the engines elsewhere, everyone elsewhere."""
     colocated, _ = train(config, "colocated", "training.steps=2")

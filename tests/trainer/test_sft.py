@@ -195,7 +195,10 @@ def test_a_run_that_loses_a_rank_starts_itself_again(stopped: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
-    ["{pp: 2}", "{tp: 2, sequence_parallel: true}", pytest.param("{cp: 2}", marks=pytest.mark.on_demand)],
+    [
+        "{tp: 2, sequence_parallel: true}",
+        *(pytest.param(each, marks=pytest.mark.on_demand) for each in ("{pp: 2}", "{cp: 2}")),
+    ],
 )
 def test_a_run_goes_on_in_another_layout(parallel: str, stopped: Path) -> None:
     """From two data-parallel ranks: the same rows, and what sums in another order make of them."""

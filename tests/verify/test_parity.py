@@ -105,6 +105,7 @@ def measure_with_faults(cases: Mapping[str, ParityCase]) -> list[RankResult]:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_every_seeded_fault_shows_in_bfloat16_too(tmp_path: Path) -> None:
     alone = {}
     for number, (name, fault) in enumerate(FAULTS.items()):

@@ -78,9 +78,9 @@ def in_engine(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callab
 @pytest.mark.parametrize(
     "in_engine",
     [
-        ("qwen3", EngineSizes(1)),
+        pytest.param(("qwen3", EngineSizes(1)), marks=pytest.mark.on_demand),
         ("qwen3", EngineSizes(2)),
-        ("qwen3_moe", EngineSizes(1)),
+        pytest.param(("qwen3_moe", EngineSizes(1)), marks=pytest.mark.on_demand),
         ("qwen3_moe", EngineSizes(2)),  # vLLM's expert parallel kernel ends its process on a CPU
     ],
     ids=["dense tp1", "dense tp2", "experts tp1", "experts tp2"],
