@@ -34,8 +34,8 @@ unit: ## the quick tests that need no Ray, Megatron or vLLM, in an environment w
 	$(call environment,.venv-unit)
 	PYTHONPATH=. MRL_ALGO_CASES=100 .venv-unit/bin/python -m pytest -q -n 2 -m "not slow and not needs" $(UNIT:%=tests/%)
 
-test: install ## all tests but the slow ones, two files at a time
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+test: install ## all tests but the slow ones
+	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: install ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not on_demand"

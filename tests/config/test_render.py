@@ -191,6 +191,7 @@ asynchrony:
   ahead: 0                                       # default
   weights: between                               # default
   cache: recompute                               # default
+  replay: null                                   # default
 training:
   steps: 10                                      # run.yaml:28
   seed: 0                                        # default
