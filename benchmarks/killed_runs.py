@@ -32,12 +32,11 @@ from benchmarks.harness import Benchmark, parser
 from mrl.config.run_directory import steps_in
 from mrl.events import PhaseEnd, Warned, WorkersStarted, read_events
 from mrl.observe.metrics import read_metrics
+from mrl.trainer.replayed import without_clock
 
 ROOT = Path(__file__).resolve().parent.parent
 MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
 LIMIT_S = 300.0
-TIMED = ("timing_s/", "perf/", "sync/seconds", "reward/seconds")
-"""Beginnings of the names of what only a clock decides."""
 CONFIG = """\
 run: {{name: killed, dir: {directory}}}
 cluster: {{devices_per_node: 2, device: cpu}}
@@ -118,10 +117,7 @@ def newest_actor(run: Path) -> list[int]:
 
 def figures(run: Path) -> list[dict[str, Any]]:
     """The metrics of a run, without seconds."""
-    return [
-        {key: value for key, value in line.items() if not key.startswith(TIMED)}
-        for line in read_metrics(run / "metrics.jsonl")
-    ]
+    return [without_clock(line) for line in read_metrics(run / "metrics.jsonl")]
 
 
 def draws(run: Path, steps: int) -> list[list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 from mrl.errors import AuditFailed
 from mrl.observe.metrics import as_written, read_metrics
 
-_OF_THE_CLOCK = ("timing_s/", "perf/", "sync/seconds", "reward/seconds")
+_OF_THE_CLOCK = ("timing_s/", "perf/", "sync/seconds", "reward/seconds", "agent/environment_s")
 
 
 def without_clock(metrics: Mapping[str, Any]) -> dict[str, Any]:

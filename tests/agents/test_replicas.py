@@ -106,6 +106,7 @@ def test_three_replicas_say_what_one_does_to_the_bit(fleet: Fleet, by_one: Talks
     assert served == {0, 1, 2}
 
 
+@pytest.mark.on_demand
 def test_a_replica_that_is_killed_in_a_turn_changes_not_a_bit(fleet: Fleet, by_one: Talks) -> None:
     def kill(done: int) -> None:
         if done == 5:

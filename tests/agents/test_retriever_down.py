@@ -81,6 +81,7 @@ def test_a_retriever_that_is_down_for_20_s_costs_time_and_no_conversation(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_what_outlasts_all_patience_is_left_out_and_counted_and_never_scored_0(tmp_path: Path) -> None:
     """Steps go on without it, with the conversations that did not need it, until it is back."""
     impatient = "options: {attempts: 2, backoff_s: 0.5}"

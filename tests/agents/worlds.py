@@ -79,6 +79,19 @@ class Anew(Environment):
         return Done(score=float(turn.num_written))
 
 
+class Waiting(Environment):
+    """Answers twice; the first conversation of each prompt waits long for that."""
+
+    async def step(self, turn: Turn) -> Observation | Done:  # type: ignore[override]
+        await asyncio.sleep(0.0 if self._task.sample else 2.0)
+        self._num_written += turn.num_written
+        return Observation(text="7") if turn.number < 2 else Done(score=float(self._num_written))
+
+    def reset(self, task: Task) -> Start:
+        self._task, self._num_written = task, 0
+        return super().reset(task)
+
+
 class Troubled(Facts):
     """Does at its second turn what the task's `trouble` says; in the first attempt alone, where that is `once`."""
 

@@ -97,6 +97,7 @@ def test_a_run_over_two_nodes_is_stopped_queued_again_and_goes_on(small: Place) 
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_job_whose_node_never_comes_names_it_and_says_what_fits_without_it(small: Place) -> None:
     cluster = small.directory / "cluster.yaml"
     rewrite(cluster, "join_limit_s: 120", "join_limit_s: 40")

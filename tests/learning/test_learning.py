@@ -61,6 +61,7 @@ def test_what_is_rewarded_is_learned(advantage: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_from_somebody_else_s_scores_nothing_is_learned(tmp_path: Path) -> None:
     shares = shares_of_digits(tmp_path, "grpo", "somebody_elses")
     assert max(shares) <= STILL_AT_MOST, shares

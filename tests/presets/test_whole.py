@@ -25,6 +25,10 @@ COVERING = {
 }
 
 
+EVERY_TIME = ("ppo-llama3.1-8b-1n8g", "grpo-qwen3-30b-a3b-2n8g", "distill-qwen2.5-7b-from-72b-2n8g")
+"""Of these, what each submission goes through: with and without a critic, experts, a teacher."""
+
+
 def traits(name: str) -> set[str]:
     """Of a preset, what its run goes through."""
     config = WHOLE[name]
@@ -51,7 +55,7 @@ def test_the_covering_set_has_everything_that_a_preset_has() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in COVERING else pytest.mark.on_demand, id=name) for name in WHOLE],
+    [pytest.param(name, marks=() if name in EVERY_TIME else pytest.mark.on_demand, id=name) for name in WHOLE],
 )
 def test_a_preset_starts_by_its_names_and_does_three_steps(name: str, tmp_path: Path) -> None:
     config = WHOLE[name]

@@ -193,6 +193,7 @@ def test_replicas_killed_while_they_receive_idle_and_all_at_once(fleet: Fleet, a
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_replica_that_is_stopped_is_replaced(fleet: Fleet, alone: dict[str, Generated]) -> None:
     fleet.fleet.update(1)
     assert_are(generate_and(fleet, lambda: os.kill(fleet.pid(0), signal.SIGSTOP), after=2), alone)
@@ -201,7 +202,10 @@ def test_a_replica_that_is_stopped_is_replaced(fleet: Fleet, alone: dict[str, Ge
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("prompt", "how"), [(DEADLY, "died"), (BREAKING, "raised .*: the device is lost")])
+@pytest.mark.parametrize(
+    ("prompt", "how"),
+    [(DEADLY, "died"), pytest.param(BREAKING, "raised .*: the device is lost", marks=pytest.mark.on_demand)],
+)
 def test_a_prompt_that_two_replicas_do_not_survive_is_named(fleet: Fleet, prompt: str, how: str) -> None:
     wrong = dataclasses.replace(WANTED[5], key=f"{prompt}/0", prompt=prompt)
     with pytest.raises(RolloutError, match=rf"prompt {prompt}: .* when [23] replicas died, the last of them: .*{how}"):

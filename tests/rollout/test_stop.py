@@ -85,6 +85,7 @@ def test_texts_and_tokens_end_responses_in_both_engines_alike(
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 @pytest.mark.parametrize("kind", ["transformers", "vllm"])
 def test_a_text_of_the_prompt_ends_no_response(
     started: Callable[[str], RolloutEngine], tokenizer: ChatTokenizer, kind: str

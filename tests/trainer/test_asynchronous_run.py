@@ -80,7 +80,11 @@ def test_a_thread_a_program_without_one_and_a_resumed_run_are_equal(config: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "overrides"), [("in-flight", (*APART, "asynchrony.ahead=2")), ("carried", ("asynchrony.ahead=1",))]
+    ("name", "overrides"),
+    [
+        ("in-flight", (*APART, "asynchrony.ahead=2")),
+        pytest.param("carried", ("asynchrony.ahead=1",), marks=pytest.mark.on_demand),
+    ],
 )
 def test_weights_in_flight(name: str, overrides: tuple[str, ...], config: Path) -> None:
     """No token is older than it may be, no engine is lost, and a replay is equal to the bit."""

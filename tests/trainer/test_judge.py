@@ -142,6 +142,7 @@ def wait_for(url: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_server_that_cannot_start_says_where_its_log_is(run_context: RunContext, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", seed=1)
     (model / "config.json").write_text('{"model_type": "nothing-known"}')

@@ -251,6 +251,7 @@ GREEDY = ("prompts", "score/mean@1", "solved/mean@1")
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_the_layouts_of_the_actor_give_the_same_numbers(config: Path) -> None:
     """Three steps on one rank, and spread over two and four. Sums in another order differ in the seventh digit, and six
     updates carry that on, to 1e-3 on some processors; the tokens that are sampled are the same."""
@@ -279,6 +280,7 @@ def test_the_placements_give_the_same_numbers(config: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_reward_model_scores_beside_the_functions_or_alone(config: Path) -> None:
     """On the actor's devices, which it leaves for the rollout, or elsewhere in another layout: the same numbers."""
     scorer = config.parent / "scorer"

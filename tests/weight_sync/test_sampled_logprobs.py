@@ -81,7 +81,9 @@ def in_engine(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callab
         pytest.param(("qwen3", EngineSizes(1)), marks=pytest.mark.on_demand),
         ("qwen3", EngineSizes(2)),
         pytest.param(("qwen3_moe", EngineSizes(1)), marks=pytest.mark.on_demand),
-        ("qwen3_moe", EngineSizes(2)),  # vLLM's expert parallel kernel ends its process on a CPU
+        pytest.param(
+            ("qwen3_moe", EngineSizes(2)), marks=pytest.mark.on_demand
+        ),  # vLLM's expert parallel kernel ends its process on a CPU
     ],
     ids=["dense tp1", "dense tp2", "experts tp1", "experts tp2"],
     indirect=True,
