@@ -74,13 +74,14 @@ CORE = {"algos", "protocol", "controller", "models", "rollout", "weight_sync", "
 # responses that were ranked: reward models, and policies without one, with their losses, data, rules and figures; then
 # reward models of other tokens, several of them, their scale, and scores within a round and in validation, and a demo
 # of the way from SFT over pairs to PPO; then a teacher: a role, its columns, divergences over the vocabulary, and what
-# is planned and checked of it; then batches ahead of the one that is trained, and a simulator that plans them. What is
-# taken off at the end went with small files that joined their readers.
+# is planned and checked of it; then batches ahead of the one that is trained, and a simulator that plans them; what is
+# taken off behind that went with small files that joined their readers. Then a reference of pairs that is computed
+# once: its pass over the rows to come, and its file.
 MAX_LINES = {
-    "core": 13_750 + 870 + 350 + 150 + 2_800 + 150 + 850 + 270 + 480 + 960 - 140,
-    "workbench": 13_700 + 3_550 + 800 + 950 + 810 + 110 + 200 + 380 - 220,
+    "core": 13_750 + 870 + 350 + 150 + 2_800 + 150 + 850 + 270 + 480 + 960 - 140 + 250,
+    "workbench": 13_700 + 3_550 + 800 + 950 + 810 + 110 + 200 + 380 - 220 + 30,
 }
-MAX_FILES, MAX_CLASSES, MIN_MEDIAN_FILE_LINES = 240 + 45 + 40 + 5 + 9 + 1 - 16, 380 + 45 + 75 + 9 + 14 + 4 - 6, 115
+MAX_FILES, MAX_CLASSES, MIN_MEDIAN_FILE_LINES = 240 + 45 + 40 + 5 + 9 + 1 - 16 + 1, 380 + 45 + 75 + 9 + 14 + 4 - 6, 115
 """A capability that needs more raises these lines in its own commit, and says why."""
 
 # Where everything may be caught, because whatever happens there is reported as a worker's death, or is the failure of
