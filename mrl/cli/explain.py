@@ -25,6 +25,7 @@ from mrl.config.judge import JUDGE
 from mrl.config.load import Resolved
 from mrl.config.mesh import Mesh
 from mrl.config.names import ENVIRONMENTS
+from mrl.config.preference import DpoConfig
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, SftBatchConfig
 
@@ -102,6 +103,9 @@ def _placement(config: AnyConfig) -> Iterator[str]:
         roles = [role for role, of in config.placement.roles.items() if of == pool]
         rows.append((pool, str(size), _who(config, roles)))
     yield from aligned(rows)
+    if isinstance(config, DpoConfig) and config.preference.reference == "once":
+        yield "  The reference has no weights of its own (preference.reference: once): its log-probs are computed"
+        yield "  before the first update, 4 bytes a response token in the run directory and in the driver's memory."
     if cluster.nodes > 1:
         yield "  Below, nodes are counted within each pool; Ray names them when the run starts."
 
@@ -114,6 +118,8 @@ def _who(config: AnyConfig, roles: list[str]) -> str:
         if role == "actor" and isinstance(config, Config):
             names += [] if "rollout" in config.placement.roles else ["rollout"]
             names += [f"reference (kl.where: {config.algorithm.kl.where})"] if has_reference(config) else []
+        elif role == "actor" and has_reference(config):
+            names.append("reference (preference.reference: in_place)")
     return ", ".join(names) + (" take turns" if len(names) > 1 else "")
 
 

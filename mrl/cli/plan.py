@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from mrl.cli.arguments import add_config, aligned, load_one
 from mrl.config.arithmetic import has_own_rollout_pool, num_engines, samples_per_step
 from mrl.config.hardware import DEFAULT, HARDWARE, hardware
+from mrl.config.preference import DpoConfig
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.errors import ConfigError, Problem
@@ -18,7 +19,7 @@ from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_mac
 from mrl.plan.memory import MemoryPlan, gib, plan_memory
 from mrl.plan.plan_input import PlanInput, make_plan_input
 from mrl.plan.search import Changes, advise, found_lines, search
-from mrl.plan.sft import sft_machine, sft_phase
+from mrl.plan.sft import reference_host_bytes, sft_machine, sft_phase
 from mrl.plan.timing import Lengths, assumed_lengths, plan_time
 from mrl.preflight.findings import SFT_ADVICE
 from mrl.preflight.node_facts import usable_memory_bytes
@@ -82,6 +83,10 @@ def _sft(path: str, config: SftConfig, arguments: argparse.Namespace) -> int:
     print("Memory of the fullest device, in an update:")
     rows = [(item.what, gib(item.num_bytes), item.origin if arguments.verbose else "") for item in phase.items]
     print("\n".join(aligned([*rows, ("together", gib(phase.num_bytes), "")])))
+    if host := reference_host_bytes(config, arguments.model):
+        print(f"Host: {gib(host)} on each machine: the reference's weights, and room for the policy's (in_place).")
+    elif isinstance(config, DpoConfig):
+        print("Host: no weights of a reference.")
     print(f"\nIt {'fits, and leaves' if left >= 0 else 'does not fit, and lacks'} {gib(abs(left))}.")
     if left < 0:
         print(f"It would take {SFT_ADVICE}.")

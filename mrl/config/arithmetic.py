@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mrl.config.mesh import Mesh
-from mrl.config.preference import RankedConfig
+from mrl.config.preference import WITHOUT_REFERENCE, DpoConfig, RankedConfig
 from mrl.config.schema import BatchConfig, Config, ParallelConfig, RolloutConfig
 from mrl.config.sft import AnyConfig, SftBatchConfig, SftConfig
 
@@ -42,9 +42,13 @@ def needs_old_log_probs(config: Config) -> bool:
     return updates_per_step(config.batch) > 1 or charged or algorithm.correction is not None
 
 
-def has_reference(config: Config) -> bool:
+def has_reference(config: AnyConfig) -> bool:
     """Return whether a frozen copy of the actor is kept, on the host."""
-    return config.algorithm.kl.where != "none"
+    if isinstance(config, Config):
+        return config.algorithm.kl.where != "none"
+    if not isinstance(config, DpoConfig) or config.preference.loss in WITHOUT_REFERENCE:
+        return False
+    return config.preference.reference == "in_place"
 
 
 def longest_sample_tokens(limits: RolloutConfig | SftBatchConfig) -> int:

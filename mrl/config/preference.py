@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from mrl.config.bounds import Amount, Bound, Share, Text
 from mrl.config.sft import SftConfig
 
+WITHOUT_REFERENCE = ("simpo", "orpo")
+"""Losses of the policy's own log-probs."""
 Minority = Annotated[float, Bound("at least 0 and less than 0.5", lambda value: 0 <= value < 0.5)]
 
 
@@ -43,6 +45,9 @@ class DpoLossConfig:
     """Whether log-probs are means over a response's tokens instead of sums; beta is then larger, 1 to 5."""
     sft_weight: Amount = 0.0
     """Of the likelihood of the preferred response, which DPO alone lets fall as long as the other's falls more."""
+    reference: Literal["in_place", "once"] = "in_place"
+    """`in_place` keeps the weights as they were before training, which take the policy's place at every update; `once`
+    computes what they say of all rows before the first update, into `reference.bin`, and keeps no such weights."""
 
     def is_of_means(self) -> bool:
         """Return whether a response's reward is of the mean over its tokens instead of the sum, as the loss is."""

@@ -6,13 +6,11 @@ import math
 from collections.abc import Iterator
 
 from mrl.config.arithmetic import tokens_limit
-from mrl.config.preference import DpoConfig, RankedConfig, RmConfig
+from mrl.config.preference import WITHOUT_REFERENCE, DpoConfig, RankedConfig, RmConfig
 from mrl.config.rules import problem
 from mrl.errors import Problem
 
 PREFERENCE_LOSSES = ("sigmoid", "conservative", "robust", "hinge", "ipo_sum", "ipo_mean", "simpo", "orpo")
-WITHOUT_REFERENCE = ("simpo", "orpo")
-"""Losses of the policy's own log-probs."""
 _SMOOTHED = ("conservative", "robust", "simpo")
 _OF_MEANS = ("ipo_sum", "ipo_mean", *WITHOUT_REFERENCE)
 OF_A_BATCH = {
@@ -99,6 +97,9 @@ def _preference(config: DpoConfig) -> Iterator[Problem]:
         yield problem(
             "preference.average", f"{loss.loss} says itself whether it is of means", "preference.average=false"
         )
+    if loss.reference == "once" and loss.loss in WITHOUT_REFERENCE:
+        what = f"{loss.loss} knows no reference: there is nothing to compute"
+        yield problem("preference.reference", what, "preference.loss=sigmoid, or preference.reference=in_place")
     if loss.loss == "orpo" and not loss.sft_weight:
         what = "ORPO is its odds ratio beside the likelihood of what was preferred, which has no weight"
         yield problem("preference.sft_weight", what, "preference.sft_weight=1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mrl.config.arithmetic import role_batch, role_devices
+from mrl.config.arithmetic import has_reference, role_batch, role_devices
 from mrl.config.sft import SftConfig
 from mrl.models.layout import check_layout
 from mrl.models.spec import ModelSpec
@@ -25,6 +25,17 @@ def sft_phase(config: SftConfig, model: str | None = None) -> Phase:
     return max(phases, key=lambda phase: phase.num_bytes)
 
 
+def reference_host_bytes(config: SftConfig, model: str | None = None) -> int:
+    """Return what a reference in place takes of a machine's own memory; none where its log-probs are computed once."""
+    per_rank = max(_reference(config, role) for role in _stages(config, _spec(config, model)))
+    return per_rank * min(config.cluster.devices_per_node, role_devices(config, ROLE))
+
+
+def _reference(config: SftConfig, role: Role) -> int:
+    """Return what a rank takes: the frozen weights, and room for the policy's while those are in their place."""
+    return 2 * role.weights.parameters * has_reference(config)
+
+
 def sft_machine(config: SftConfig, model: str | None = None) -> MachinePlan:
     """Return what the processes of a node of CPU slots take together."""
     share, settings = role_batch(config, ROLE), config.actor
@@ -34,7 +45,7 @@ def sft_machine(config: SftConfig, model: str | None = None) -> MachinePlan:
     settings = dataclasses.replace(settings, max_tokens_per_device=tokens)
     stages = _stages(dataclasses.replace(config, actor=settings), _spec(config, model))
     num_ranks = role_devices(config, ROLE)
-    held = sum(role.weights.total for role in stages) // len(stages)
+    held = sum(role.weights.total + _reference(config, role) for role in stages) // len(stages)
     work = sum(item.num_bytes for role in stages for item in role.train) // len(stages)
     copies = sum(role.weights.checkpoint for role in stages) * num_ranks // len(stages)
     spare = int(work * ASSUMPTIONS.cpu_allocator_share)

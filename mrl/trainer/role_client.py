@@ -138,6 +138,11 @@ class TeacherClient(RoleClient):
 class SupervisedClient(RoleClient):
     """Calls the workers of a model that learns from what the data say."""
 
+    def score_groups(self, method: str, batch: DataProto) -> DataProto:
+        """Return the rows with the columns that a method writes, in the micro-batches of an update on them."""
+        written, _ = _merged(getattr(self.group, method)(*self._shards(batch, group_sizes(batch))))
+        return batch.union(written)
+
     def update(self, method: str, batch: DataProto) -> Metrics:
         """Make one optimizer step on these rows; return how full its micro-batches are too."""
         shards, sizes = self._shards(batch, group_sizes(batch))

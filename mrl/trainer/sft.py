@@ -13,6 +13,8 @@ from typing import Any
 
 from mrl.config.arithmetic import role_mesh
 from mrl.config.model_names import in_directories
+from mrl.config.names import SAMPLERS
+from mrl.config.preference import DpoConfig
 from mrl.config.run_directory import CHECKPOINTS, checkpoint_of
 from mrl.config.schema import BatchConfig
 from mrl.config.sft import SftConfig
@@ -28,6 +30,7 @@ from mrl.observe.console import printable
 from mrl.protocol import DataProto
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.pair_figures import warnings_of
+from mrl.trainer.reference import ReferenceLogProbs, Score, compute_reference, num_groups
 from mrl.trainer.role_client import Metrics, RoleClient, SupervisedClient
 from mrl.trainer.run import Run
 from mrl.trainer.sft_samples import AnswerSampler
@@ -44,6 +47,9 @@ def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) ->
         thread = stack.enter_context(ThreadPoolExecutor(1, "rows"))
         stack.callback(run.finish_save)  # also when the next update fails: the workers are still there
         run.best_by = components.task.best_by
+        if not components.compute_reference(run):  # before a checkpoint's weights come
+            run.console.print("stopped before the reference was computed; the same command goes on")
+            return None
         num_done = run.resume(components)
         every, keep_best = run.config.validation.every, run.config.validation.keep_best
         if every and not num_done:
@@ -114,10 +120,11 @@ class _SftComponents:
         validation: Sequence[DataProto],
         client: SupervisedClient,
         sampler: AnswerSampler | None,
+        reference: ReferenceLogProbs | None,
     ) -> None:
         self.task = task_of(config)
         self._config, self._prompts, self._validation, self.client = config, prompts, validation, client
-        self._sampler = sampler
+        self._sampler, self._reference = sampler, reference
         self._trained_on = prompts.state_dict()
         self._losses: deque[float] = deque(maxlen=_NUM_AVERAGED)
 
@@ -127,14 +134,51 @@ class _SftComponents:
 
     def read(self) -> _Rows:
         """Return the next update's rows."""
-        return _Rows(self._prompts.next_batch(), self._prompts.state_dict())
+        batch = self._prompts.next_batch()
+        if self._reference is not None:
+            batch = self._reference.joined(batch)
+        return _Rows(batch, self._prompts.state_dict())
+
+    def compute_reference(self, run: Run[SftConfig]) -> bool:
+        """Have the reference's log-probs of all rows to come, where they are computed once; False if told to stop
+        before."""
+        if self._reference is None:
+            return True
+        num_rows, steps = self._prompts.num_rows, self._config.training.steps
+        at_most = min(num_rows, steps * self._config.batch.rows_per_update) if steps else num_rows
+        at_most += sum(map(num_groups, self._validation))
+        is_whole = compute_reference(self._reference, self._rows_to_come(self._reference), at_most, run)
+        self._prompts.load_state_dict(self._trained_on)
+        if is_whole:
+            self._validation = [self._reference.joined(rows) for rows in self._validation]
+        return is_whole
+
+    def _rows_to_come(self, kept: ReferenceLogProbs) -> Iterator[tuple[DataProto, Score]]:
+        """Yield the rows of validations, and those of the updates that none were read for, until none is new.
+
+        Each is cut into micro-batches as it will be, so that in the first epoch reference and policy round alike.
+        """
+        yield from ((rows, self.client.score) for rows in self._validation)
+        if kept.reader is not None:
+            self._prompts.load_state_dict(kept.reader)
+        num_rows = self._config.batch.rows_per_update
+        while not self._are_all_read(kept.num_read // num_rows, self._prompts.state_dict()):
+            rows = self._prompts.next_batch()
+            kept.num_read, kept.reader = kept.num_read + num_rows, self._prompts.state_dict()
+            yield rows, self.client.score_groups
+
+    def _are_all_read(self, num_updates: int, reader: Mapping[str, Any]) -> bool:
+        drawn, sizes = reader["sampler"]["drawn"], reader["sampler"]["order"]["sizes"]
+        # A sampler of the user's own may leave rows of the first epoch for later ones.
+        is_epoch = self._config.data.sampler in SAMPLERS and all(drawn[name] >= size for name, size in sizes.items())
+        return is_epoch or self._is_through(num_updates, reader)
 
     def update(self, rows: _Rows) -> Metrics:
         """Make one optimizer step on these rows."""
         metrics = self.client.update(self.task.update, rows.batch)
         self._losses.append(metrics["loss"])
         self._trained_on = rows.state
-        return metrics | {"epoch": self._epoch()}
+        return metrics | {"epoch": self._epoch(self._trained_on)}
 
     def validate(self) -> Metrics:
         """Return the figures of the validation rows."""
@@ -152,12 +196,16 @@ class _SftComponents:
             and len(self._losses) == _NUM_AVERAGED
             and sum(self._losses) / _NUM_AVERAGED <= training.until_loss
         )
-        is_through = training.epochs is not None and self._epoch() >= training.epochs
-        return is_low or is_through or (training.steps is not None and num_updates >= training.steps)
+        return is_low or self._is_through(num_updates, self._trained_on)
 
-    def _epoch(self) -> float:
+    def _is_through(self, num_updates: int, reader: Mapping[str, Any]) -> bool:
+        """Return whether a run ends after so many updates, with its reader there."""
+        steps, epochs = self._config.training.steps, self._config.training.epochs
+        return (epochs is not None and self._epoch(reader) >= epochs) or (steps is not None and num_updates >= steps)
+
+    def _epoch(self, reader: Mapping[str, Any]) -> float:
         """Return how often the rows of all sources have been drawn."""
-        drawn: int = sum(self._trained_on["sampler"]["drawn"].values())
+        drawn: int = sum(reader["sampler"]["drawn"].values())
         return drawn / self._prompts.num_rows
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,13 +233,16 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
     answers = task_of(config).update == "update_sft"  # the other tasks compare answers, and give none
     has_samples = answers and bool(validation) and config.validation.samples > 0
     sampler = AnswerSampler(config, tokenizer, DataProto.concat(validation)) if has_samples else None
+    reference = None
+    if isinstance(run.config, DpoConfig) and run.config.preference.reference == "once":
+        reference = ReferenceLogProbs(run.directory, run.config)
     with ExitStack() as stack:
         context = stack.enter_context(placed_run(config, run.directory, run.events))
         task = task_of(config)
         worker = RayClassWithInitArgs(config.actor.worker or task.worker, supervised_setup(config), *task.arguments)
         group = RayWorkerGroup(ROLE, worker, role_mesh(config, ROLE), context)
         stack.callback(group.shutdown)
-        yield _SftComponents(config, prompts, validation, SupervisedClient(group, config.actor), sampler)
+        yield _SftComponents(config, prompts, validation, SupervisedClient(group, config.actor), sampler, reference)
 
 
 def _validation_rows(config: SftConfig, tokenizer: ChatTokenizer, events: EventLog) -> list[DataProto]:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from mrl.algos.preference import PREFERENCE_LOSSES, PairLogProbs
-from mrl.config.preference import DpoConfig, DpoLossConfig, RmConfig
-from mrl.config.preference_rules import WITHOUT_REFERENCE
+from mrl.config.arithmetic import has_reference
+from mrl.config.preference import WITHOUT_REFERENCE, DpoConfig, DpoLossConfig, RmConfig
 from mrl.config.sft import SftConfig
 from mrl.errors import ModelError
 from mrl.models.hf_reader import HfReader
@@ -78,7 +78,7 @@ def supervised_setup(config: SftConfig) -> ModelSetup:
         config.training.seed,
         config.deadlines.call_s,
         new_head=task.head == "score" and SCORE not in HfReader(path),
-        keeps_reference=isinstance(config, DpoConfig) and config.preference.loss not in WITHOUT_REFERENCE,
+        keeps_reference=has_reference(config),
     )
 
 

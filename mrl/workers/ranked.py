@@ -15,14 +15,14 @@ from torch import Tensor
 from mrl.algos.aggregate import BatchTotals, LossNormalizer
 from mrl.algos.preference import Pairs, RankedTokens, RankingTotals, preference_objective, reward_objective
 from mrl.algos.rows import Rows
-from mrl.config.preference import DpoLossConfig, RewardLossConfig
-from mrl.config.preference_rules import WITHOUT_REFERENCE
+from mrl.config.preference import WITHOUT_REFERENCE, DpoLossConfig, RewardLossConfig
 from mrl.controller import Dispatch, RankInfo, register
 from mrl.engine.packed_rows import TokenRows
 from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
+from mrl.errors import EngineError
 from mrl.protocol import DataProto
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport
-from mrl.workers.model_worker import ModelWorker, token_rows
+from mrl.workers.model_worker import ModelWorker, response_column, token_rows
 
 
 class RmWorker(ModelWorker):
@@ -57,15 +57,29 @@ class DpoWorker(ModelWorker):
         super().__init__(place, setup)
         self._loss = loss
 
-    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses", "rank", "label"), optional=("response_mask",))
+    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("ref_log_probs",))
+    def compute_ref_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Return the log-probs of all response tokens by the policy before its first update."""
+        assert self.engine.optimizer is not None, "a policy is trained"
+        if num_steps := self.engine.optimizer.num_steps:
+            what = f"the policy has made {num_steps} updates: it is not the reference any more"
+            raise EngineError(what, fix="compute the reference before the first update and before a checkpoint loads")
+        scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest())
+        return None if scores is None else response_column(batch, "ref_log_probs", scores.log_probs_T)
+
+    @register(
+        Dispatch.DATA_PARALLEL,
+        reads=("prompts", "responses", "rank", "label"),
+        optional=("response_mask", "ref_log_probs"),
+    )
     def update_dpo(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
-        """Make one optimizer step on these groups. The reference sees the same micro-batches, so that both round alike:
-        the first margins are 0."""
+        """Make one optimizer step on these groups. A reference in place sees the same micro-batches, so that both round
+        alike: the first margins are 0."""
         rows = token_rows(batch, {})
         of_rows = Rows.of(torch.from_numpy(rows.response_lengths))
         mask_T, (group_B, rank_B) = rows.columns["response_mask"], groups_of(batch["rank"])
         columns = {"group": of_rows.expand(group_B), "rank": of_rows.expand(rank_B)}
-        if (ref_log_probs_T := self._reference_log_probs(rows, sizes)) is not None:
+        if (ref_log_probs_T := self._reference_log_probs(batch, rows, sizes)) is not None:
             columns["ref_log_probs"] = ref_log_probs_T
         best = BatchTotals.of(of_rows, mask_T & (columns["rank"] == 0), self.sum_over_shards)
         totals = RankingTotals.of(group_B, self.sum_over_shards)
@@ -75,14 +89,14 @@ class DpoWorker(ModelWorker):
     @register(
         Dispatch.DATA_PARALLEL,
         reads=("prompts", "responses"),
-        optional=("response_mask",),
+        optional=("response_mask", "ref_log_probs"),
         writes=("sum_log_probs", "sum_ref_log_probs", "num_tokens"),
     )
     def score_dpo(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
         """Return the log-probs of each response by the policy and by the reference, added up, and their number."""
         rows = token_rows(batch, {})
         scores = self.forward(rows, sizes, ScoreRequest())
-        ref_log_probs_T = self._reference_log_probs(rows, sizes)
+        ref_log_probs_T = self._reference_log_probs(batch, rows, sizes)
         if scores is None:
             return None
         assert scores.log_probs_T is not None, "a language model gives log-probs"
@@ -93,10 +107,13 @@ class DpoWorker(ModelWorker):
         columns = {"sum_log_probs": sums[0], "sum_ref_log_probs": sums[1], "num_tokens": of_rows.count(mask_T)}
         return DataProto.from_dict(columns, row_ids=batch.row_ids)
 
-    def _reference_log_probs(self, rows: TokenRows, sizes: MicroBatchSizes) -> Tensor | None:
-        """Return them on the host; zeros on stages that compute none, None for a loss that knows no reference."""
+    def _reference_log_probs(self, batch: DataProto, rows: TokenRows, sizes: MicroBatchSizes) -> Tensor | None:
+        """Return them on the host, computed before training or by the weights that are kept; zeros on stages that
+        compute none, None for a loss that knows no reference."""
         if self._loss.loss in WITHOUT_REFERENCE:
             return None
+        if "ref_log_probs" in batch.columns():
+            return batch.values("ref_log_probs")
         with self.engine.memory.weights_of(self.reference):
             scores = self.forward(rows, sizes, ScoreRequest())
         if scores is None or scores.log_probs_T is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mrl.cli.main import main
-from mrl.config.load import load_any_config, load_config, load_sft_config
+from mrl.config.load import load_any_config, load_config, load_config_of, load_sft_config
 from mrl.config.schema import Config
 from mrl.config.sft import SftConfig
 from mrl.demo.model import make_model
@@ -21,6 +21,7 @@ from mrl.preflight.data import check_data, check_models
 
 ROOT = Path(__file__).parents[2]
 SFT, PPO = str(ROOT / "configs" / "laptop-sft.yaml"), str(ROOT / "configs" / "laptop-ppo.yaml")
+DPO = str(ROOT / "configs" / "laptop-dpo.yaml")
 GPUS = ["cluster={devices_per_node: 8, device: gpu}", "placement.pools.laptop=8", "actor.dtype=bfloat16"]
 LARGE = ["--model", "meta-llama/Llama-3.1-8B"]
 
@@ -113,6 +114,24 @@ def test_a_machine_holds_the_ranks_their_work_and_a_checkpoint() -> None:
     assert checkpoint.most == pytest.approx(12 * num_parameters, rel=0.35)
     shorter = load_sft_config(SFT, ["actor.max_tokens_per_device=512"]).config
     assert sft_machine(shorter, model).max_bytes < plan.max_bytes
+
+
+@pytest.mark.parametrize("reference", ["in_place", "once"])
+def test_a_reference_in_place_takes_memory(reference: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights, and room for the policy's while they are in their place."""
+    model, once = "Qwen/Qwen2.5-0.5B-Instruct", reference == "once"
+    config = load_config_of("dpo", DPO, [f"preference.reference={reference}"]).config
+    without = load_config_of("dpo", DPO, ["preference={loss: simpo, sft_weight: 0}"]).config
+    more = sft_machine(config, model).processes[0].held - sft_machine(without, model).processes[0].held
+    num_bytes = 4 * 494_032_768
+    assert more == (0 if once else pytest.approx(2 * num_bytes, rel=0.01))
+    assert main(["explain", DPO, f"preference.reference={reference}"]) == 0
+    explained = capsys.readouterr().out
+    assert ("actor, reference (preference.reference: in_place) take turns" in explained) is not once
+    assert ("The reference has no weights of its own (preference.reference: once)" in explained) is once
+    assert main(["plan", DPO, *GPUS, "--model", model, f"preference.reference={reference}"]) == 0
+    host = f"{8 * num_bytes / 2**30:.1f} GiB on each machine: the reference's weights, and room for the policy's"
+    assert ("Host: no weights of a reference." if once else f"Host: {host}") in capsys.readouterr().out
 
 
 def test_the_rows_and_the_model_are_checked(tmp_path: Path) -> None:

@@ -32,7 +32,9 @@ validation: {{every: 2, keep_best: true}}
 KINDS = {
     "rm": "reward: {centering: 0.01}\n",
     "dpo": "preference: {loss: conservative, smoothing: 0.1, sft_weight: 0.2}\n",
+    "once": "preference: {loss: conservative, smoothing: 0.1, sft_weight: 0.2, reference: once}\n",
 }
+VERBS = {"rm": "rm", "dpo": "dpo", "once": "dpo"}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = CONFIG.format(directory=directory, model=make_model(directory / "model", seed=1))
     for kind, section in KINDS.items():
         (directory / f"{kind}.yaml").write_text(text + section)
-        run_mrl(kind, str(directory / f"{kind}.yaml"), f"run.name={kind}")
+        run_mrl(VERBS[kind], str(directory / f"{kind}.yaml"), f"run.name={kind}")
     return directory
 
 
@@ -56,12 +58,23 @@ def test_a_run_and_the_same_run_resumed(directory: Path, kind: str) -> None:
     shutil.rmtree(again / "checkpoints" / "step-000004")
     shutil.rmtree(again / "model")
     (again / "checkpoints" / "best").write_text("step-000002")
-    printed = run_mrl(kind, config, f"run.name={kind}-again")
+    printed = run_mrl(VERBS[kind], config, f"run.name={kind}-again")
     assert f"resumed from {again / 'checkpoints' / 'step-000002'}" in printed
     assert untimed(directory / f"{kind}-again") == whole
     assert whole[0]["val/accuracy"] == 0.5, "nothing is preferred yet"
     assert whole[1]["accuracy"] == 0.5
     assert whole[-1]["val/loss"] != whole[2]["val/loss"]
+    assert "prompts with their responses" not in printed, "a reference that is computed once is not computed twice"
+
+
+@pytest.mark.slow
+def test_a_reference_that_is_computed_once_is_the_one_in_place(directory: Path) -> None:
+    """To the bit, in training and in validation."""
+    assert untimed(directory / "once") == untimed(directory / "dpo")
+    once, in_place = ((directory / kind / "model" / "model.safetensors").read_bytes() for kind in ("once", "dpo"))
+    assert once == in_place
+    assert (directory / "once" / "reference.bin").stat().st_mode & 0o777 == 0o600
+    assert not (directory / "dpo" / "reference.bin").exists()
 
 
 def held_pairs() -> list[tuple[str, str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mrl.controller import RankInfo, Rendezvous
 from mrl.data.packing import plan_step
 from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
-from mrl.protocol import DataProto
+from mrl.protocol import DataProto, Jagged
 from mrl.protocol.columns import from_rows
 from mrl.trainer.role_client import group_sizes
 from mrl.verify.layout import make_random
@@ -56,6 +57,10 @@ class LocalDpo(LocalWorld, DpoWorker):
     """Of a policy."""
 
 
+OfLayouts = list[tuple[list[dict[str, float]], list[float], dict[int, list[float]]]]
+"""Reports and gradient norms of each update, and scores of all rows, of each layout."""
+
+
 def make_batch() -> DataProto:
     chance = torch.Generator().manual_seed(3)
     prompts, responses, ranks, labels = [], [], [], []
@@ -72,7 +77,10 @@ def make_batch() -> DataProto:
 
 
 def trained(kind: str, path: str) -> list[dict[str, Any]]:
-    """What this rank reports of each update, and its rows' scores after the last, in each layout."""
+    """What this rank reports of each update, and its rows' scores after the last, in each layout.
+
+    `once` is `dpo` with a reference that is computed before the first update.
+    """
     rank, batch, found = torch.distributed.get_rank(), make_batch(), []
     lengths = batch.lengths("prompts") + batch.lengths("responses")
     for parallel, max_tokens in zip(LAYOUTS, BUDGETS, strict=True):
@@ -87,6 +95,11 @@ def trained(kind: str, path: str) -> list[dict[str, Any]]:
             plan = plan_step(lengths, mesh.dp, max_tokens, worker.init_model().packing, group_sizes(batch))
             sizes = [[len(rows) for rows in batches] for batches in plan]
             shard = batch.take(np.concatenate(plan[place.coordinates.dp]))
+            if kind == "once":
+                said = worker.compute_ref_log_prob(shard, sizes)
+                # A stage that says nothing is given what the last one has said; it computes no loss with it.
+                column = torch.zeros(shard.values("responses").shape) if said is None else said.values("ref_log_probs")
+                shard = shard.with_column("ref_log_probs", Jagged(column, shard.lengths("responses")))
             update = worker.update_rm if kind == "rm" else worker.update_dpo
             reports = [update(shard, sizes) for _ in range(NUM_UPDATES)]
             scores = (worker.score_rm if kind == "rm" else worker.score_dpo)(shard, sizes)
@@ -101,9 +114,17 @@ def trained(kind: str, path: str) -> list[dict[str, Any]]:
     return found
 
 
-def by_layout(kind: str, path: Path) -> list[tuple[list[dict[str, float]], list[float], dict[int, list[float]]]]:
-    """Reports and gradient norms of each update, and scores of all rows, of each layout."""
-    by_rank = run_distributed(NUM_RANKS, trained, kind, str(path), timeout_s=300)
+def trained_as(kinds: Sequence[str], path: str) -> list[list[dict[str, Any]]]:
+    return [trained(kind, path) for kind in kinds]
+
+
+def by_layout(path: Path, *kinds: str) -> list[OfLayouts]:
+    """What ranks report together, of each kind."""
+    by_rank = run_distributed(NUM_RANKS, trained_as, kinds, str(path), timeout_s=300)
+    return [together([rank[number] for rank in by_rank]) for number in range(len(kinds))]
+
+
+def together(by_rank: list[list[dict[str, Any]]]) -> OfLayouts:
     whole = []
     for number in range(len(LAYOUTS)):
         of_ranks = [rank[number] for rank in by_rank]
@@ -194,7 +215,7 @@ def test_a_reward_model_learns_as_transformers_would(tmp_path: Path) -> None:
     losses, norms = stepped(oracle, lambda: rm_loss(oracle, batch))
     with torch.no_grad():
         scores = [float(oracle(ids).logits) for ids, _ in ids_of(batch)]
-    for layout, (reports, grad_norms, rows) in zip(LAYOUTS, by_layout("rm", path), strict=True):
+    for layout, (reports, grad_norms, rows) in zip(LAYOUTS, *by_layout(path, "rm"), strict=True):
         assert [report["loss"] for report in reports] == pytest.approx(losses, rel=1e-5), layout
         assert grad_norms == pytest.approx(norms, rel=1e-4), layout
         assert [rows[row] for row in batch.row_ids.tolist()] == [pytest.approx([each], abs=1e-4) for each in scores], (
@@ -213,7 +234,9 @@ def test_a_policy_learns_as_transformers_would(tmp_path: Path) -> None:
     losses, norms = stepped(oracle, lambda: dpo_loss(oracle, reference, batch))
     with torch.no_grad():
         sums = [[float(row.sum()) for row in log_probs(model, batch)] for model in (oracle, reference)]
-    for layout, (reports, grad_norms, rows) in zip(LAYOUTS, by_layout("dpo", path), strict=True):
+    in_place, once = by_layout(path, "dpo", "once")
+    assert once == in_place, "to the bit: both go through the same micro-batches"
+    for layout, (reports, grad_norms, rows) in zip(LAYOUTS, in_place, strict=True):
         assert [report["loss"] for report in reports] == pytest.approx(losses, rel=1e-5), layout
         assert grad_norms == pytest.approx(norms, rel=1e-4), layout
         assert reports[0]["reward/margin"] == 0, "both go through the same micro-batches"
