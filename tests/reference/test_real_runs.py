@@ -32,6 +32,7 @@ PLAIN = {
     "sampling": "plain",
     "mask": False,
     "reward_model": None,
+    "distillation": None,
     "resume": False,
 }
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
