@@ -314,6 +314,7 @@ def without_sync(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_run_that_loses_a_worker_starts_itself_again(config: Path) -> None:
     """A rank of the actor is killed after the first step, one of the critic later: it ends as if nothing had been."""
     undisturbed, _ = train(config, "undisturbed", "training.steps=4")
