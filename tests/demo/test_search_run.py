@@ -43,6 +43,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_what_the_model_wrote_is_masked_in_and_what_it_was_answered_out(run: Path) -> None:
     tokenizer = load_tokenizer(str(run.parent / "initial"))
     rows = rows_of(run)
@@ -61,6 +62,7 @@ def test_what_the_model_wrote_is_masked_in_and_what_it_was_answered_out(run: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_the_engine_s_log_probs_of_all_turns_are_those_of_the_trainer(run: Path) -> None:
     for row in rows_of(run):
         columns = row["response_mask"], row["old_log_probs"], row["rollout_log_probs"]
@@ -69,6 +71,7 @@ def test_the_engine_s_log_probs_of_all_turns_are_those_of_the_trainer(run: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_figures_of_the_steps(run: Path) -> None:
     for line in read_metrics(run / "metrics.jsonl"):
         assert line["mismatch/log_prob_abs_diff_mean"] <= SAME

@@ -115,6 +115,7 @@ def test_a_job_whose_node_never_comes_names_it_and_says_what_fits_without_it(sma
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_the_demo_as_a_job_of_a_ray_cluster_of_two_nodes(small: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The configuration that `mrl demo` writes, for a few steps: a stage of the actor on each node.
 

@@ -172,6 +172,7 @@ def test_a_replica_killed_in_the_middle_loses_no_sample(fleet: Fleet, alone: dic
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_replicas_killed_while_they_receive_idle_and_all_at_once(fleet: Fleet, alone: dict[str, Generated]) -> None:
     fleet.fleet.update(2)
     before = len(fleet.lost())
@@ -234,6 +235,7 @@ def test_vllm_replicas_are_killed_and_stopped_and_replaced(vllm_fleet: Fleet, al
 
 @pytest.mark.slow
 @pytest.mark.parametrize("vllm_fleet", [("qwen3", 1, 2)], indirect=True)
+@pytest.mark.on_demand
 def test_a_replica_of_several_processes_dies_as_a_whole(vllm_fleet: Fleet, alone: dict[str, Generated]) -> None:
     vllm_fleet.fleet.update(1)
 

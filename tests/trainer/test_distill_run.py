@@ -68,7 +68,8 @@ def train(directory: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["full", pytest.param("top_k", marks=pytest.mark.on_demand)])
+@pytest.mark.parametrize("form", ["full", "top_k"])
+@pytest.mark.on_demand
 def test_a_student_comes_near_to_its_teacher(directory: Path, form: str) -> None:
     lines = train(directory, form, *LAYOUTS[form])
     apart = [line["val/teacher_kl"] for line in lines if "val/teacher_kl" in line]
