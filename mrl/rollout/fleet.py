@@ -75,6 +75,8 @@ class RolloutFleet:
         self._newest = newest or (lambda: nullcontext(self._version))
         self._schedule = FleetSchedule(limits.replays, num_replicas)
         self._work = RequestScheduler((), num_replicas)
+        self._asked: dict[Future[Any], _Poll] = {}
+        """What replicas are asked at the moment: before that is answered nothing else is asked of them."""
         self.is_closing = False
         """Set to have the `stream` of another thread end, by an error."""
         self.generating_s = 0.0
@@ -105,6 +107,7 @@ class RolloutFleet:
         One that dies meanwhile is replaced by the next `stream`.
         """
         self._join(waits=True)
+        wait(self._asked)
         self._sync_weights(list(self._replicas), version, cache)
 
     def stream(
@@ -126,7 +129,7 @@ class RolloutFleet:
             self._sync_weights(stale, version)
         work = RequestScheduler(requests, len(self.versions), 1 if sampling.alone else MAX_IN_FLIGHT)
         self._work = work
-        asked: dict[Future[Any], _Poll] = {}
+        asked = self._asked = {}
         wait_s = FOLLOW_UP_WAIT_S if follow_ups else WAIT_S
         try:
             while True:
@@ -185,6 +188,7 @@ class RolloutFleet:
     def sleep(self, *, keep: bool = False) -> None:
         """Have every replica give its memory back; with `keep`, what is under way goes on after that."""
         self._join(waits=True)
+        wait(self._asked)
         self._schedule.advance(self._replicas)
         self._call(list(self._replicas), "sleep", *([True] if keep else []))
         self.versions = dict.fromkeys(self.versions)

@@ -141,6 +141,25 @@ def test_what_ended_before_the_weights_came_is_no_wrong_answer(
     assert [lost.replica for lost in world.events(ReplicaLost)] == [1] * (num_late - 1)
 
 
+def test_weights_wait_for_what_a_replica_is_asked(world: World) -> None:
+    """However late the thread that asks: asked by another version afterwards, the replica would be called stale."""
+    world.fleet.update(1)
+    stream = world.fleet.stream([request(f"a{number}") for number in range(6)], PLAIN, 1, None, "recompute")
+    asks = threading.Event()
+
+    def late() -> None:
+        assert asks.wait(20)
+
+    world.before[1, "submit_and_poll"] = [late]
+    found = [next(stream)]
+    threading.Timer(0.2, asks.set).start()
+    world.fleet.sleep(keep=True)
+    world.fleet.update(2, "recompute")
+    found += stream
+    assert sorted(sample.key for sample in found) == [f"a{number}" for number in range(6)]
+    assert world.events(ReplicaLost) == []
+
+
 def test_a_replica_that_dies_of_new_weights_loses_no_sample(world: World, trainer: Trainer) -> None:
     """What it had in hand is done by the other, and then by its successor."""
     world.fleet.update(1)
