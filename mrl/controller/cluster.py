@@ -140,9 +140,12 @@ def _kept(config: ClusterConfig, directory: Path) -> Iterator[str]:
     slots = [str(config.devices_per_node)] if config.device == "cpu" else []
     command = [sys.executable, "-m", "mrl.controller.keeper", str(directory), *slots]
     pipe = subprocess.PIPE
+    environment = dict(os.environ)  # a copy: libraries that load meanwhile change their own, which moves in memory
     with (
         (directory / "keeper.log").open("w+") as log,
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True) as keeper,
+        subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True, env=environment
+        ) as keeper,
     ):
         assert keeper.stdout is not None, "it was asked for as a pipe"
         ends = threading.Event()
@@ -164,8 +167,8 @@ def _kept(config: ClusterConfig, directory: Path) -> Iterator[str]:
 def _end(keeper: subprocess.Popen[str]) -> None:
     assert keeper.stdin is not None, "it was asked for as a pipe"
     with suppress(BrokenPipeError):
-        keeper.stdin.write("\n")  # a word, because a process forked here may hold the pipe open
-        keeper.stdin.flush()
+        # A word, as a process forked here may hold the pipe open; past the buffer, which closing would write again.
+        os.write(keeper.stdin.fileno(), b"\n")
     try:
         keeper.wait(_KEEPER_ENDS_S)
     except subprocess.TimeoutExpired:

@@ -43,10 +43,46 @@ with when_ray_is_lost(tell), ray_cluster(ClusterConfig(devices_per_node=1, devic
     ray.get(worker.wait.remote()) if sys.argv[1] == "hang" else time.sleep(0)
 """
 
+CHURN = """
+import ctypes, sys, tempfile, threading
+from pathlib import Path
+from mrl.config.schema import ClusterConfig
+from mrl.controller import cluster
+from mrl.errors import SetupError
+
+sys.executable = "/bin/true"
+change, ends = ctypes.CDLL(None).setenv, threading.Event()
+
+def churn():
+    number = 0
+    while not ends.is_set():
+        change(b"CHURN_%d" % number, b"long" * 16, 1)  # without the GIL, as libraries that load do
+        number += 1
+
+thread = threading.Thread(target=churn)
+thread.start()
+said = set()
+try:
+    for _ in range(40):
+        try:
+            with cluster._kept(ClusterConfig(devices_per_node=1, device="cpu"), Path(tempfile.gettempdir())):
+                pass
+        except SetupError as error:
+            said.add(str(error))
+finally:
+    ends.set()
+print(*said)
+"""
+
 
 def named(processes: set[Process], name: str) -> int:
     (found,) = (pid for pid, _ in processes if Path(f"/proc/{pid}/comm").read_text().strip() == name)
     return found
+
+
+def test_ray_starts_while_libraries_change_the_environment(tmp_path: Path) -> None:
+    """A copy is handed on: what the kernel reads of one that another thread grows may be gone (EFAULT)."""
+    assert "it said nothing" in run_python("-c", CHURN, TMPDIR=str(tmp_path))
 
 
 @pytest.mark.parametrize(
