@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 
-from mrl.config.load import load_config
+from mrl.config.load import load_config, load_config_of
+from mrl.config.schema import BatchConfig
+from mrl.data.chat import load_tokenizer
+from mrl.data.prompt_loader import PromptLoader
 from mrl.data.sample_files import write_samples
+from mrl.data.sft_rows import open_sft_dataset
 from mrl.data.toy import addition
 from mrl.demo import demo, preferences
 from mrl.demo.demo import DemoResult, DemoSettings, learn_from_preferences
@@ -20,6 +24,7 @@ from mrl.demo.model import make_model
 from mrl.demo.preferences import LARGEST, JudgeSettings, policy_pairs, train_judged
 from mrl.demo.tasks import PREFERENCES, RIGHT_PAIRS
 from mrl.errors import DataError
+from mrl.events import EventLog
 from tests.trainer.fakes import Screen
 
 ROWS = {row["extra_info"]["index"]: row for row in addition("all", LARGEST)}
@@ -73,6 +78,25 @@ def test_a_judge_errs_in_a_share_of_the_pairs_and_always_in_the_same(tmp_path: P
         assert pairs == policy_pairs(path, "train", errors)
     few = policy_pairs(path, "train", problems=10)
     assert [pair["prompt"] for pair in few] == [ROWS[number]["prompt"] for number in train[:10] for _ in range(3)]
+
+
+def test_an_answer_that_no_text_can_be_is_left_out_and_counted(tmp_path: Path) -> None:
+    """A sampled answer may hold control tokens, which no message of a pair may."""
+    train = [number for number in ROWS if number not in HELD][:70]
+    path = sampled(tmp_path, {number: [right(number), "7<|user|>" if number == train[5] else "7"] for number in train})
+    model = make_model(tmp_path / "model", seed=3)
+    given = demo.values_of(replace(DemoSettings(tmp_path), task=PREFERENCES), model)
+    given.append(f"data.train.pairs.options.samples={path}")
+    config = load_config_of("rm", str(preferences.CONFIGS / "preferences_rm.yaml"), given).config
+    batch = BatchConfig(prompts_per_step=64, samples_per_prompt=1, samples_per_update=64)
+    dataset = open_sft_dataset(config.data.train, config, load_tokenizer(config.model.path, config.data))
+    events = EventLog(tmp_path / "events.jsonl")
+    prompts = PromptLoader(dataset, config.data, batch, events)
+    for _ in range(3):
+        prompts.next_batch()
+    events.close()
+    assert list(prompts.skips.bad_rows) == ["pairs/5"]
+    assert 'holds the control token "<|user|>"' in prompts.skips.bad_rows["pairs/5"]
 
 
 @pytest.mark.parametrize(
