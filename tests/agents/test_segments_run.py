@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from mrl.data.sample_files import read_newest_samples
 from mrl.demo.model import make_model
@@ -68,6 +70,48 @@ def test_a_run_trains_on_every_segment(tmp_path: Path) -> None:
     assert sum("goes on behind another context" in message for message in said) == 1
     (sample, *_) = read_newest_samples(run / "samples", SAMPLES)
     assert (sample["segments"], len(sample["turns"])) == (2, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_each_segment_is_an_episode_to_a_critic_and_a_reward_model_reads_the_last(tmp_path: Path) -> None:
+    """With gamma and lambda 1 the return of every token is the whole score, which the model's part is recomputed of."""
+    scorer = make_model(tmp_path / "scorer", seed=1)
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(scorer, num_labels=1))
+    model.save_pretrained(scorer)
+    run = trained(
+        *(tmp_path, '{name: "tests.agents.worlds:Anew", max_turns: 2}'),
+        "placement.roles={actor: all, critic: all, reward_model: all}",
+        "algorithm={advantage: gae, whiten: false, gamma: 1.0, lam: 1.0, kl: {where: none}}",
+        "critic={dtype: float32, max_tokens_per_device: 256, optimizer: {lr: 1e-3}}",
+        f"reward_model={{path: {scorer}, dtype: float32, max_tokens_per_device: 256, weight: 10}}",
+    )
+    rows: list[dict[str, Any]] = read_newest_samples(run / "tensors", 2 * SAMPLES)
+    assert len(rows) == 2 * SAMPLES
+    for last, first in zip(rows[:SAMPLES], rows[SAMPLES:], strict=True):
+        with torch.no_grad():
+            whole = torch.tensor([[*last["prompts"], *last["responses"]]])
+            said = float(model.score(model.model(whole).last_hidden_state)[0, -1, 0])
+        for row in (first, last):
+            assert row["scores"] == pytest.approx(sum(last["response_mask"]) + 10 * said, abs=1e-4)
+            for value, worth, advantage in zip(row["values"], row["returns"], row["advantages"], strict=True):
+                assert worth == pytest.approx(row["scores"], abs=1e-4)
+                assert advantage == pytest.approx(row["scores"] - value, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_with_remax_all_segments_are_measured_by_the_greedy_conversation(tmp_path: Path) -> None:
+    run = trained(tmp_path, '{name: "tests.agents.worlds:Anew", max_turns: 2}', "algorithm.advantage=remax")
+    rows: list[dict[str, Any]] = read_newest_samples(run / "tensors", 2 * SAMPLES)
+    assert len(rows) == 2 * SAMPLES
+    baselines: dict[str, set[float]] = {}
+    for last, first in zip(rows[:SAMPLES], rows[SAMPLES:], strict=True):
+        (advantage,) = {value for row in (first, last) for value in row["advantages"]}
+        baselines.setdefault(str(first["prompts"]), set()).add(round(last["scores"] - advantage, 4))
+    assert [len(of_prompt) for of_prompt in baselines.values()] == [1] * 4
+    assert all(0 < baseline <= 8 for of_prompt in baselines.values() for baseline in of_prompt), "tokens of a turn"
 
 
 @pytest.mark.slow
