@@ -175,7 +175,8 @@ def main() -> int:
     arguments = options.parse_args()
     from mrl.demo.model import make_model
 
-    bench, overrides = Benchmark("killed_runs"), MODES[arguments.mode]
+    name = "killed_runs" if arguments.mode == "synchronous" else f"killed_runs_{arguments.mode}"
+    bench, overrides = Benchmark(name), MODES[arguments.mode]
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
         model, config = make_model(directory / "model", seed=1), directory / "run.yaml"
