@@ -172,9 +172,6 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
     if options["reward_model"]:
         path, weight = str(models / "scorer"), options["reward_model"]
         values["reward_model"] = {"path": path, "weight": weight, "dtype": "float32", "max_tokens_per_device": 64}
-        # The reference adds a model's scores when the step's samples stand.
-        if dynamic or options["advantage"] == "remax":
-            del values["reward_model"], values["placement"]["roles"]["reward_model"]
     if options["distillation"]:
         form, of_form = options["distillation"]
         form = "advantage" if form == "sampled" and options["updates"] != "1 update" else form
@@ -224,7 +221,14 @@ def every_level(cases: Sequence[LocalCase]) -> list[LocalCase]:
 
 
 def _levels(case: LocalCase) -> set[tuple[str, str]]:
-    return {(name, str(level)) for name, level in case.options.items()}
+    """The levels of a case, and those that show nothing but together."""
+    options = case.options
+    levels = {(name, str(level)) for name, level in options.items()}
+    if options["sampling"] == "dynamic" and not options["reward_model"]:  # with one no two samples score the same
+        levels.add(("together", "prompts are dropped"))
+    if options.get("value_clip") == 0.05 and options["updates"] != "1 update":
+        levels.add(("together", "values are clipped"))
+    return levels
 
 
 def record(cases: Sequence[LocalCase], directory: str) -> list[str]:

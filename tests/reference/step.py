@@ -110,8 +110,6 @@ class Reference:
         rows, figures = self.collect(rounds)
         for row in rows:
             row.columns = {"rollout": row.rollout[row.written]}
-        if self.reward_model is not None:
-            figures |= self.add_model_scores(rows)
         kl, batch = self.algorithm["kl"], self.config["batch"]
         num_samples = batch["prompts_per_step"] * batch["samples_per_prompt"] * batch["epochs_per_step"]
         if (
@@ -168,6 +166,9 @@ class Reference:
         wanted = self.config["batch"]["prompts_per_step"]
         for each in rounds:
             sampled, figures = list(each["sampled"]), dict(each["figures"])
+            if self.reward_model is not None:
+                figures |= self.add_model_scores(sampled)
+                self.add_model_scores(each.get("greedy", []))
             if self.algorithm["advantage"] == "remax":
                 greedy = {row.uid: row.score for row in each["greedy"]}
                 sampled = [row for row in sampled if row.uid in greedy]
@@ -202,7 +203,7 @@ class Reference:
         scores = [float(token_values(self.reward_model, row, last=True)) for row in rows]
         for row, score in zip(rows, scores, strict=True):
             row.score += self.config["reward_model"]["weight"] * score
-        return spread_of("reward/model", scores)
+        return spread_of("reward/model", scores) if scores else {}
 
     def log_probs(self, model: Any, row: Row) -> tuple[Tensor, Tensor]:
         """Log-prob of each written token at the temperature of the rollout, and the entropy there."""
