@@ -28,12 +28,15 @@ from mrl.workers.messages import ModelSetup
 from mrl.workers.model_worker import ModelWorker
 from mrl.workers.ranked import DpoWorker, RmWorker
 
-LAYOUTS = [
-    *(ParallelConfig(tp=2, pp=2), ParallelConfig(tp=2, sequence_parallel=True), ParallelConfig(cp=2)),
-    *(ParallelConfig(), ParallelConfig(tp=2, pp=2, vpp=2)),
+Layouts = list[tuple[ParallelConfig, int]]
+"""Each with the tokens of a micro-batch: how groups are cut changes nothing."""
+DENSE: Layouts = [
+    *((ParallelConfig(tp=2, pp=2), 48), (ParallelConfig(tp=2, sequence_parallel=True), 32)),
+    *((ParallelConfig(cp=2), 400), (ParallelConfig(), 40), (ParallelConfig(tp=2, pp=2, vpp=2), 64)),
 ]
-BUDGETS = [48, 32, 400, 40, 64]
-"""Tokens of a micro-batch in each layout: how groups are cut changes nothing."""
+EXPERTS: Layouts = [(ParallelConfig(ep=2), 48), (ParallelConfig(tp=2, ep=2, sequence_parallel=True), 64)]
+MODELS = {"Qwen3-8B": DENSE, "Qwen3-30B-A3B": EXPERTS}
+NAMES = ["Qwen3-8B", pytest.param("Qwen3-30B-A3B", marks=pytest.mark.on_demand)]
 NUM_RANKS, VOCAB, NUM_UPDATES, LR = 4, 100, 3, 1e-3
 LENGTHS = [(3, (9, 2)), (1, (1, 4)), (7, (2, 3)), (5, (11, 6)), (2, (6, 6)), (9, (1, 5)), (4, (4, 2, 7)), (6, (8, 1))]
 """Tokens of the prompt, and of its responses, the best first."""
@@ -76,14 +79,14 @@ def make_batch() -> DataProto:
     return DataProto.from_dict(tensors, row_ids=np.arange(len(ranks)) * 10)
 
 
-def trained(kind: str, path: str) -> list[dict[str, Any]]:
+def trained(kind: str, path: str, layouts: Layouts) -> list[dict[str, Any]]:
     """What this rank reports of each update, and its rows' scores after the last, in each layout.
 
     `once` is `dpo` with a reference that is computed before the first update.
     """
     rank, batch, found = torch.distributed.get_rank(), make_batch(), []
     lengths = batch.lengths("prompts") + batch.lengths("responses")
-    for parallel, max_tokens in zip(LAYOUTS, BUDGETS, strict=True):
+    for parallel, max_tokens in layouts:
         mesh = Mesh(NUM_RANKS, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp)
         settings = TrainedModelConfig(
             dtype="float32", parallel=parallel, max_tokens_per_device=max_tokens, optimizer=ADAM
@@ -114,19 +117,19 @@ def trained(kind: str, path: str) -> list[dict[str, Any]]:
     return found
 
 
-def trained_as(kinds: Sequence[str], path: str) -> list[list[dict[str, Any]]]:
-    return [trained(kind, path) for kind in kinds]
+def trained_as(kinds: Sequence[str], path: str, layouts: Layouts) -> list[list[dict[str, Any]]]:
+    return [trained(kind, path, layouts) for kind in kinds]
 
 
-def by_layout(path: Path, *kinds: str) -> list[OfLayouts]:
+def by_layout(path: Path, layouts: Layouts, *kinds: str) -> list[OfLayouts]:
     """What ranks report together, of each kind."""
-    by_rank = run_distributed(NUM_RANKS, trained_as, kinds, str(path), timeout_s=300)
+    by_rank = run_distributed(NUM_RANKS, trained_as, kinds, str(path), layouts, timeout_s=300)
     return [together([rank[number] for rank in by_rank]) for number in range(len(kinds))]
 
 
 def together(by_rank: list[list[dict[str, Any]]]) -> OfLayouts:
     whole = []
-    for number in range(len(LAYOUTS)):
+    for number in range(len(by_rank[0])):
         of_ranks = [rank[number] for rank in by_rank]
         sums: list[dict[str, float]] = [{} for _ in range(NUM_UPDATES)]
         for each in of_ranks:
@@ -206,16 +209,18 @@ def stepped(model: Any, loss: Any) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.slow
-def test_a_reward_model_learns_as_transformers_would(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reward_model_learns_as_transformers_would(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    values = small_config(model_values("Qwen3-8B"), LAYOUTS[-1])
+    layouts = MODELS[name]
+    values = small_config(model_values(name), layouts[-1][0])
     path, batch = make_random(values, "score", tmp_path / "model"), make_batch()
     oracle = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
     losses, norms = stepped(oracle, lambda: rm_loss(oracle, batch))
     with torch.no_grad():
         scores = [float(oracle(ids).logits) for ids, _ in ids_of(batch)]
-    for layout, (reports, grad_norms, rows) in zip(LAYOUTS, *by_layout(path, "rm"), strict=True):
+    for layout, (reports, grad_norms, rows) in zip(layouts, *by_layout(path, layouts, "rm"), strict=True):
         assert [report["loss"] for report in reports] == pytest.approx(losses, rel=1e-5), layout
         assert grad_norms == pytest.approx(norms, rel=1e-4), layout
         assert [rows[row] for row in batch.row_ids.tolist()] == [pytest.approx([each], abs=1e-4) for each in scores], (
@@ -224,19 +229,21 @@ def test_a_reward_model_learns_as_transformers_would(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_policy_learns_as_transformers_would(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_policy_learns_as_transformers_would(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    values = small_config(model_values("Qwen3-8B"), LAYOUTS[-1])
+    layouts = MODELS[name]
+    values = small_config(model_values(name), layouts[-1][0])
     path, batch = make_random(values, "lm", tmp_path / "model"), make_batch()
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     reference = copy.deepcopy(oracle)
     losses, norms = stepped(oracle, lambda: dpo_loss(oracle, reference, batch))
     with torch.no_grad():
         sums = [[float(row.sum()) for row in log_probs(model, batch)] for model in (oracle, reference)]
-    in_place, once = by_layout(path, "dpo", "once")
+    in_place, once = by_layout(path, layouts, "dpo", "once")
     assert once == in_place, "to the bit: both go through the same micro-batches"
-    for layout, (reports, grad_norms, rows) in zip(LAYOUTS, in_place, strict=True):
+    for layout, (reports, grad_norms, rows) in zip(layouts, in_place, strict=True):
         assert [report["loss"] for report in reports] == pytest.approx(losses, rel=1e-5), layout
         assert grad_norms == pytest.approx(norms, rel=1e-4), layout
         assert reports[0]["reward/margin"] == 0, "both go through the same micro-batches"
