@@ -70,6 +70,7 @@ def test_a_reward_loss_is_that_of_the_field(case: dict[str, Any], dtype: torch.d
         float((margin_P > 0).double().mean() + (margin_P == 0).double().mean() / 2)
     )
     assert float(found.reports["margin"]) == pytest.approx(float(margin_P.mean()), rel=1e-5, abs=1e-7)
+    assert float(found.reports["score"]) == pytest.approx(float(score_B.detach().mean()), rel=1e-5, abs=1e-7)
 
 
 def tokens_of(reference: bool, dtype: torch.dtype) -> tuple[RankedTokens, BatchTotals]:
@@ -121,6 +122,35 @@ def test_rewards_are_of_means_where_the_loss_is(loss: str, average: bool, margin
     found = preference_objective(tokens, config, norm, RankingTotals(1, 2)).reports
     assert float(found["reward/margin"]) == margin
     assert float(found["accuracy"]) == (margin > 0)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "simpo"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_long_response_is_added_up_as_exactly_as_a_short_one(dtype: torch.dtype, loss: str) -> None:
+    """bfloat16 adds nothing to a sum 256 times as large, and float32 has steps of 0.002 in one of 8192 log-probs: what
+    has moved is therefore found token by token."""
+    num, step = 8192, 2.0**-3 if dtype == torch.bfloat16 else 2.0**-20
+    rows = Rows.of([num, 1])
+    ref_T = torch.full((num + 1,), -3.0 - 2.0**-10 * (dtype == torch.float32), dtype=dtype)
+    log_probs_T, mask_T, is_best_T = ref_T + step, torch.ones(num + 1, dtype=torch.bool), torch.arange(num + 1) < num
+    with_reference = loss == "sigmoid"
+    tokens = RankedTokens(rows, mask_T, log_probs_T, ref_T if with_reference else None, pairs_of(1), is_best_T)
+    norm = LossNormalizer("token-mean", BatchTotals.of(rows, is_best_T))
+    found = preference_objective(tokens, DpoLossConfig(loss=loss, beta=1.0), norm, RankingTotals(1, 2)).reports
+    expected = step * num if with_reference else float(log_probs_T[0])  # a sum, or a mean
+    assert float(found["reward/chosen"]) == pytest.approx(expected, rel=1e-6 if with_reference else 1e-3)
+    assert float(found["log_prob/chosen"]) == pytest.approx(float(log_probs_T[0]), rel=1e-3)
+
+
+def test_what_is_reported_is_of_its_own_half() -> None:
+    tokens, totals = tokens_of(True, torch.float64)
+    norm = LossNormalizer("token-mean", totals)
+    found = preference_objective(
+        tokens, DpoLossConfig(), norm, RankingTotals(BATCH["pairs"], 2 * BATCH["pairs"])
+    ).reports
+    for half in ("chosen", "rejected"):
+        means = [sum(each) / len(each) for each in BATCH[f"{half}_log_probs"]]
+        assert float(found[f"log_prob/{half}"]) == pytest.approx(sum(means) / len(means))
 
 
 @cases("pairs")

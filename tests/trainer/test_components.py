@@ -15,10 +15,10 @@ from typing import Any, Literal
 import pytest
 
 from mrl.algos.kl import AdaptiveKLController, FixedKLController
-from mrl.config.algorithm import KlConfig
+from mrl.config.algorithm import DistillationConfig, KlConfig
 from mrl.config.mesh import Mesh
 from mrl.config.reward import RewardConfig, RewardFunctionConfig
-from mrl.config.schema import Config, ParallelConfig, PlacementConfig, SourceConfig
+from mrl.config.schema import Config, ParallelConfig, PlacementConfig, SourceConfig, TeacherConfig
 from mrl.errors import MrlError
 from mrl.events import EventLog, ModelLoaded, Warned, read_events
 from mrl.observe.metrics import StepTimer
@@ -315,6 +315,26 @@ def test_workers_are_started_with_what_they_need(tmp_path: Path, stage: Stage) -
     }
     meshes = {role: mesh for role, (_, mesh, _) in stage.workers.items()}
     assert meshes == {"actor": Mesh(4, tp=2), "critic": Mesh(4), "reward_model": Mesh(4)}
+
+
+def test_a_teacher_is_told_the_policys_vocabulary_and_temperature(
+    tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both decide what its log-probs mean beside the policy's; the actor has the same temperature."""
+    specs = {"policy": SimpleNamespace(vocab=90), "teacher": SimpleNamespace(vocab=99)}
+    monkeypatch.setattr(made, "read_spec", specs.__getitem__)
+    settings = TeacherConfig(path="teacher", max_tokens_per_device=64)
+    distillation = DistillationConfig(form="top_k", top_k=5)
+    roles = {"actor": "all", "teacher": "all"}
+    config = make_config(tmp_path, teacher=settings, algorithm={"distillation": distillation})
+    config = replace(config, placement=PlacementConfig(pools={"all": 4}, roles=roles))
+    for role in roles:
+        made._start(role, config, SimpleNamespace())  # type: ignore[arg-type]
+    (of_actor, _, _), (of_teacher, _, _) = (stage.workers[role] for role in roles)
+    setup, top_k, temperature = of_teacher.args
+    assert of_teacher.worker_class == "mrl.workers.teacher:TeacherWorker"
+    assert (setup.path, setup.head, setup.vocab, top_k) == ("teacher", "lm", 90, 5)
+    assert (temperature, of_actor.args[2]) == (0.7, 0.7)
 
 
 def test_a_team_may_do_without_critic_scorer_and_functions(tmp_path: Path, stage: Stage) -> None:

@@ -63,6 +63,7 @@ def test_without_it_the_weights_that_are_kept_are_asked() -> None:
     worker.reference = reference = object()  # type: ignore[assignment]
     report = worker.update_dpo(batch_of(), SIZES)
     assert [call.weights for call in calls_of(worker)] == [reference, "own"]
+    assert [call.request for call in calls_of(worker)] == [ScoreRequest()] * 2, "of neither at another temperature"
     assert report.parts["reward/margin"] == 0, "the stub says the same of both"
 
 
@@ -71,7 +72,7 @@ def test_validation_adds_up_what_was_computed_before(loss: str) -> None:
     worker = worker_of(Scores(log_probs_T=MINE), num_steps=5, loss=loss)
     found = worker.score_dpo(batch_of(ref_log_probs=kept()), SIZES)
     assert found is not None, "one stage is the last"
-    assert [call.weights for call in calls_of(worker)] == ["own"]
+    assert [(call.weights, call.request) for call in calls_of(worker)] == [("own", ScoreRequest())]
     assert found["sum_log_probs"].tolist() == [-3.0, -2.5, -3.0, -1.0]
     assert found["sum_ref_log_probs"].tolist() == ([-3.5, -3.0, -1.0, -0.5] if loss == "sigmoid" else [0.0] * 4)
 
