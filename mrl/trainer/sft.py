@@ -58,6 +58,8 @@ def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) ->
         while not components.is_done(num_done):
             rows, coming = coming.result(), thread.submit(components.read)  # read while the workers compute
             metrics = components.update(rows)
+            if not components.held_out.isdisjoint(_prompts_of([rows.batch])):
+                run.warn_once("data.validation", "some of its prompts are trained on too (split by prompt, not by row)")
             num_done += 1
             is_last = components.is_done(num_done)
             is_due = bool(every) and (is_last or num_done % every == 0)
@@ -127,6 +129,7 @@ class _SftComponents:
         self._sampler, self._reference = sampler, reference
         self._trained_on = prompts.state_dict()
         self._losses: deque[float] = deque(maxlen=_NUM_AVERAGED)
+        self.held_out = _prompts_of(validation)
 
     @property
     def roles(self) -> Mapping[str, RoleClient]:
@@ -218,6 +221,10 @@ class _SftComponents:
         self._losses.extend(state["losses"])
 
 
+def _prompts_of(batches: Sequence[DataProto]) -> set[bytes]:
+    return {prompt.numpy().tobytes() for rows in batches for prompt in rows["prompts"].rows()}
+
+
 @contextmanager
 def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
     """Start the workers for the length of the block."""
@@ -247,10 +254,8 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
 
 def _validation_rows(config: SftConfig, tokenizer: ChatTokenizer, events: EventLog) -> list[DataProto]:
     """Read all rows of data.validation, once for the whole run."""
-    dataset, skips = (
-        open_sft_dataset(config.data.validation, config, tokenizer),
-        SkipLog(config.data.max_bad_rows, events),
-    )
+    dataset = open_sft_dataset(config.data.validation, config, tokenizer)
+    skips = SkipLog(config.data.max_bad_rows, events)
     if batches := list(one_pass(dataset, config.batch.rows_per_update, skips)):
         return batches
     raise DataError("none of its rows is usable", where="data.validation", fix="mrl check CONFIG --all-rows")

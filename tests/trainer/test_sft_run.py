@@ -188,6 +188,25 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     return Lab(tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize(("prompt", "leaks"), [("1+1?", True), ("1+1? ", False)])
+def test_prompts_of_validation_that_are_trained_on_are_warned_of_once(prompt: str, leaks: bool, lab: Lab) -> None:
+    """Through other answers, as data are that were split by row."""
+    lab.validate_on(3, every=2)
+    rows = [
+        {"prompt": [{"role": "user", "content": prompt if number == 6 else f"{number}?"}], "answer": "7"}
+        for number in range(8)
+    ]
+    (lab.directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ColumnsConfig(data_source=None, ability=None, extra_info=None, ground_truth="answer")
+    source = SourceConfig(dataset=str(lab.directory / "train.jsonl"), columns=columns)
+    lab.config = replace(lab.config, data=replace(lab.config.data, train={"rows": source}))
+    lab.train(Group(), steps=4)
+    warned = [record.event for record in read_events(lab.directory / "events.jsonl")]
+    said = [each.message for each in warned if isinstance(each, Warned) and each.about == "data.validation"]
+    assert len(said) == leaks, "in two epochs"
+    assert all(message.startswith("some of its prompts are trained on too") for message in said)
+
+
 def test_a_run_trains_saves_and_exports(lab: Lab) -> None:
     group = Group(losses=[5.0, 4.0, 3.0, 2.0, 1.0])
     model = lab.train(group, save_every=2)
