@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from mrl.algos.aggregate import BatchTotals, LossNormalizer
 from mrl.algos.distillation import distilled_advantages, divergence
 from mrl.algos.kl import token_kl
+from mrl.algos.losses import PolicyTokens
+from mrl.algos.objectives import ActorColumns, actor_objective
+from mrl.algos.rows import Rows
+from mrl.config.algorithm import DistillationConfig, LossConfig
 
 REFERENCE: dict[str, Any] = json.loads((Path(__file__).parent / "distillation_reference.json").read_text())
 F64 = torch.float64
@@ -96,3 +102,20 @@ def test_an_advantage_of_distillation_changes_nothing_on_masked_tokens() -> None
         tensor([1.0, 2.0, 3.0]), tensor([-1.0, torch.nan, -2.0]), tensor([-3.0, 0.0, -0.5]), mask, 0.5
     )
     assert found.tolist() == [0.0, 2.0, 3.75]
+
+
+def test_later_updates_weigh_what_the_teacher_said_as_the_policy_loss_weighs_all() -> None:
+    """The advantage is of the policy that drew the tokens, the ratio is to it, and it is clipped."""
+    old, teacher, mask = tensor([-1.0, -1.0, -2.0]), tensor([-0.5, -2.5, -1.0]), torch.ones(3, dtype=torch.bool)
+    moved = tensor([0.1, -0.15, 0.7]).requires_grad_()
+    rows = Rows.of([2, 1])
+    norm = LossNormalizer("token-mean", BatchTotals.of(rows, mask))
+    tokens = PolicyTokens(rows, mask, old + moved, old, tensor([0.0, 0.5, 0.0]))
+    config = DistillationConfig(form="advantage", coef=0.5)
+    extra = ActorColumns(teacher_log_probs_T=teacher)
+    found = actor_objective(tokens, LossConfig(clip_high=0.2), norm, extra, None, config)
+    advantages = tensor([0.25, -0.25, 0.5])
+    ratios = tensor([math.exp(0.1), math.exp(-0.15), 1.2])
+    assert float(found.loss) == pytest.approx(float(-(ratios * advantages).mean()), rel=1e-12)
+    (slopes,) = torch.autograd.grad(found.loss, moved)
+    assert slopes.tolist() == pytest.approx([-0.25 * math.exp(0.1) / 3, 0.25 * math.exp(-0.15) / 3, 0.0], rel=1e-12)

@@ -72,6 +72,7 @@ def test_a_class_that_has_moved_is_a_warning(
         ("actor.megatron.cuda_graph_impl=local", "local is refused: memory that leaves the device"),
         ("actor.megatron.moe_aux_loss_coeff=0.01", "0.01 is refused: it would depend on how the batch is cut"),
         ("actor.megatron.moe_router_enable_expert_bias=true", "True is refused: the bias is in no weight"),
+        ("actor.megatron.hidden_dropout=0.1", "0.1 is refused: log-probs would be of another policy"),
         ("actor.megatron.calculate_per_token_loss=false", "set by mrl, to true"),
         ("actor.megatron.fp16=true", "set by actor.dtype"),
     ],

@@ -60,6 +60,16 @@ def test_every_block_says_whether_it_is_run(page: Path) -> None:
 def test_every_test_that_a_page_names_exists(page: Path) -> None:
     for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
         assert f"\ndef {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
+    named_alone = re.findall(r"`(test_\w{3,})`", page.read_text())
+    assert [name for name in named_alone if name not in names_of_tests()] == []
+
+
+@cache
+def names_of_tests() -> set[str]:
+    """Of test files, and of the functions in them."""
+    files = [*(ROOT / "tests").rglob("test_*.py")]
+    functions = [name for file in files for name in re.findall(r"^def (test_\w+)\(", file.read_text(), re.MULTILINE)]
+    return {*functions, *(file.stem for file in files)}
 
 
 def try_commands(block: Block, monkeypatch: pytest.MonkeyPatch) -> list[str]:
