@@ -6,6 +6,7 @@ judged:        the demo
 shuffled:      the judge prefers either answer as often, so that nothing can be learned of it
 gamed:         few problems, a judge who errs in 30 % of the pairs, and no KL: over-optimized on purpose
 gamed with KL: by the same reward model, with KL in the reward
+dpo:           the demo's pairs, and no reward model: `mrl dpo` on the warmed-up model
 
 Accuracy is that of sampled answers to problems that are never trained on, by the rule that made the pairs: at the best
 validation and at the last. Proxy is what the reward model says of them.
@@ -23,13 +24,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, parser
+from mrl.config.load import load_config, load_config_of
 from mrl.controller import ray_cluster
-from mrl.demo.demo import DemoResult, DemoSettings, learn, timed, values_of, warm_model
+from mrl.demo.demo import CONFIGS, DemoResult, DemoSettings, learn, timed, values_of, warm_model
 from mrl.demo.preferences import JudgeSettings, sample_policy, train_judged
 from mrl.demo.tasks import MAX_WARM_START, PREFERENCES, RIGHT_PAIRS
+from mrl.events import EventLog
 from mrl.observe.console import Console
 from mrl.observe.metrics import read_metrics
 from mrl.observe.report import OVER_OPTIMIZED, findings
+from mrl.trainer.evaluation import evaluate
+from mrl.trainer.run import open_run
+from mrl.trainer.sft import train_sft
 
 MINUTES = 7.0
 GAMED = JudgeSettings(errors=0.3, problems=300)
@@ -40,6 +46,26 @@ RUNS: dict[str, tuple[JudgeSettings, list[str]]] = {
     "gamed with KL": (GAMED, ["algorithm.kl.coef=0.3"]),
 }
 """Name -> how it is judged, and what is changed of the demo's configuration."""
+DPO = """\
+run: {name: dpo}
+cluster: {device: cpu}
+placement: {roles: {actor: laptop}}
+data:
+  max_bad_rows: 100
+  train:
+    pairs: {dataset: "mrl.demo.preferences:policy_pairs", options: {part: train}, columns: {ability: null}}
+  validation:
+    pairs: {dataset: "mrl.demo.preferences:policy_pairs", options: {part: validation}, columns: {ability: null}}
+batch: {rows_per_update: 64, max_prompt_tokens: 16, max_response_tokens: 8}
+preference: {loss: sigmoid, beta: 0.1, sft_weight: 0.5}
+actor:
+  dtype: float32
+  max_tokens_per_device: 4096
+  optimizer: {lr: 5e-4, weight_decay: 0.0}
+  schedule: {warmup_steps: 20, decay: linear, decay_steps: 300, min_lr_ratio: 0.1}
+training: {steps: 300}
+validation: {every: 100}
+"""
 MODEL, BEST_OF = "val/model/mean@4", "val/solved/best@4"
 Rows = dict[str, dict[str, Any]]
 
@@ -49,7 +75,7 @@ def main() -> int:
     options = parser("The demo's preferences and their controls.")
     options.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     options.add_argument("--steps", type=int, default=PREFERENCES.steps)
-    options.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME")
+    options.add_argument("--only", nargs="+", choices=[*RUNS, "dpo"], default=[*RUNS, "dpo"], metavar="NAME")
     arguments = options.parse_args()
     bench = Benchmark("preferences_demo")
     with tempfile.TemporaryDirectory() as directory:
@@ -74,7 +100,9 @@ def _runs_of(directory: Path, seed: int, steps: int, names: list[str]) -> Rows:
         model = warm_model(first, console, begun)
         values = values_of(first, model)
         samples = timed(begun, "samples", lambda: sample_policy(values, directory))
-        for name in names:
+        if "dpo" in names:
+            rows["dpo"] = _by_pairs(seed, values, samples, directory, console)
+        for name in [name for name in names if name in RUNS]:
             judge, changes = RUNS[name]
             here = directory / name.replace(" ", "-")
             here.mkdir()
@@ -84,9 +112,42 @@ def _runs_of(directory: Path, seed: int, steps: int, names: list[str]) -> Rows:
                 judges[judge] = timed(seconds, "rm", partial(train_judged, samples, judge, again, console))
             result = learn(settings, model, console, seconds, changes, judges[judge][0])
             rows[name] = _row(name, seed, result, judges[judge][1], here / PREFERENCES.run)
-            print({key: round(value, 3) if isinstance(value, float) else value for key, value in rows[name].items()})
-            sys.stdout.flush()
+            _show(rows[name])
     return rows
+
+
+def _by_pairs(seed: int, values: list[str], samples: Path, directory: Path, console: Console) -> dict[str, Any]:
+    """Train by DPO on the demo's pairs; accuracy before and after is that of sampled answers."""
+    config, here = directory / "dpo.yaml", directory / "by-pairs"
+    config.write_text(DPO)
+    (here / "logs").mkdir(parents=True)
+    told = [f"data.{part}.pairs.options.samples={samples}" for part in ("train", "validation")]
+    with open_run(load_config_of("dpo", str(config), [*values, *told]), console) as run:
+        model = train_sft(run, lambda step, metrics: None)
+        last = read_metrics(run.directory / "metrics.jsonl")[-1]
+    assert model is not None, "nobody has stopped it"
+    before, after = (_right(values, path, here) for path in (None, model))
+    row = {"run": "dpo", "seed": seed, "pairs_right": last["val/accuracy"], "before": before, "after": after}
+    _show(row)
+    return row
+
+
+def _right(values: list[str], model: Path | None, here: Path) -> float:
+    """The share of right answers that a model samples to the problems of validation."""
+    given = ["run.name=measured", "training.steps=1", "actor.schedule.decay=constant", "reward_model=null"]
+    given += ["placement.roles.reward_model=null", "reward.functions.answer.name=digits"]
+    given += ["validation.best_metric=null", *([] if model is None else [f"model.path={model}"])]
+    config = load_config(str(CONFIGS / "preferences.yaml"), [*values, *given]).config
+    events = EventLog(here / "events.jsonl")
+    try:
+        (figures,) = evaluate(config, [config.validation], here, events, lambda text: None)
+    finally:
+        events.close()
+    return figures[PREFERENCES.solved]
+
+
+def _show(row: dict[str, Any]) -> None:
+    print({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
 
 
 def _row(name: str, seed: int, result: DemoResult, accuracy: float, run: Path) -> dict[str, Any]:
@@ -116,6 +177,8 @@ def _goals(bench: Benchmark, what: str, name: str, row: dict[str, Any]) -> None:
         bench.goal(f"{what}: gained", row["after"] - row["before"], at_most=0.03)
     if name == "gamed":
         bench.goal(f"{what}: named by the report", float(OVER_OPTIMIZED in row["found"]), at_least=1)
+    if name == "dpo":
+        bench.goal(f"{what}: right after", row["after"], at_least=PREFERENCES.goals[PREFERENCES.solved])
     if name == "judged":
         right, pairs = (PREFERENCES.goals[figure] for figure in (PREFERENCES.solved, RIGHT_PAIRS))
         bench.goal(f"{what}: right before", row["before"], at_most=MAX_WARM_START)
