@@ -64,6 +64,10 @@ class Workload:
     push_s: float
     drain_every: int = 0
     """Steps between probes of engines, before which nothing is under way; 0: never."""
+    finish_s: float = 0.0
+    """From a batch's last token until it can be trained on: the last rewards. Engines go on meanwhile with what else they have."""
+    batches: Sequence[Sequence[float]] = ()
+    """The lengths of the first batches where they are known; those of all others are drawn."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,8 @@ class _Engine:
         """Since which token which weights."""
         self.ages: dict[int, Counter[int]] = {}
         """Batch -> age -> tokens."""
+        self._ended: dict[int, float] = {}
+        """Batch -> when the last of its samples that have ended did."""
 
     @property
     def num_left(self) -> int:
@@ -135,11 +141,10 @@ class _Engine:
                 self._end(*heapq.heappop(self._rows))
 
     def end_of(self, batch: int | None = None) -> float:
-        """Return when this batch, or everything, has ended; minus infinity where it has before."""
+        """Return when this batch, or everything, has ended; minus infinity where there was none of it."""
         if self._left[batch] if batch is not None else self.num_left:
             self.run(math.inf, batch)
-            return self.at_s
-        return -math.inf
+        return self._ended.get(batch, -math.inf) if batch is not None else max(self._ended.values(), default=-math.inf)
 
     def _work(self, seconds: float) -> None:
         self.at_s += seconds
@@ -155,6 +160,7 @@ class _Engine:
     def _end(self, end: float, begin: float, batch: int) -> None:
         self._offset -= self._load.prompt_tokens - begin
         self._left[batch] -= 1
+        self._ended[batch] = self.at_s
         ages = self.ages.setdefault(batch, Counter())
         for since, version in reversed(self._versions):
             if end > since:
@@ -171,19 +177,23 @@ def simulate(load: Workload, mode: AsynchronyConfig, num_steps: int | None = Non
     gate = Gate(mode.ahead, first + counted + mode.ahead)  # the end of a run, when engines have no more to do, is later
     engines = [_Engine(load) for _ in range(load.num_engines)]
     in_flight = mode.weights == "in_flight"
+
+    def whole_s(batch: int | None) -> float:
+        return max(engine.end_of(batch) for engine in engines) + load.finish_s
+
     now, marks = 0.0, []
     for step in range(1, first + counted):
         if not in_flight:
-            now = max(now, *(engine.end_of() for engine in engines))
+            now = max(now, whole_s(None))
         for engine in engines:
             engine.take_weights(now, step - 1, recomputes=mode.cache == "recompute")
         now += load.push_s
         if in_flight and load.drain_every and step % load.drain_every == 0:
-            now = max(now, *(engine.end_of() for engine in engines))
+            now = max(now, whole_s(None))
         gate.trained = step - 1
         for number in gate.open():
             _deal(load, engines, now, number, random.Random(f"{seed} {number}"))
-        now = max(now, *(engine.end_of(step) for engine in engines)) + load.train_s
+        now = max(now, whole_s(step)) + load.train_s
         for engine in engines:
             engine.run(now)
         marks.append((now, sum(engine.busy_s for engine in engines)))
@@ -204,9 +214,10 @@ def _deal(load: Workload, engines: list[_Engine], now: float, number: int, chanc
         engine.at_s = max(engine.at_s, now)
     heap = [(engine.num_left, place) for place, engine in enumerate(engines)]
     heapq.heapify(heap)
-    for _ in range(load.samples):
+    known = load.batches[number - 1] if number <= len(load.batches) else ()
+    for length in known or [chance.choice(load.lengths) for _ in range(load.samples)]:
         num_left, place = heap[0]
-        engines[place].add(chance.choice(load.lengths), number)
+        engines[place].add(length, number)
         heapq.heapreplace(heap, (num_left + 1, place))
 
 

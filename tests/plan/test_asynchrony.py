@@ -161,6 +161,31 @@ def test_probes_wait_until_nothing_is_under_way() -> None:
     assert simulate(replace(load, drain_every=3), ONE_AHEAD, 30) == simulate(load, ONE_AHEAD, 30)
 
 
+@pytest.mark.parametrize(
+    ("mode", "train_s", "expected"),
+    [
+        (SYNCHRONOUS, 0.5, 11.5),
+        (ONE_AHEAD, 0.5, 11),
+        (ONE_AHEAD, 10.5, 11),
+        (ONE_AHEAD, 12, 12),
+        (in_flight(1), 0.5, 10),  # engines go on meanwhile
+        (in_flight(1), 9.5, 10.25),  # two batches are written, have their rewards and are trained in twice that
+        (in_flight(1), 12, 12),
+    ],
+)
+def test_a_batch_is_trained_once_its_rewards_are_there(mode: AsynchronyConfig, train_s: float, expected: float) -> None:
+    """Ten seconds of writing and one of rewards, which those have sooner that ended while others were trained."""
+    load = load_of(samples=1, num_engines=1, rows=1, lengths=[10.0], prompt_tokens=0, prompt_s=0.0, token_s=0.0)
+    load = replace(load, decode_s=lambda rows, context: 1.0, train_s=train_s, push_s=0.0, finish_s=1.0)
+    assert simulate(load, mode, num_steps=6).seconds == pytest.approx(expected)
+
+
+def test_batches_whose_lengths_are_known_have_them() -> None:
+    load = load_of(samples=2, num_engines=1, rows=2, lengths=[7.0], prompt_tokens=0, prompt_s=0.0, push_s=0.0)
+    load = replace(load, decode_s=lambda rows, context: 1.0, train_s=4.0, batches=[[9, 9], [3, 5], [2, 1]])
+    assert simulate(load, SYNCHRONOUS, num_steps=4).step_s == pytest.approx([9, 6, 11, 11]), "of batches 2 to 5"
+
+
 def test_the_same_seed_is_the_same_run() -> None:
     load = load_of()
     assert simulate(load, in_flight(2)) == simulate(load, in_flight(2))
