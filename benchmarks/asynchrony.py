@@ -68,6 +68,11 @@ def length_of(seed: int) -> int:
     return int(np.clip(drawn, 1, MAX_TOKENS))
 
 
+def cut(requests: Sequence[GenerationRequest], sampling: Sampling) -> tuple[list[GenerationRequest], Sampling]:
+    """Return what ends each sample at its own length, and at nothing else."""
+    return [replace(each, max_tokens=length_of(each.seed)) for each in requests], replace(sampling, stop_token_ids=())
+
+
 def __getattr__(name: str) -> object:
     """Make the engine where one is asked for: this process needs no vLLM."""
     if name != "lengths_given":
@@ -78,8 +83,7 @@ def __getattr__(name: str) -> object:
         """Ends each sample at a length of its own, and at nothing else."""
 
         def _start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
-            cut = [replace(each, max_tokens=length_of(each.seed)) for each in requests]
-            super()._start(cut, replace(sampling, stop_token_ids=()))
+            super()._start(*cut(requests, sampling))
 
     return LengthsGiven
 

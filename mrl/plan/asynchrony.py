@@ -65,7 +65,11 @@ class Workload:
     drain_every: int = 0
     """Steps between probes of engines, before which nothing is under way; 0: never."""
     finish_s: float = 0.0
-    """From a batch's last token until it can be trained on: the last rewards. Engines go on meanwhile with what else they have."""
+    """From a batch's last token until it can be trained on, as for the last rewards. Engines in flight go on."""
+    decode_beside: float = 1.0
+    """How many times as long an engine's steps take while the trainer trains: on one machine both use its memory."""
+    train_beside: float = 1.0
+    """How many times as long training takes while engines generate."""
     batches: Sequence[Sequence[float]] = ()
     """The lengths of the first batches where they are known; those of all others are drawn."""
 
@@ -120,8 +124,8 @@ class _Engine:
         if recomputes:
             self._work((len(self._rows) * self._token + self._offset) * self._load.token_s)
 
-    def run(self, until: float, batch: int | None = None) -> None:
-        """Generate up to this moment, or only until this batch has ended."""
+    def run(self, until: float, batch: int | None = None, slower: float = 1.0) -> None:
+        """Generate up to this moment, or only until this batch has ended; so many times slower than alone."""
         while self.at_s < until and (batch is None or self._left[batch]):
             self._admit()
             if not self._rows or self.at_s >= until:
@@ -129,9 +133,9 @@ class _Engine:
             count, gap = len(self._rows), self._rows[0][0] - self._token
             # The context grows within the stretch: what its middle takes is the mean.
             context = self._token + self._offset / count
-            step_s = self._load.decode_s(count, context + gap / 2)
+            step_s = slower * self._load.decode_s(count, context + gap / 2)
             if self.at_s + gap * step_s > until:
-                step_s = self._load.decode_s(count, context + (until - self.at_s) / step_s / 2)
+                step_s = slower * self._load.decode_s(count, context + (until - self.at_s) / step_s / 2)
                 self._token += min(gap, (until - self.at_s) / step_s)
                 self._work(until - self.at_s)
                 break
@@ -181,7 +185,7 @@ def simulate(load: Workload, mode: AsynchronyConfig, num_steps: int | None = Non
     def whole_s(batch: int | None) -> float:
         return max(engine.end_of(batch) for engine in engines) + load.finish_s
 
-    now, marks = 0.0, []
+    now, trained_s, marks = 0.0, 0.0, []
     for step in range(1, first + counted):
         if not in_flight:
             now = max(now, whole_s(None))
@@ -193,19 +197,33 @@ def simulate(load: Workload, mode: AsynchronyConfig, num_steps: int | None = Non
         gate.trained = step - 1
         for number in gate.open():
             _deal(load, engines, now, number, random.Random(f"{seed} {number}"))
-        now = max(now, whole_s(step)) + load.train_s
-        for engine in engines:
-            engine.run(now)
-        marks.append((now, sum(engine.busy_s for engine in engines)))
+        begin = max(now, whole_s(step))
+        now = _train(load, engines, begin)
+        trained_s += now - begin
+        marks.append((now, sum(engine.busy_s for engine in engines), trained_s))
     marks = marks[first - 2 :]
-    total, busy = marks[-1][0] - marks[0][0], marks[-1][1] - marks[0][1]
+    total, busy, training = (last - before for last, before in zip(marks[-1], marks[0], strict=True))
     ages = sum((engine.ages[number] for engine in engines for number in engine.ages if number >= first), Counter[int]())
     return Simulated(
-        step_s=tuple(end - begin for (begin, _), (end, _) in pairwise(marks)),
-        trainer_idle=1 - counted * load.train_s / total,
+        step_s=tuple(end - begin for (begin, *_), (end, *_) in pairwise(marks)),
+        trainer_idle=1 - training / total,
         engines_idle=1 - busy / total / len(engines),
         ages={age: ages[age] / ages.total() for age in sorted(ages)},
     )
+
+
+def _train(load: Workload, engines: list[_Engine], begin: float) -> float:
+    """Return when training ends that begins now; engines generate up to then."""
+    for engine in engines:
+        engine.run(begin)
+    busy_s, end = sum(engine.busy_s for engine in engines), begin + load.train_s
+    while True:
+        for engine in engines:
+            engine.run(end, slower=load.decode_beside)
+        beside_s = (sum(engine.busy_s for engine in engines) - busy_s) / len(engines)
+        now, end = end, begin + load.train_s + (1 - 1 / load.train_beside) * beside_s
+        if end <= now + _ROUNDING:
+            return now
 
 
 def _deal(load: Workload, engines: list[_Engine], now: float, number: int, chance: random.Random) -> None:

@@ -180,6 +180,26 @@ def test_a_batch_is_trained_once_its_rewards_are_there(mode: AsynchronyConfig, t
     assert simulate(load, mode, num_steps=6).seconds == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("mode", "train_s", "decode_beside", "train_beside", "expected"),
+    [
+        (SYNCHRONOUS, 10, 2.0, 2.0, 20),  # nothing is beside anything
+        (ONE_AHEAD, 10, 1.0, 1.25, 12),  # in ten seconds eight are done, and the engine ends
+        (ONE_AHEAD, 4, 2.0, 1.0, 12),  # in four seconds two tokens are written, and eight follow
+        (ONE_AHEAD, 10, 1.25, 1.25, 12.5),
+    ],
+)
+def test_who_has_company_takes_longer(
+    mode: AsynchronyConfig, train_s: float, decode_beside: float, train_beside: float, expected: float
+) -> None:
+    load = load_of(samples=1, num_engines=1, rows=1, lengths=[10.0], prompt_tokens=0, prompt_s=0.0, token_s=0.0)
+    load = replace(load, decode_s=lambda rows, context: 1.0, train_s=train_s, push_s=0.0)
+    found = simulate(replace(load, decode_beside=decode_beside, train_beside=train_beside), mode, num_steps=6)
+    assert found.seconds == pytest.approx(expected)
+    alone = train_s if mode is SYNCHRONOUS or train_beside == 1 else expected
+    assert found.trainer_idle == pytest.approx(1 - alone / expected, abs=1e-6)
+
+
 def test_batches_whose_lengths_are_known_have_them() -> None:
     load = load_of(samples=2, num_engines=1, rows=2, lengths=[7.0], prompt_tokens=0, prompt_s=0.0, push_s=0.0)
     load = replace(load, decode_s=lambda rows, context: 1.0, train_s=4.0, batches=[[9, 9], [3, 5], [2, 1]])
