@@ -266,8 +266,7 @@ def compare(bench: Benchmark, epochs: int, runs: Mapping[str, Sequence[Measured]
 
 def main() -> int:
     """All mixes and modes in turns."""
-    options = parser("What the simulator predicts of asynchronous runs.")
-    options.set_defaults(repeats=1)
+    options = parser("What the simulator predicts of asynchronous runs.", repeats=1)
     options.add_argument("--steps", type=int, default=18)
     options.add_argument("--epochs", type=int, nargs=3, default=(1, 3, 6))
     arguments = options.parse_args()

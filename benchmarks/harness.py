@@ -137,11 +137,11 @@ def command(words: Sequence[str]) -> str:
     return " ".join(["python", f"benchmarks/{Path(file).name}", *arguments])
 
 
-def parser(description: str) -> argparse.ArgumentParser:
+def parser(description: str, repeats: int = 5) -> argparse.ArgumentParser:
     """The arguments that every benchmark takes."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
-    made.add_argument("--repeats", type=int, default=5, help="timings of each candidate (default 5)")
+    made.add_argument("--repeats", type=int, default=repeats, help=f"timings of each candidate (default {repeats})")
     return made
 
 

@@ -75,11 +75,12 @@ CORE = {"algos", "protocol", "controller", "models", "rollout", "weight_sync", "
 # reward models of other tokens, several of them, their scale, and scores within a round and in validation, and a demo
 # of the way from SFT over pairs to PPO; then a teacher: a role, its columns, divergences over the vocabulary, and what
 # is planned and checked of it; then batches ahead of the one that is trained, a simulator that plans them, and what
-# repeats a run with weights in flight; then a reference of pairs that is computed once: its pass and its file. What is
-# taken off at the end went with small files that joined their readers.
+# repeats a run with weights in flight; then a reference of pairs that is computed once: its pass and its file; then in
+# the simulator of batches ahead what rewards cost, and engines and trainer of one machine each other. What is taken off
+# at the end went with small files that joined their readers.
 MAX_LINES = {
     "core": 13_750 + 870 + 350 + 150 + 2_800 + 150 + 850 + 270 + 480 + 960 + 280 + 250 - 140,
-    "workbench": 13_700 + 3_550 + 800 + 950 + 810 + 110 + 200 + 380 + 40 + 30 - 220,
+    "workbench": 13_700 + 3_550 + 800 + 950 + 810 + 110 + 200 + 380 + 40 + 30 + 40 - 220,
 }
 MAX_FILES, MAX_CLASSES, MIN_MEDIAN_FILE_LINES = (
     240 + 45 + 40 + 5 + 9 + 1 + 2 + 1 - 16,
