@@ -52,6 +52,7 @@ MODES = {
 MOST_AHEAD = max(mode.ahead for mode in MODES.values())
 FIRST = 2 + MOST_AHEAD
 """The step from which on engines are as far ahead as they get."""
+FEWEST_STEPS = FIRST + MOST_AHEAD + 2
 LOG = "engine-steps.jsonl"
 
 
@@ -267,9 +268,11 @@ def compare(bench: Benchmark, epochs: int, runs: Mapping[str, Sequence[Measured]
 def main() -> int:
     """All mixes and modes in turns."""
     options = parser("What the simulator predicts of asynchronous runs.", repeats=1)
-    options.add_argument("--steps", type=int, default=18)
+    options.add_argument("--steps", type=int, default=18, help="of a run (default 18)")
     options.add_argument("--epochs", type=int, nargs=3, default=(1, 3, 6))
     arguments = options.parse_args()
+    if arguments.steps < FEWEST_STEPS:
+        options.error(f"of {arguments.steps} steps too few are left to compare: at least {FEWEST_STEPS}")
     bench = Benchmark("asynchrony_simulated")
     found: dict[int, dict[str, list[Measured]]] = {each: {mode: [] for mode in MODES} for each in arguments.epochs}
     besides: list[Beside] = []
@@ -282,7 +285,7 @@ def main() -> int:
                     runs[name].append(measured)
                     print(epochs, "epochs,", name, f"{mean(runs[name], 'timing_s/step'):.2f} s a step", flush=True)
             alone = {epochs: runs[SYNCHRONOUS][-1] for epochs, runs in found.items()}
-            besides.append(beside_each_other(directory, alone, 2 * arguments.steps // 3))
+            besides.append(beside_each_other(directory, alone, max(2 * arguments.steps // 3, FEWEST_STEPS)))
             print("beside each other:", besides[-1], flush=True)
     beside = Beside(*(statistics.median(getattr(each, name) for each in besides) for name in ("decode", "train")))
     for epochs, runs in found.items():
