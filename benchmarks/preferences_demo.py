@@ -56,7 +56,7 @@ data:
     pairs: {dataset: "mrl.demo.preferences:policy_pairs", options: {part: train}, columns: {ability: null}}
   validation:
     pairs: {dataset: "mrl.demo.preferences:policy_pairs", options: {part: validation}, columns: {ability: null}}
-batch: {rows_per_update: 64, max_prompt_tokens: 16, max_response_tokens: 8}
+batch: {rows_per_update: 64, max_prompt_tokens: 16, max_response_tokens: 25}
 preference: {loss: sigmoid, beta: 0.1, sft_weight: 0.5}
 actor:
   dtype: float32

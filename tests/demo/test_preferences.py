@@ -81,9 +81,10 @@ def test_a_judge_errs_in_a_share_of_the_pairs_and_always_in_the_same(tmp_path: P
 
 
 def test_an_answer_that_no_text_can_be_is_left_out_and_counted(tmp_path: Path) -> None:
-    """A sampled answer may hold control tokens, which no message of a pair may."""
+    """It may hold control tokens, which no message of a pair may. Bytes of no character grow, and have room."""
     train = [number for number in ROWS if number not in HELD][:70]
-    path = sampled(tmp_path, {number: [right(number), "7<|user|>" if number == train[5] else "7"] for number in train})
+    wrong = {train[5]: "7<|user|>", train[6]: bytes([255] * 8).decode(errors="replace")}
+    path = sampled(tmp_path, {number: [right(number), wrong.get(number, "7")] for number in train})
     model = make_model(tmp_path / "model", seed=3)
     given = demo.values_of(replace(DemoSettings(tmp_path), task=PREFERENCES), model)
     given.append(f"data.train.pairs.options.samples={path}")
