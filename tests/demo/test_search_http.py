@@ -17,7 +17,7 @@ from mrl.observe.metrics import read_metrics
 from tests.apart import retriever, run_mrl
 from tests.demo.passages import found, write_corpus
 
-UPDATES, STEPS = 100, 2
+UPDATES, STEPS, EVERY = 700, 40, 20
 WARM_UP = """\
 extends: {config}
 run: {{name: sft, dir: {directory}}}
@@ -56,7 +56,7 @@ agent:
       max_observation_tokens: 64
 reward: {{functions: {{answer: {{name: exact_match, options: {{tag: answer}}}}}}}}
 training: {{steps: {steps}}}
-validation: {{every: 0}}
+validation: {{every: {every}, samples_per_prompt: 2}}
 """
 COLUMNS = "{ground_truth: ground_truth, ability: null, extra_info: null}"
 SEARCHED = re.compile(r"<search>(.*?)</search>", re.DOTALL)
@@ -64,10 +64,10 @@ SEARCHED = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some updates of a warm-up, and two steps."""
+    """A warm-up long enough to copy what a passage says, now and then, and steps enough to do so always."""
     directory = tmp_path_factory.mktemp("search")
     make_model(directory / "initial", seed=1, num_layers=SEARCH.num_layers, max_length=256)
-    given = {"directory": directory, "updates": UPDATES, "steps": STEPS, "columns": COLUMNS}
+    given = {"directory": directory, "updates": UPDATES, "steps": STEPS, "every": EVERY, "columns": COLUMNS}
     with retriever(write_corpus(directory / "corpus.jsonl")) as (_, url):
         for verb, text, config in (("sft", WARM_UP, SEARCH.warm_up), ("train", CONFIG, SEARCH.algorithms["grpo"])):
             path = directory / f"{verb}.yaml"
@@ -95,9 +95,22 @@ def test_every_search_is_answered_by_its_passage(run: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.on_demand
 def test_figures_of_the_steps(run: Path) -> None:
-    for line in read_metrics(run / "metrics.jsonl"):
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if line["step"]]
+    assert len(lines) == STEPS
+    for line in lines:
         assert line["reward/num_samples"] == SEARCH.samples_per_step
         assert line["reward/facts/searches/mean"] >= 0.25
         assert line["agent/ended/done"] >= 0.5, "most give an answer"
         assert line["agent/retried"] == 0
         assert line["mismatch/log_prob_abs_diff_mean"] <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_it_learns_to_search(run: Path) -> None:
+    """As the demo does, of keys that it has never been trained on: right answers after one search and after two."""
+    before, *_, after = [line for line in read_metrics(run / "metrics.jsonl") if "val/solved/mean@2" in line]
+    assert before["step"] == 0
+    assert before["val/solved/mean@2"] <= 0.4
+    assert after["val/solved/mean@2"] >= 0.85
+    assert after["val/hops-2/solved/mean@2"] >= 0.75
