@@ -6,11 +6,11 @@ The runs are those of `benchmarks/asynchrony.py`, with an engine and a trainer o
 longer, so that generating takes about twice, once and half as long. Each mix runs in turns synchronously, a batch ahead
 between batches, and two ahead in flight. All have the correction, so that the same passes are counted in each.
 
-`fitted` is the synchronous run, which everything that the simulator is told comes from: the seconds of training, of
-weights, and from the last token to a whole batch; seconds of an engine's step over rows, tokens of context and of
-prompts, by least squares; and the lengths of the very samples, which every mode has alike. How much longer engines and
-trainer take when both cores are busy comes from the synchronous runs of the first and last mix at the same time: engine
-beside trainer, but nothing ahead. `predicted` are the asynchronous modes, of which the simulator is told nothing.
+`fitted` is the synchronous run of each mix, from which the simulator is told: the seconds of training, of weights, and
+from the last token to a whole batch; seconds of an engine's step over rows, tokens of context and of prompts, by least
+squares; and the lengths of the very samples, which every mode has alike. How much longer an engine and its trainer take
+when both cores are busy, no synchronous run can say: both numbers are read off one asynchronous run, that between
+batches of the middle mix, which is called fitted too. `predicted` are the five others, of which nothing is told.
 
 Seconds are means over the same steps of each run, behind those in which engines get ahead and before the last ones, in
 which they have no more to do; of a step, the median over the repeats.
@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -43,10 +42,10 @@ from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
 TOLERANCE = 0.1
 SAMPLES, ROWS = 64, 256
-SYNCHRONOUS = "synchronous"
+SYNCHRONOUS, BETWEEN = "synchronous", "ahead 1, between"
 MODES = {
     SYNCHRONOUS: AsynchronyConfig(),
-    "ahead 1, between": AsynchronyConfig(ahead=1),
+    BETWEEN: AsynchronyConfig(ahead=1),
     "ahead 2, in flight": AsynchronyConfig(ahead=2, weights="in_flight"),
 }
 MOST_AHEAD = max(mode.ahead for mode in MODES.values())
@@ -192,17 +191,17 @@ class Beside:
     train: float = 1.0
 
 
-def beside_each_other(directory: Path, alone: Mapping[int, Measured], steps: int) -> Beside:
-    """Run the first and the last mix synchronously at the same time, for about as long."""
-    few, many = min(alone), max(alone)
-    ratio = mean([alone[many]], "timing_s/step") / mean([alone[few]], "timing_s/step")
-    with ThreadPoolExecutor(2) as threads:
-        mode = MODES[SYNCHRONOUS]
-        generating = threads.submit(measure, directory, "generating", few, round(steps * ratio), mode)
-        training = threads.submit(measure, directory, "training", many, steps, mode)
-    terms, seconds = engine_work(generating.result())
-    decode = sum(seconds) / fitted_law([alone[few]]).seconds(terms)
-    return Beside(max(1.0, decode), max(1.0, training.result().train_s / alone[many].train_s))
+def beside_in(between: Measured, alone: Measured) -> Beside:
+    """Return what a run between batches says: each batch begins to be generated as the one before begins training."""
+    terms, seconds = engine_work(between)
+    batches = sum(each[3] > 0 for each in terms)
+    generating_s, generating_alone_s = sum(seconds) / batches, fitted_law([alone]).seconds(terms) / batches
+    both_s = min(generating_s, between.train_s)
+
+    def factor(longer_s: float) -> float:
+        return both_s / (both_s - max(0.0, longer_s))
+
+    return Beside(factor(generating_s - generating_alone_s), factor(between.train_s - alone.train_s))
 
 
 def workload(alone: Sequence[Measured], beside: Beside) -> Workload:
@@ -239,12 +238,15 @@ def mean(runs: Sequence[Measured], name: str) -> float:
     return statistics.fmean(statistics.median(line[name] for line in lines) for lines in steps)
 
 
-def compare(bench: Benchmark, epochs: int, runs: Mapping[str, Sequence[Measured]], beside: Beside) -> None:
+def compare(
+    bench: Benchmark, epochs: int, runs: Mapping[str, Sequence[Measured]], beside: Beside, *, is_middle: bool
+) -> None:
     """Add the rows and goals of a mix."""
     alone = runs[SYNCHRONOUS]
     load = workload(alone, beside)
     for name, mode in MODES.items():
-        found, measured_s, is_fitted = predict(load, mode), mean(runs[name], "timing_s/step"), name == SYNCHRONOUS
+        found, measured_s = predict(load, mode), mean(runs[name], "timing_s/step")
+        is_fitted = name == SYNCHRONOUS or (is_middle and name == BETWEEN)
         error = found.seconds / measured_s - 1
         inputs = {"training_s": load.train_s, "generating_s": mean(alone, "perf/generating_s")}
         inputs |= {"weights_s": load.push_s, "finish_s": load.finish_s, **vars(fitted_law(alone))}
@@ -259,7 +261,7 @@ def compare(bench: Benchmark, epochs: int, runs: Mapping[str, Sequence[Measured]
             simulated_trainer_idle=found.trainer_idle,
             engines_idle=mean(runs[name], "perf/engines_idle_share"),
             simulated_engines_idle=found.engines_idle,
-            **(inputs if is_fitted else {}),
+            **(inputs if name == SYNCHRONOUS else {}),
         )
         if not is_fitted:
             bench.goal(f"{name}, {epochs} epochs: error of the predicted step", abs(error), at_most=TOLERANCE)
@@ -284,12 +286,12 @@ def main() -> int:
                     measured = measure(directory, f"{epochs}-{number}", epochs, arguments.steps, mode)
                     runs[name].append(measured)
                     print(epochs, "epochs,", name, f"{mean(runs[name], 'timing_s/step'):.2f} s a step", flush=True)
-            alone = {epochs: runs[SYNCHRONOUS][-1] for epochs, runs in found.items()}
-            besides.append(beside_each_other(directory, alone, max(2 * arguments.steps // 3, FEWEST_STEPS)))
+            middle = found[arguments.epochs[1]]
+            besides.append(beside_in(middle[BETWEEN][-1], middle[SYNCHRONOUS][-1]))
             print("beside each other:", besides[-1], flush=True)
     beside = Beside(*(statistics.median(getattr(each, name) for each in besides) for name in ("decode", "train")))
     for epochs, runs in found.items():
-        compare(bench, epochs, runs, beside)
+        compare(bench, epochs, runs, beside, is_middle=epochs == arguments.epochs[1])
     bench.row(mode="beside each other", simulated="fitted", decode_beside=beside.decode, train_beside=beside.train)
     return bench.finish(arguments)
 

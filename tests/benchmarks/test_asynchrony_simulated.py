@@ -15,6 +15,8 @@ from benchmarks.asynchrony_simulated import (
     EngineStep,
     Law,
     Measured,
+    beside_in,
+    engine_work,
     fitted_law,
     mean,
     predict,
@@ -26,7 +28,7 @@ LAW = Law(base_s=2e-3, row_s=1e-4, context_s=1e-6, prompt_s=2e-5)
 TRAIN_S, PUSH_S, FINISH_S = 0.7, 0.02, 0.05
 
 
-def synchronous_run(seed: int, slower: float = 1.0) -> Measured:
+def synchronous_run(seed: int, slower: float = 1.0, train_s: float = TRAIN_S) -> Measured:
     """Write down a run that goes by this law; its first batches take long, as while everything warms up."""
     chance, now = random.Random(seed), 0.0
     steps, batches, lines = [], [], []
@@ -42,7 +44,7 @@ def synchronous_run(seed: int, slower: float = 1.0) -> Measured:
         lines.append(
             {
                 "step": number,
-                "timing_s/step": now - began + TRAIN_S + PUSH_S + FINISH_S,
+                "timing_s/step": now - began + train_s + PUSH_S + FINISH_S,
                 "timing_s/rollout": now - began + PUSH_S + FINISH_S,
                 "perf/generating_s": now - began,
                 "sync/seconds": PUSH_S,
@@ -66,6 +68,19 @@ def test_the_synchronous_run_is_met_step_by_step() -> None:
     measured = [line["timing_s/step"] for line in run.lines[FIRST - 1 : STEPS - MOST_AHEAD]]
     # The context of a stretch between two ends is that of its middle.
     assert found.step_s == pytest.approx(measured, rel=2e-3)
+
+
+@pytest.mark.parametrize(("decode", "train"), [(1.0, 1.0), (1.1, 1.3), (1.4, 1.0)])
+def test_a_run_between_batches_says_how_much_both_sides_are_slowed(decode: float, train: float) -> None:
+    alone = synchronous_run(0)
+    _, seconds = engine_work(alone)
+    generated_s = sum(seconds) / (STEPS - MOST_AHEAD - FIRST + 1)
+    # Training is the longer: the engine is slowed all the time, the trainer while there is something to generate.
+    assert generated_s * decode < TRAIN_S
+    trained_s = TRAIN_S + (1 - 1 / train) * generated_s * decode
+    between = synchronous_run(0, slower=decode, train_s=trained_s)
+    found = beside_in(between, alone)
+    assert (found.decode, found.train) == pytest.approx((decode, train), rel=1e-6)
 
 
 def test_every_mode_is_predicted_over_the_same_steps() -> None:
