@@ -257,9 +257,9 @@ def compare(
             measured_s=measured_s,
             simulated_s=found.seconds,
             error=error,
-            trainer_idle=mean(runs[name], "perf/trainer_idle_share"),
+            trainer_idle=mean(runs[name], "timing_s/rollout") / measured_s,
             simulated_trainer_idle=found.trainer_idle,
-            engines_idle=mean(runs[name], "perf/engines_idle_share"),
+            engines_idle=max(0.0, 1 - mean(runs[name], "perf/generating_s") / measured_s),
             simulated_engines_idle=found.engines_idle,
             **(inputs if name == SYNCHRONOUS else {}),
         )
