@@ -355,3 +355,37 @@ def test_a_prompt_on_which_engines_die_that_served_others_is_blamed(make: Callab
     world.spoil = spoil
     with pytest.raises(RolloutError, match="prompt p0: this prompt was being generated from when 4 replicas died"):
         generate(world.fleet, WANTED, PLAIN, 1)
+
+
+@pytest.mark.parametrize("again", ["at once", "with a later answer"])
+def test_a_sample_that_is_delivered_twice_counts_once(make: Callable[..., World], again: str) -> None:
+    world = make()
+    first: list[Generated] = []
+
+    def spoil(index: int, made: list[Generated]) -> list[Generated]:
+        if index == 1 and made and len(first) < 2:
+            first.append(made[0])
+            return [made[0], made[0]] if again == "at once" else [first[0], *made[: len(first) - 1]]
+        return made
+
+    world.spoil = spoil
+    samples = list(world.fleet.stream(WANTED, PLAIN, 1))
+    assert sorted(each.key for each in samples) == sorted(KEYS), "each of them once"
+    assert {"which it was not asked" in event.reason for event in world.events(ReplicaLost)} == {True}
+
+
+def test_what_a_replica_answers_after_it_was_let_go_is_forgotten(make: Callable[..., World]) -> None:
+    world = make()
+    world.fleet.update(1)
+    late = threading.Event()
+
+    def let_go() -> None:
+        world.fleet._drop_replica(1, "it was silent")
+        late.set()  # and then it answers all the same
+
+    world.before[(1, "submit_and_poll")] = [let_go]
+    samples = list(world.fleet.stream(WANTED, PLAIN, 1))
+    assert late.is_set()
+    assert sorted(each.key for each in samples) == sorted(KEYS), "each of them once, and none of them is missing"
+    given = [each.key for _, args in world.calls("submit_and_poll") for each in args[0]]
+    assert len(given) > len(KEYS), "others had to do what it had in hand"
