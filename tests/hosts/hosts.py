@@ -90,10 +90,22 @@ class Host:
     def limit(self, mbit_per_s: int) -> None:
         """Let no more than this pass its link, each way. Of time lost a burst makes up 2 ms, or two full segments."""
         burst = max(mbit_per_s * 250, 2 * 65536)
-        shape = ["root", "tbf", "rate", f"{mbit_per_s}mbit", "burst", str(burst), "latency", "50ms"]
-        for enter, end in ([], self.interface), (["nsenter", "--target=1", "--net"], self.port):  # 1 is `init`
-            ran = self.run(*enter, "tc", "qdisc", "replace", "dev", end, *shape)
-            assert ran.returncode == 0, ran.stderr
+        shape = ["replace", "root", "tbf", "rate", f"{mbit_per_s}mbit", "burst", str(burst), "latency", "50ms"]
+        self._shape(shape, sends=True, receives=True)
+
+    def drop(self, *, sends: bool = True, receives: bool = True) -> None:
+        """Lose what it sends, or what is sent to it, without a word to anybody."""
+        self._shape(["replace", "root", "pfifo", "limit", "0"], sends=sends, receives=receives)
+
+    def heal(self) -> None:
+        """Let its link carry everything again."""
+        self._shape(["del", "root"], sends=True, receives=True, missing="Cannot delete qdisc with handle of zero")
+
+    def _shape(self, shape: Sequence[str], *, sends: bool, receives: bool, missing: str | None = None) -> None:
+        ends = [([], self.interface)] * sends + [(["nsenter", "--target=1", "--net"], self.port)] * receives
+        for enter, end in ends:  # 1 is `init`
+            ran = self.run(*enter, "tc", "qdisc", shape[0], "dev", end, *shape[1:])
+            assert ran.returncode == 0 or (missing and missing in ran.stderr), ran.stderr
 
     def processes(self, title: str = "") -> list[int]:
         """Those that run there, or that call themselves so."""

@@ -1,4 +1,7 @@
-"""A host of two is lost in a step: the run says so, waits for one in its place, and comes to the same figures."""
+"""A host of two is lost in a step: the run says so, waits for one in its place, and comes to the same figures.
+
+What heals before it is taken for lost, or is only slow, costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +40,21 @@ def _config(path: Path, model: Path) -> Path:
     )
 
 
-def _cut(host: Host) -> None:
-    host.ip("link", "set", host.interface, "down")
+PHASES = ("rollout", "old_log_prob", "update_actor", "save")
+LOSSES: dict[str, Callable[[Host], None]] = {
+    "killed": Host.kill_all,
+    "cut": lambda host: host.ip("link", "set", host.interface, "down"),
+    "unheard": lambda host: host.drop(receives=False),
+    "unreached": lambda host: host.drop(sends=False),
+}
+SLOW_MBIT_PER_S = 2
 
 
 @pytest.mark.slow
 @pytest.mark.on_demand
-@pytest.mark.parametrize(("phase", "lose"), [("rollout", Host.kill_all), ("update_actor", _cut)], ids=["killed", "cut"])
-def test_a_run_that_loses_a_host_waits_for_another(
-    phase: str, lose: Callable[[Host], None], model: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_run_that_loses_a_host_waits_for_another(phase: str, loss: str, model: Path, tmp_path: Path) -> None:
     config = _config(tmp_path / "lost.yaml", model)
     run = tmp_path / "runs" / "lost"
     with hosts(["eth0", "ens7"]) as both, ray_on(both, tmp_path, "--num-cpus=1") as address, ThreadPoolExecutor(1) as t:
@@ -55,7 +63,7 @@ def test_a_run_that_loses_a_host_waits_for_another(
             both[0].mrl, "train", str(config), cluster, *RESTARTS, "deadlines.resources_s=120", cwd=tmp_path
         )
         _await_second_step(run, phase, trains)
-        lose(both[1])
+        LOSSES[loss](both[1])
         lost = time.time()
         _await(lambda: bool(_times(run, RunRestarted)) or trains.done(), 60)
         assert not trains.done(), trains.result()
@@ -63,12 +71,37 @@ def test_a_run_that_loses_a_host_waits_for_another(
         assert 0 < _times(run, NodeSilent)[0] - lost < 5
         _await(lambda: not both[1].processes("ray::WorkerHost"), 10)  # whoever is out of reach has ended itself
         both[1].kill_all()
+        both[1].heal()
         both[1].ip("link", "set", both[1].interface, "up")
         with ray_of(both[1], f"--address={both[0].address}:{RAY_PORT}", "--num-cpus=1") as again:
             again.await_start(120)
             said = trains.result()
     assert "node node2 (10.77.0.2)" in said or "on node node2" in said
     assert "the run lost a worker or a node: restart 1 of 2, from step" in said
+    assert untimed(run) == metrics_alone(config)
+
+
+def _blip(host: Host) -> None:
+    """Be out of reach for a second, which is less than a heartbeat."""
+    host.drop()
+    time.sleep(1)
+    host.heal()
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+@pytest.mark.parametrize("trouble", ["blip", "slow"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_link_that_heals_or_is_slow_costs_nothing(phase: str, trouble: str, model: Path, tmp_path: Path) -> None:
+    config = _config(tmp_path / "troubled.yaml", model)
+    run = tmp_path / "runs" / "troubled"
+    with hosts(["eth0", "ens7"]) as both, ray_on(both, tmp_path, "--num-cpus=1") as address, ThreadPoolExecutor(1) as t:
+        cluster = f"cluster={{nodes: 2, devices_per_node: 1, ray_address: '{address}'}}"
+        trains = t.submit(both[0].mrl, "train", str(config), cluster, *RESTARTS, cwd=tmp_path)
+        _await_second_step(run, phase, trains)
+        both[1].limit(SLOW_MBIT_PER_S) if trouble == "slow" else _blip(both[1])
+        trains.result()
+    assert not _times(run, RunRestarted)
     assert untimed(run) == metrics_alone(config)
 
 
