@@ -1,14 +1,17 @@
 """How many samples the demo's task takes to be learned from batches that were drawn ahead, with correction and without.
 
-    python benchmarks/asynchrony_learning.py [--seeds N] [--steps 40] [--json FILE]
+    python benchmarks/asynchrony_learning.py [--seeds N ...] [--steps 40] [--besides FILE] [--json FILE]
 
 The GRPO of `mrl demo`, on an engine with a device of its own, from the same half-taught model for each seed. Accuracy
 is that of answers sampled at temperature 1 to problems that are never trained on, measured every four steps; samples to
 80 % are read off between two of them. Without correction is a correction whose weights are held at 1.
+
+All seeds take more than an hour, which need not be in one piece: `--besides` takes the seeds of an earlier run in.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import tempfile
@@ -59,14 +62,18 @@ def samples_to_goal(run: Path) -> float | None:
 def main() -> int:
     """One model for each seed, and every mode on it."""
     options = parser("Samples to 80 % of the demo's task, by how far generation is ahead.")
-    options.add_argument("--seeds", type=int, default=5)
+    options.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     options.add_argument("--steps", type=int, default=40)
+    options.add_argument("--besides", type=Path, help="results of this program, whose other seeds count as well")
     arguments = options.parse_args()
     bench, console = Benchmark("asynchrony_learning"), Console(arguments.steps, quiet=True)
-    found: dict[str, list[float]] = {mode: [] for mode in MODES}
+    earlier = json.loads(arguments.besides.read_text())["rows"] if arguments.besides else []
+    for row in earlier:
+        if "seed" in row and row["seed"] not in arguments.seeds:
+            bench.row(**row)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as workplace:
         workplace.enter_context(ray_cluster(ClusterConfig(devices_per_node=2, device="cpu")))
-        for seed in range(1, arguments.seeds + 1):
+        for seed in arguments.seeds:
             here = Path(directory, str(seed))
             here.mkdir()
             model = warm_model(DemoSettings(here, seed, "grpo", tp=1), console, {})
@@ -77,9 +84,11 @@ def main() -> int:
                 samples = samples_to_goal(own / SUMS.run)
                 bench.row(seed=seed, mode=mode, before=result.before, after=result.after, samples_to_goal=samples)
                 print(seed, mode, result.after, samples, flush=True)
-                found[mode] += [samples] if samples is not None else []
-    for mode, samples_of in found.items():
-        bench.goal(f"{mode}: seeds that reached {100 * GOAL:.0f} %", len(samples_of), at_least=arguments.seeds)
+    num_seeds = len({row["seed"] for row in bench.rows})
+    found = {mode: [row["samples_to_goal"] for row in bench.rows if row["mode"] == mode] for mode in MODES}
+    for mode, of_seeds in found.items():
+        samples_of = [samples for samples in of_seeds if samples is not None]
+        bench.goal(f"{mode}: seeds that reached {100 * GOAL:.0f} %", len(samples_of), at_least=num_seeds)
         if samples_of:
             low, median, high = min(samples_of), statistics.median(samples_of), max(samples_of)
             bench.row(mode=mode, least=low, median=median, most=high)

@@ -82,6 +82,8 @@ class Attempt:
 
     def kill(self, victim: str) -> None:
         """End the command itself, or one rank of its actor, at which the run ends by itself."""
+        if self.process.poll() is not None:
+            raise SystemExit(f"the run ended by itself:\n{self.log.read_text()[-4000:]}")
         os.kill(self.process.pid if victim == "command" else newest_actor(self.directory)[-1], signal.SIGKILL)
         self.process.wait(LIMIT_S)
 
