@@ -43,6 +43,30 @@ with when_ray_is_lost(tell), ray_cluster(ClusterConfig(devices_per_node=1, devic
     ray.get(worker.wait.remote()) if sys.argv[1] == "hang" else time.sleep(0)
 """
 
+CALLS = """
+from mrl.config.schema import ClusterConfig
+from mrl.controller.cluster import ray_cluster
+from tests.endings.endings import below
+from pathlib import Path
+import os, ray
+
+class Worker:
+    def answer(self):
+        pass
+
+def memory_mib():
+    (gcs,) = (pid for pid, _ in below(os.getpid()) if Path(f"/proc/{pid}/comm").read_text().strip() == "gcs_server")
+    return int(Path(f"/proc/{gcs}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+with ray_cluster(ClusterConfig(devices_per_node=1, device="cpu")):
+    worker = ray.remote(num_cpus=0)(Worker).remote()
+    ray.get([worker.answer.remote() for _ in range(2000)])
+    before = memory_mib()
+    for _ in range(8):
+        ray.get([worker.answer.remote() for _ in range(1000)])
+    print(memory_mib() - before)
+"""
+
 CHURN = """
 import ctypes, sys, tempfile, threading
 from pathlib import Path
@@ -199,3 +223,7 @@ def test_a_moments_stop_of_what_ray_needs_is_no_loss(monkeypatch: pytest.MonkeyP
 def test_ray_reports_to_nobody() -> None:
     asks = "import mrl.controller; from ray._common.usage import usage_lib; print(usage_lib.usage_stats_enabled())"
     assert run_python("-c", asks) == "False\n"
+
+
+def test_ray_keeps_no_record_of_the_calls_that_a_run_makes() -> None:
+    assert float(run_python("-c", CALLS)) < 5, "MiB of 8,000 calls"
