@@ -5,12 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 
-import torch
-
 from mrl.errors import CheckpointError, WireError
-from mrl.protocol import DataProto
 from mrl.protocol.batch_file import batch_from_bytes, batch_to_bytes
-from mrl.protocol.columns import Jagged
 from mrl.trainer.generation import ScoredBatch
 from mrl.trainer.segments import segments_from_json, segments_to_json
 
@@ -29,26 +25,24 @@ def drawn_to_bytes(drawn: Mapping[int, ScoredBatch], version: int) -> bytes:
     return b"".join(parts)
 
 
-def drawn_from_bytes(content: bytes, version: int) -> dict[int, ScoredBatch]:
-    """Return the batches as if they had been drawn before the weights of this version."""
-    drawn, at = {}, 0
+def drawn_from_bytes(content: bytes) -> tuple[dict[int, ScoredBatch], int | None]:
+    """Return the batches, and the version of the weights then; None where nothing was drawn.
+
+    Versions are counted on from there: tokens that were drawn before stay as many updates old as they are.
+    """
+    drawn: dict[int, ScoredBatch] = {}
+    version, at = None, 0
     try:
         while at < len(content):
             (size,) = _LENGTH.unpack_from(content, at)
             at += _LENGTH.size
             batch, told = batch_from_bytes(content[at : at + size])
             at += size
-            drawn[int(told["number"])] = ScoredBatch(_restored(batch, version - int(told["version"])), told["metrics"])
+            if "other_segments" in batch.columns():
+                segments = [segments_from_json(each) for each in batch["other_segments"]]
+                batch = batch.with_column("other_segments", segments)
+            version = int(told["version"])
+            drawn[int(told["number"])] = ScoredBatch(batch, told["metrics"])
     except (struct.error, WireError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the batches that were drawn ahead cannot be read: {error}") from error
-    return drawn
-
-
-def _restored(batch: DataProto, later: int) -> DataProto:
-    if "other_segments" in batch.columns():
-        segments = [segments_from_json(each, later) for each in batch["other_segments"]]
-        batch = batch.with_column("other_segments", segments)
-    versions = batch.columns()["versions"]
-    assert isinstance(versions, Jagged), "a version for each token"
-    moved = torch.where(versions.values < 0, versions.values, versions.values + later)
-    return batch.with_column("versions", Jagged(moved, versions.lengths))
+    return drawn, version

@@ -74,7 +74,8 @@ class RayPPOTrainer:
             if reason := self.hybrid.fleet.full_tensor_reason:
                 self.run.warn("rollout", f"weights travel as whole tensors: {reason}")
             self.num_steps_done = self.run.resume(self.components)
-            drawn = drawn_from_bytes(self.run.drawn_ahead, self.hybrid.version)
+            drawn, version = drawn_from_bytes(self.run.drawn_ahead)
+            self.hybrid.version = version or self.hybrid.version
             self.components.stream.go_on(self.num_steps_done, drawn)
             stack.callback(self.run.finish_save)  # also when the next step fails: the workers are still there
             yield self.components

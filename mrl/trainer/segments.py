@@ -44,19 +44,18 @@ def segments_to_json(segments: Sequence[Conversation | Segment]) -> list[list[An
     ]
 
 
-def segments_from_json(found: Sequence[Sequence[Any]], later: int) -> list[Segment]:
-    """Return them again, with versions that are so much later."""
+def segments_from_json(found: Sequence[Sequence[Any]]) -> list[Segment]:
+    """Return them again."""
     segments = []
     for prompt_ids, response_ids, log_probs, mask, versions in found:
         numbers = [np.nan if log_prob is None else log_prob for log_prob in log_probs]
-        drawn = np.asarray(versions, np.int32)
         segments.append(
             Segment(
                 np.asarray(prompt_ids, np.int32),
                 np.asarray(response_ids, np.int32),
                 np.asarray(numbers, np.float32),
                 np.asarray(mask, np.bool_),
-                np.where(drawn < 0, drawn, drawn + later).astype(np.int32),
+                np.asarray(versions, np.int32),
             )
         )
     return segments
