@@ -58,7 +58,7 @@ def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) ->
         while not components.is_done(num_done):
             rows, coming = coming.result(), thread.submit(components.read)  # read while the workers compute
             metrics = components.update(rows)
-            if not components.held_out.isdisjoint(_prompts_of([rows.batch])):
+            if components.held_out and not components.held_out.isdisjoint(_prompts_of([rows.batch])):
                 run.warn_once("data.validation", "some of its prompts are trained on too (split by prompt, not by row)")
             num_done += 1
             is_last = components.is_done(num_done)
