@@ -179,8 +179,8 @@ def _await_loss(keeper: subprocess.Popen[str], ends: threading.Event) -> None:
     """End this process when its Ray is lost, with what there is to say: whatever waits for Ray waits for ever."""
     assert keeper.stdout is not None, "it was asked for as a pipe"
     keeper.stdout.readline()
-    why = keeper.stdout.readline().strip() or f"the process that keeps it (pid {keeper.pid}) has ended"
-    if not ends.is_set():
+    if not ends.is_set():  # else it was told to, and its pipe may be closed by now
+        why = keeper.stdout.readline().strip() or f"the process that keeps it (pid {keeper.pid}) has ended"
         lose_ray(WorkerDied(f"the Ray that was started for this run is lost: {why}"))
 
 

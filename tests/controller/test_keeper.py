@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -97,6 +99,21 @@ finally:
     ends.set()
 print(*said)
 """
+
+
+class ClosedAfterALine:
+    """A pipe that another thread closes once a line was read."""
+
+    def __init__(self, pipe: IO[str]) -> None:
+        self._pipe = pipe
+
+    def readline(self) -> str:
+        line = self._pipe.readline()
+        self._pipe.close()
+        return line
+
+    def close(self) -> None:
+        self._pipe.close()
 
 
 def named(processes: set[Process], name: str) -> int:
@@ -218,6 +235,16 @@ def test_a_moments_stop_of_what_ray_needs_is_no_loss(monkeypatch: pytest.MonkeyP
         needed.kill()
         needed.wait()
     assert keeper._what_is_lost() == f"its sleep (pid {needed.pid}) has died"
+
+
+def test_who_is_told_to_end_is_asked_nothing_more() -> None:
+    """Its pipe is closed by the main thread as soon as it has ended, which may be between two lines."""
+    with subprocess.Popen(["true"], stdout=subprocess.PIPE, text=True) as ended:
+        assert ended.stdout is not None
+        ended.stdout = ClosedAfterALine(ended.stdout)  # type: ignore[assignment]
+        ends = threading.Event()
+        ends.set()
+        cluster._await_loss(ended, ends)
 
 
 def test_ray_reports_to_nobody() -> None:
