@@ -102,7 +102,9 @@ class Host:
         self._shape(["del", "root"], sends=True, receives=True, missing="Cannot delete qdisc with handle of zero")
 
     def _shape(self, shape: Sequence[str], *, sends: bool, receives: bool, missing: str | None = None) -> None:
-        ends = [([], self.interface)] * sends + [(["nsenter", "--target=1", "--net"], self.port)] * receives
+        ends: list[tuple[list[str], str]] = [([], self.interface)] * sends + [
+            (["nsenter", "--target=1", "--net"], self.port)
+        ] * receives
         for enter, end in ends:  # 1 is `init`
             ran = self.run(*enter, "tc", "qdisc", shape[0], "dev", end, *shape[1:])
             assert ran.returncode == 0 or (missing and missing in ran.stderr), ran.stderr
