@@ -29,6 +29,7 @@ _OVERRIDE_KEY = re.compile(r"[^\s.=+~]+(\.[^\s.=+~]+)*")
 _STANDARD = "tag:yaml.org,2002:"
 _KNOWN_TAGS = {_STANDARD + name for name in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")}
 _MAX_VALUES = 10_000  # a configuration has some dozens; aliases of aliases reach any number
+_EXPONENT = re.compile(r"[-+]?[\d_.]*\d[\d_.]*[eE][-+]?\d+")  # numbers to OmegaConf, and texts to plain YAML
 _TOO_DEEP = f"more than {MAX_LEVELS} levels deep"
 
 
@@ -115,7 +116,7 @@ class _Structure:
         for key, value in node.value:
             if key.tag == _STANDARD + "merge":
                 self._report(key, path, "merge keys (<<) are not supported", "share values by extends: another file")
-            elif not isinstance(key, yaml.ScalarNode) or key.tag != _STANDARD + "str":
+            elif not _is_text(key):
                 self._report(key, path, "a key must be text", "a number or truth value needs quotes to be one")
             elif key.value in seen:
                 self._report(key, (*path, key.value), f"stands here twice, first in line {seen[key.value]}")
@@ -138,6 +139,12 @@ class _Structure:
         if any(map(is_secret_key, path)):
             what = "cannot be read as it is written"
         self.problems.append(Problem(self._where(node.start_mark.line + 1), dotted(path), what, fix))
+
+
+def _is_text(key: yaml.Node) -> bool:
+    if not isinstance(key, yaml.ScalarNode) or key.tag != _STANDARD + "str":
+        return False
+    return key.style is not None or not _EXPONENT.fullmatch(key.value)
 
 
 def _is_interpolation(text: str) -> bool:

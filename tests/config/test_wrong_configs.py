@@ -86,6 +86,8 @@ def test_there_are_many_cases() -> None:
             ],
         ),
         ("1: x\n", ["run.yaml:1: a key must be text (a number or truth value needs quotes to be one)"]),
+        ("{ 1e-6}", ["run.yaml:1: a key must be text (a number or truth value needs quotes to be one)"]),
+        ("1.5E+3: x", ["run.yaml:1: a key must be text (a number or truth value needs quotes to be one)"]),
         ("? [a, b]\n: x\n", ["run.yaml:1: a key must be text (a number or truth value needs quotes to be one)"]),
         (
             "run: &a {name: x}\nmodel:\n  <<: *a\n",
