@@ -127,6 +127,8 @@ class ParquetFile:
         self._check_columns(columns)
         metadata = self._file.metadata
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        if negative := [size for size in sizes if size < 0]:
+            raise DataError(f"not a readable parquet file: a group of {negative[0]} rows", where=str(path))
         self._starts = np.cumsum([0, *sizes]).tolist()
         if not len(self):
             raise DataError("the file has no rows", where=str(path))

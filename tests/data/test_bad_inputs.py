@@ -170,6 +170,15 @@ def test_damaged_parquet_pages(here: Path, dataset_of: OpenDataset) -> None:
         dataset_of(train="rows.parquet").batch([3])
 
 
+def test_a_parquet_group_of_fewer_rows_than_none(here: Path, dataset_of: OpenDataset) -> None:
+    write_parquet([good_row(number) for number in range(1000)])
+    whole = Path("rows.parquet").read_bytes()
+    at = whole.rindex(b"\x16\xd0\x0f")  # the footer's "field of 64 bits: 1000" of the group, a zigzag number
+    Path("rows.parquet").write_bytes(whole[: at + 1] + b"\xcf" + whole[at + 2 :])
+    with pytest.raises(DataError, match=r"^rows.parquet: not a readable parquet file: a group of -1000 rows$"):
+        dataset_of(train="rows.parquet")
+
+
 NAMED: dict[str, SourceConfig] = {
     # case: source
     "file that is not there": SourceConfig(dataset="row.jsonl"),
