@@ -21,14 +21,19 @@ HOSTILE: tuple[Any, ...] = (
 
 def rounds(name: str) -> Iterator[random.Random]:
     """Chances by number, the same in every run, until the time is up; what failed is that of the last number shown."""
-    if SECONDS > 60:
-        faulthandler.cancel_dump_traceback_later()  # which pytest sets for a test that hangs
+    let_run()
     began = time.monotonic()
     for number in itertools.count():
         if number >= _LEAST and time.monotonic() - began > SECONDS:
             print(f"{name}: {number} rounds")
             return
         yield random.Random(f"{name}/{number}")
+
+
+def let_run() -> None:
+    """Take off what pytest sets for a test that hangs, and what at times ends the process of one that does not."""
+    if SECONDS > 60:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:

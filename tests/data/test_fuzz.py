@@ -22,7 +22,7 @@ from mrl.data.rows import PromptRow, RowParser
 from mrl.errors import BadRow, DataError
 from tests.data.chat_templates import TEMPLATES
 from tests.data.conftest import OpenDataset, good_row, jsonl
-from tests.fuzzing import SECONDS, changed, damaged, rounds
+from tests.fuzzing import SECONDS, changed, damaged, let_run, rounds
 
 NUM_LINES = 1000
 NASTY = ["{% for i in range(9**5) %}", "{{ 9 ** 9 ** 9 }}", "{{ x.y.z }}", "{{ 'a' * 10**9 }}", "{% break %}", "{#"]
@@ -108,6 +108,7 @@ def test_damaged_templates(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=int(250 * SECONDS), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(sorted(good_row())), ANY | MESSAGES))
 def test_any_values(changes: dict[str, Any]) -> None:
+    let_run()
     row = parsed(good_row() | changes)
     if isinstance(row, BadRow):
         assert row.where == "rows: row 0"
