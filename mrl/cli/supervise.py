@@ -22,12 +22,13 @@ from mrl.children import die_with
 from mrl.cli.interrupt import on_interrupt, what_is_kept
 from mrl.config.load import AnyTyped, Resolved, config_kind
 from mrl.config.run_directory import CHECKPOINTS, steps_in
-from mrl.errors import PlacementError, WorkerDied, WorkerSilent
+from mrl.errors import MrlError, PlacementError, WorkerDied, WorkerSilent
 from mrl.events import Event, EventLog, RayLost, RunRestarted
 from mrl.signals import listening
 
-EXIT_LOST, EXIT_NO_PLACE = 76, 77
-"""What a watched run leaves with when it lost a worker or a node, and when there were too few devices to start."""
+EXIT_LOST, EXIT_NO_PLACE, EXIT_FAILED = 76, 77, 78
+"""What a watched run leaves with when it lost a worker or a node, when there were too few devices to start, and when
+it failed and has said so. Ray ends a process whose raylet goes with 1, at times before that can say a word."""
 ATTEMPT = "--attempt"
 _LOOKS_AGAIN_S = 2.0
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
@@ -73,11 +74,15 @@ def watched(verb: str, arguments: argparse.Namespace, resolved: Resolved[AnyType
     try:
         with on_interrupt(lambda: f"interrupted: {what_is_kept(directory)}"):
             return go(lost)
-    except (WorkerDied, WorkerSilent, PlacementError) as error:
+    except MrlError as error:
         if not arguments.attempt:
             raise
         print(resolved.secrets.hide(str(error)), file=sys.stderr)
-        return EXIT_NO_PLACE if isinstance(error, PlacementError) else EXIT_LOST
+        if isinstance(error, PlacementError):
+            return EXIT_NO_PLACE
+        if isinstance(error, (WorkerDied, WorkerSilent)):
+            return EXIT_LOST
+        return EXIT_FAILED if error.exit_code == 1 else error.exit_code
 
 
 def supervise(
@@ -92,15 +97,15 @@ def supervise(
     while True:
         code = _attempt([sys.executable, "-m", "mrl.cli.main", *command, ATTEMPT])
         # Too few devices are a mistake at first; later, a node is missing that may come back.
-        if code >= 0 and code != EXIT_LOST and not (has_begun and code == EXIT_NO_PLACE):
-            return 1 if code == EXIT_NO_PLACE else code
+        if code >= 0 and code not in (1, EXIT_LOST) and not (has_begun and code == EXIT_NO_PLACE):
+            return 1 if code in (EXIT_NO_PLACE, EXIT_FAILED) else code
         if code == EXIT_NO_PLACE and time.monotonic() - lost_at < resources_s:
             time.sleep(_LOOKS_AGAIN_S)
             continue
         has_begun, lost_at, reached = True, time.monotonic(), _newest(directory)
         num_restarts = num_restarts + 1 if reached == newest else 1
         newest = reached
-        lost = "found no place" if code == EXIT_NO_PLACE else "lost a worker or a node"
+        lost = {EXIT_NO_PLACE: "found no place", 1: "left with status 1"}.get(code, "lost a worker or a node")
         if code == EXIT_NO_PLACE and fallback:
             command, lost, fallback = (
                 [*command, *fallback],

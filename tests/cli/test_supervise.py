@@ -26,6 +26,9 @@ SAVES, LOSES, NO_PLACE = "mkdir -p {directory}/checkpoints/step-{step:06d}", "ex
     [
         (["exit 0"], 0, []),
         (["exit 3"], 3, []),
+        (["exit 78"], 1, []),
+        (["exit 1", "exit 0"], 0, [(1, 0)]),
+        (["exit 1"] * 3, 1, [(1, 0), (2, 0)]),
         ([LOSES, "exit 0"], 0, [(1, 0)]),
         ([LOSES, LOSES, LOSES], 1, [(1, 0), (2, 0)]),
         ([f"{SAVES}; {LOSES}"] * 4 + ["exit 0"], 0, [(1, 1), (1, 2), (1, 3), (1, 4)]),
