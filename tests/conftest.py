@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 NUM_DEVICES = 4
 
-if importlib.util.find_spec("ray") is None:  # in `make unit`: what imports workers cannot even be collected
+HAS_RAY = importlib.util.find_spec("ray") is not None
+if not HAS_RAY:  # in the environment of `make unit`: what imports workers cannot even be collected
     collect_ignore = [
         *(f"cli/test_{name}.py" for name in ("check", "check_agents", "finished", "sft_verbs")),
         "data/test_ranked_rows.py",
@@ -24,6 +25,11 @@ if importlib.util.find_spec("ray") is None:  # in `make unit`: what imports work
 
 # No test asks the hub, or finds what a developer happens to have of it; those about it make a cache and a service.
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/dev/null/cache"}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if not HAS_RAY and item.get_closest_marker("needs"):
+        pytest.skip("needs the installed Ray, Megatron or vLLM: make install, and .venv/bin/python -m pytest")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mrl.algos import advantages as adv
 from mrl.algos.advantages import AdvantageInputs, Advantages, estimate_advantages
-from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.aggregate import AGGREGATIONS, BatchTotals, LossNormalizer
 from mrl.algos.groups import PromptGroups
 from mrl.algos.kl import mean_row_kl, token_kl
 from mrl.algos.losses import PolicyTokens, ValueTokens
@@ -24,7 +24,7 @@ from mrl.algos.rows import Rows
 from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 from tests.algos.cases import NUM_CASES, Case, make_case, on_ranks, take_rows
 
-MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+MODES = sorted(AGGREGATIONS)
 LOSSES = ["ppo", "gspo", "cispo", "gmpo", "gpg"]
 GROUP_WISE = ["grpo", "dr_grpo", "rloo", "opo", "gpg"]
 TOKEN_WISE = ["gae", "reinforce_plus_plus", "remax"]

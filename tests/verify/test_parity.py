@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.parity_faults import FAULTS, measure_with_fault
+from mrl.algos.aggregate import AGGREGATIONS
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.models.families import read_spec
 from mrl.verify.layout import score_difference, tolerance
@@ -34,7 +35,7 @@ LAYOUTS = {
         Layout(tp=2, sequence_parallel=True),
     ],
 }
-MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MODES = sorted(AGGREGATIONS)
 
 
 def results(size: int, cases: list[ParityCase]) -> list[ParityResult]:
