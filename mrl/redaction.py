@@ -6,6 +6,7 @@ variable whose name says so, or when it has the shape of a well-known credential
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ _MIN_SECRET_LENGTH = 6  # shorter values would blank out ordinary words
 REDACTED = "<redacted>"
 
 
+@functools.lru_cache(4096)  # it is asked for each variable of the environment with each line of a log
 def is_secret_key(key: str) -> bool:
     """Return whether a configuration key or environment variable of this name holds a secret."""
     return bool(_SECRET_KEY.search(key)) and not _ORDINARY_KEY.search(key)
@@ -38,8 +40,8 @@ def environment_secrets(environment: Mapping[str, str] | None = None) -> dict[st
     environment = os.environ if environment is None else environment
     return {
         value: name
-        for name, value in environment.items()
-        if len(value) >= _MIN_SECRET_LENGTH and is_secret_key(name) and not os.path.exists(value)
+        for name in filter(is_secret_key, environment)
+        if len(value := environment.get(name, "")) >= _MIN_SECRET_LENGTH and not os.path.exists(value)
     }
 
 
