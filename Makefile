@@ -32,7 +32,7 @@ demo: install ## train a small model on this machine, to see it work
 UNIT := algos config data models protocol plan cli
 unit: ## the quick tests that need no Ray, Megatron or vLLM, in an environment without them: about a minute
 	$(call environment,.venv-unit)
-	PYTHONPATH=$(CURDIR) MRL_ALGO_CASES=100 MRL_FUZZ_S=1 .venv-unit/bin/python -m pytest -q -n 2 -m "not slow and not needs" $(UNIT:%=tests/%)
+	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 MRL_ALGO_CASES=50 MRL_FUZZ_S=0.5 .venv-unit/bin/python -m pytest -q -n 2 -m "not slow and not needs" $(UNIT:%=tests/%)
 
 test: install ## all tests but the slow ones
 	$(BIN)/python -m pytest -m "not slow"

@@ -7,6 +7,7 @@ whose type is a configuration dataclass, followed through attribute chains, call
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,13 @@ from mrl.config import schema
 from mrl.config.keys import schema_keys
 
 SCHEMA = "config/schema.py"
+parsed = functools.cache(ast.parse)
 Read = tuple[str, str]
+
+
+@functools.cache
+def inside(node: ast.AST) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(node))
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,7 @@ class Scope:
 
 def declare(trees: list[ast.Module]) -> Known:
     """Classes, their annotated attributes, what methods and functions return, and what __init__ gives self."""
-    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for tree in trees for node in inside(tree) if isinstance(node, ast.ClassDef)]
     known = Known({definition.name: {} for definition in classes})
     for definition in classes:
         known.bases[definition.name] = [base.id for base in definition.bases if isinstance(base, ast.Name)]
@@ -159,7 +166,7 @@ def declare(trees: list[ast.Module]) -> Known:
 def self_attributes(function: ast.FunctionDef, scope: Scope) -> dict[str, Type]:
     """The types of `self.name = ...` in a method."""
     found = {}
-    for node in ast.walk(function):
+    for node in inside(function):
         match node:
             case ast.Assign(targets=[ast.Attribute(value=ast.Name(id="self"), attr=name)], value=value):
                 if kind := scope.infer(value):
@@ -179,7 +186,7 @@ def scope_of(
     if owner is not None and arguments:
         scope.names.setdefault(arguments[0].arg, Type(owner.name))
     for _ in range(2):  # a name may be used above the line that gives it its type (loops, nested functions)
-        for node in ast.walk(function):
+        for node in inside(function):
             match node:
                 case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation):
                     if found := known.type_of(annotation):
@@ -204,7 +211,7 @@ def functions(
 
 def reads_in(sources: dict[str, str]) -> set[Read]:
     """(class, attribute) pairs that the sources read; a declaration in the schema is no read, its methods' are."""
-    trees = [ast.parse(text) for text in sources.values()]
+    trees = [parsed(text) for text in sources.values()]
     known = declare(trees)
     reads: set[Read] = set()
     for tree in trees:
@@ -217,7 +224,7 @@ def collect(
     function: ast.FunctionDef, owner: ast.ClassDef | None, known: Known, reads: set[Read], outer: Scope | None
 ) -> None:
     scope = scope_of(function, owner, known, reads, outer)
-    for node in ast.walk(function):
+    for node in inside(function):
         if isinstance(node, ast.FunctionDef) and node is not function:
             collect(node, None, known, reads, scope)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
