@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 import time
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from mrl.cli import supervise as module
-from mrl.cli.supervise import EXIT_LOST, EXIT_NO_PLACE, supervise
+from mrl.cli.supervise import EXIT_FAILED, EXIT_LOST, EXIT_NO_PLACE, supervise, watched
+from mrl.config.load import load_config
+from mrl.errors import ConfigError, MrlError, Problem, TooFewDevices, WorkerDied
 from mrl.events import RunRestarted, read_events
 
 RUN = """#!/bin/sh
@@ -104,3 +107,26 @@ def test_a_run_whose_devices_do_not_come_back_goes_on_with_fewer(
         "the run found no place, and goes on with cluster.nodes=1 'actor.parallel={pp: 1}': restart 2 of 5, from step 0"
     )
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (MrlError("a column is missing", where="step 7"), EXIT_FAILED),
+        (ConfigError([Problem("run.yaml:1", "", "unknown key", "")]), 2),
+        (WorkerDied("rank 0 is gone"), EXIT_LOST),
+        (TooFewDevices("6 of 8 nodes have joined", 6, fix="add the others"), EXIT_NO_PLACE),
+    ],
+)
+def test_a_watched_run_leaves_with_what_its_watcher_is_to_do(
+    error: MrlError, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(lost: object) -> int:
+        raise error
+
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    resolved = load_config("configs/laptop-ppo.yaml")
+    assert watched("train", argparse.Namespace(attempt=True), resolved, fail) == code
+    assert capsys.readouterr().err == f"{error}\n"
+    with pytest.raises(type(error)):
+        watched("train", argparse.Namespace(attempt=False), resolved, fail)
