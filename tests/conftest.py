@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import minutes
+
 if TYPE_CHECKING:
     from mrl.controller import RayWorkerGroup, RunContext
 
@@ -25,6 +27,11 @@ if not HAS_RAY:  # in the environment of `make unit`: what imports workers canno
 
 # No test asks the hub, or finds what a developer happens to have of it; those about it make a cache and a service.
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/dev/null/cache"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # of a process among several, of which the first adds up
+        config.pluginmanager.register(minutes.of_this_session(), "minutes")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,0 +1,71 @@
+"""How long the tests of each package take, and how long they may: `make test` fails where one takes longer."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+import pytest
+
+BUDGETS = {
+    "agents": 3.0,
+    "algos": 2.0,
+    "cli": 3.0,
+    "config": 3.0,
+    "controller": 13.0,
+    "data": 3.0,
+    "docs": 2.0,
+    "engine": 7.0,
+    "hosts": 3.0,
+    "launch": 2.0,
+    "plan": 2.0,
+    "reference": 2.0,
+    "rewards": 6.0,
+    "rollout": 5.0,
+    "trainer": 2.0,
+    "verify": 2.0,
+    "weight_sync": 2.0,
+    "the rest": 5.0,
+}
+"""Minutes of tests, two at a time on two cores: three times what each took when this was written, for machines that are
+slower or have other work. Packages of less than 0.35 share `the rest`."""
+
+
+@dataclass
+class Minutes:
+    """Adds up what the tests of a session take, however many processes run them."""
+
+    budgets: dict[str, float]
+    fails: bool
+    """Whether a package over its budget fails the session; elsewhere it is told."""
+    seconds: Counter[str] = field(default_factory=Counter)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        package = "".join(PurePosixPath(report.nodeid.partition("::")[0]).parts[1:2])
+        self.seconds[package if package in self.budgets else "the rest"] += report.duration
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.fails and self.over() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.fails:
+            taken = ", ".join(f"{name} {took / 60:.1f}" for name, took in self.seconds.most_common())
+            terminalreporter.write_line(f"minutes by package: {taken}")
+        for line in self.over():
+            terminalreporter.write_line(line, red=True)
+
+    def over(self) -> list[str]:
+        """Say of each package that takes longer than it may by how much it does."""
+        return [
+            f"tests/{name} takes {took / 60:.1f} minutes and may take {self.budgets[name]:g} (tests/minutes.py): "
+            "make its slowest tests faster (--durations=20), or mark them slow"
+            for name, took in sorted(self.seconds.items())
+            if took > 60 * self.budgets[name]
+        ]
+
+
+def of_this_session() -> Minutes:
+    return Minutes(BUDGETS, fails=os.environ.get("MRL_TEST_BUDGETS") == "1")
