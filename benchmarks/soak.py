@@ -66,7 +66,9 @@ training:
 """
 NOT_COMPARED = ("mismatch/", "reward/retr", "rollout/retr")
 """Beginnings of names of what a fault may change: bits of log-probs depend on who is generated together."""
-WATCH_S = 5.0
+WATCH_S = 0.5
+JUDGED = {"raylet/raylet", "gcs/gcs_server", "--attempt", "ray::"}
+"""Ray, the driver and the workers: one of each has to live long enough for its growth to be told."""
 _LINE_BYTES = 1 << 16
 WARM = 0.2
 """Of a process's life, in which it may grow: libraries load what they need when they need it first."""
@@ -365,10 +367,14 @@ def report(bench: Benchmark, soak: Soak, watch: Watch, directory: Path, num_step
     bench.goal("checkpoints that are kept", len(steps_in(soak.run / "checkpoints")), at_most=2)
     lines = [json.loads(line) for line in watch.path.read_text().splitlines()]
     worst: dict[str, float] = defaultdict(float)
+    judged = set()
     for row in growth(lines):
         bench.row(**row)
+        judged.add(row["what"])
         for name in LIMITS.keys() & row.keys():
             worst[name] = max(worst[name], row[name])
+    kinds = len(JUDGED & judged)
+    bench.goal("of raylet, GCS, driver and workers, judged", kinds, at_least=len(JUDGED) if num_steps >= 1000 else 0)
     for name, limit in LIMITS.items():
         bench.goal(f"{name} that 100 steps add", worst[name], at_most=limit)
 
