@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -40,7 +40,7 @@ class Minutes:
     budgets: dict[str, float]
     fails: bool
     """Whether a package over its budget fails the session; elsewhere it is told."""
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         package = "".join(PurePosixPath(report.nodeid.partition("::")[0]).parts[1:2])
@@ -52,7 +52,7 @@ class Minutes:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.fails:
-            taken = ", ".join(f"{name} {took / 60:.1f}" for name, took in self.seconds.most_common())
+            taken = ", ".join(f"{name} {self.seconds[name] / 60:.1f}" for name in sorted(self.seconds))
             terminalreporter.write_line(f"minutes by package: {taken}")
         for line in self.over():
             terminalreporter.write_line(line, red=True)
