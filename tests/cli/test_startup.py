@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -49,12 +49,17 @@ def test_light_commands_load_and_need_no_heavy_library(program: str, arguments: 
 
 @pytest.mark.parametrize("arguments", LIGHT[:5], ids=" ".join)
 def test_help_answers_within_half_a_second(arguments: tuple[str, ...]) -> None:
-    def seconds() -> float:
-        begin = time.perf_counter()
+    def seconds() -> tuple[float, float]:
+        """Of processor, which other work on the machine does not add to, and of the clock."""
+        begin = os.times()
         assert mrl(INSTALLED, *arguments).returncode == 0
-        return time.perf_counter() - begin
+        end = os.times()
+        processor = end.children_user + end.children_system - begin.children_user - begin.children_system
+        return processor, end.elapsed - begin.elapsed
 
-    assert min(seconds() for _ in range(3)) < 0.5
+    processor, clock = zip(*(seconds() for _ in range(3)), strict=True)
+    assert min(processor) < 0.5
+    assert min(clock) < 2
 
 
 @pytest.mark.parametrize(
