@@ -15,6 +15,7 @@ import shutil
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 from ray._private.node import Node
@@ -43,8 +44,10 @@ def main() -> None:
     try:
         address = _start(directory / "ray", num_cpus)
     finally:
-        _tell(address)  # nothing where it failed; what it failed of goes to the log
-    watch.join()
+        if not address:
+            traceback.print_exc()  # in the log before the run hears of it, which reads that and ends this process
+        _tell(address)
+        watch.join()
 
 
 def _tell(line: str) -> None:

@@ -187,9 +187,24 @@ def test_a_ray_that_cannot_start_says_why(tmp_path: Path) -> None:
         env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(directory)},
     )
     last, fix = ran.stderr.strip().splitlines()[-2:]
-    assert last.startswith("mrl.errors.SetupError: Ray did not start on this machine: OSError: ")
+    assert last.startswith("mrl.errors.SetupError: Ray did not start on this machine: OSError: "), ran.stderr
     assert fix.startswith("  fix: a TMPDIR whose name is shorter")
     assert not list(directory.iterdir())
+
+
+def test_what_a_start_failed_of_is_written_before_it_is_said_that_it_failed(tmp_path: Path) -> None:
+    directory, log = tmp_path / ("long" * 30), tmp_path / "log"
+    command = [sys.executable, "-m", "mrl.controller.keeper", str(directory), "1"]
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, cwd=ROOT) as keeper,
+    ):
+        assert keeper.stdout is not None
+        told, written = keeper.stdout.readline(), log.read_text()
+        cluster._end(keeper)  # type: ignore[arg-type]  # bytes or text: it writes to the pipe itself
+    assert told == b"\n"
+    assert "AF_UNIX" in written.splitlines()[-1]
+    assert log.read_text() == written, "and nothing after it"
 
 
 def test_a_word_ends_what_keeps_ray_also_where_another_holds_its_pipe() -> None:
