@@ -38,7 +38,7 @@ and in the model's dtype, the gradient of its weight, and three tiles at a time.
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mrl.config.schema import MegatronModelConfig
@@ -68,7 +68,7 @@ class LayerActivations:
 
     @property
     def total(self) -> float:
-        return float(sum(astuple(self)))
+        return float(sum(vars(self).values()))
 
 
 def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) -> LayerActivations:

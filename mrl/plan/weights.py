@@ -6,8 +6,9 @@ Counted from the family's table, so that it is the same arithmetic that loads we
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from mrl.config.mesh import Mesh
@@ -114,10 +115,15 @@ def engine_elements(spec: ModelSpec, tp: int) -> tuple[int, int]:
     return sums, largest
 
 
-@cache
 def _dense(spec: ModelSpec, layout: ParallelConfig, stage: int, head: Head) -> tuple[tuple[int, int], ...]:
     """Return chunk and elements of each dense parameter, in the table's order; the first of tp and pp stands for
     all."""
+    # A search tries hundreds of layouts that differ in what splits no dense parameter.
+    return _dense_parameters(spec, replace(layout, cp=1, ep=1, etp=1, sequence_parallel=False), stage, head)
+
+
+@cache
+def _dense_parameters(spec: ModelSpec, layout: ParallelConfig, stage: int, head: Head) -> tuple[tuple[int, int], ...]:
     place = RankPlace(pp=stage)
     # A stage's experts are counted apart, because there are thousands that are all alike.
     return tuple((shard.chunk, math.prod(shard.shape)) for shard in dense_shards(spec, layout, place, head))
@@ -139,6 +145,10 @@ def _experts(spec: ModelSpec, layout: ParallelConfig, stage: int, chunk: int) ->
 def _padded_buckets(members: Sequence[int], limit: int | None, multiple: int) -> Iterator[int]:
     """Yield lengths of buckets, filled from the last parameter on; without a limit there is one. With a limit this is
     exact to a bucket's padding: Megatron's order of parameters within a layer is another."""
+    if limit is None and members:  # thousands of experts that are all alike
+        aligned = sum(round_up(size, _PARAMETER_ALIGNMENT) * num for size, num in Counter(members).items())
+        yield round_up(aligned - round_up(members[0], _PARAMETER_ALIGNMENT) + members[0], multiple)
+        return
     filled = 0
     for elements in reversed(members):
         filled = round_up(filled, _PARAMETER_ALIGNMENT) + elements
