@@ -124,26 +124,26 @@ def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved
         lacks = _TOLD_BY.get(VERBS[root]) if kind is SftConfig else None
         fix = f"mrl {verb} {path}{f', or add the section {lacks}' if lacks else ''}"
         raise _config_error([Problem(path, "", what, fix)], Secrets())
-    interpolated = interpolate(layer, path)
-    problems += interpolated.problems
+    values, unresolved, secrets = interpolate(layer, path)
+    problems += unresolved
 
     def origin(key: KeyPath) -> str:
         return layer.origin(key, path)
 
-    config, mistakes = convert(root, interpolated.values, interpolated.secrets, origin)
+    config, mistakes = convert(root, values, secrets, origin)
     problems += mistakes
     warnings: list[str] = []
     if config is not None and not problems:
         problems, warnings = _check(config)
-        problems += _check_run_names(config, interpolated.secrets)
+        problems += _check_run_names(config, secrets)
         problems = [dataclasses.replace(problem, where=origin(tuple(problem.key.split(".")))) for problem in problems]
     if config is None or problems:
-        raise _config_error(problems, interpolated.secrets)
+        raise _config_error(problems, secrets)
     if config.training.fallback:
         given += config.training.fallback
         _check_fallback(root, path, given)
-    hidden = tuple(interpolated.secrets.hide(warning) for warning in warnings)
-    return Resolved(path, config, hidden, interpolated.secrets, ConfigLayer(interpolated.values, layer.origins))
+    hidden = tuple(secrets.hide(warning) for warning in warnings)
+    return Resolved(path, config, hidden, secrets, ConfigLayer(values, layer.origins))
 
 
 def _check(config: AnyConfig) -> tuple[list[Problem], list[str]]:

@@ -1,7 +1,6 @@
 """The sources of a configuration as layers, lowest first: the chain of `extends:`, the file, the command line.
 
-A YAML text is looked at before it is loaded, with line numbers. OmegaConf reads the values, because it knows 1e-6 for
-a number, which plain YAML loaders do not.
+A YAML text is looked at before its values are made, with line numbers.
 """
 
 from __future__ import annotations
@@ -27,10 +26,25 @@ _EXTENDS = "extends"
 _MAX_FILE_BYTES = 1 << 20
 _OVERRIDE_KEY = re.compile(r"[^\s.=+~]+(\.[^\s.=+~]+)*")
 _STANDARD = "tag:yaml.org,2002:"
-_KNOWN_TAGS = {_STANDARD + name for name in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")}
+_KNOWN_TAGS = {_STANDARD + name for name in ("str", "int", "float", "bool", "null", "seq", "map")}
 _MAX_VALUES = 10_000  # a configuration has some dozens; aliases of aliases reach any number
-_EXPONENT = re.compile(r"[-+]?[\d_.]*\d[\d_.]*[eE][-+]?\d+")  # numbers to OmegaConf, and texts to plain YAML
 _TOO_DEEP = f"more than {MAX_LEVELS} levels deep"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's plain values, but 1e-6 is a number and a date is a text, as OmegaConf reads them.
+
+    Not the loader in C, which crashes the process on deep nesting.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  # PyYAML's way to say it
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != _STANDARD + "timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_WITH_EXPONENT = re.compile(r"[-+]?(\d+(_\d+)*(\.[\d_]*)?|\.\d+(_\d+)*)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver(_STANDARD + "float", _WITH_EXPONENT, list("-+.0123456789"))
 
 
 class SourceError(Exception):
@@ -45,8 +59,8 @@ def read_yaml(text: str, where: Callable[[int], str], path: KeyPath = ()) -> tup
     """Return the value of a YAML text and the origin of each key in it; `where` names a line, `path` the place of the
     text."""
     try:
-        # The C loader, which OmegaConf uses, crashes the process on deep nesting: this one looks first.
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = _Loader(text)
+        root = loader.get_single_node()
     except yaml.YAMLError as error:
         raise SourceError([_syntax_problem(error, text, where, path)]) from error
     except RecursionError as error:
@@ -58,8 +72,8 @@ def read_yaml(text: str, where: Callable[[int], str], path: KeyPath = ()) -> tup
     if structure.problems:
         raise SourceError(list(dict.fromkeys(structure.problems)))
     try:
-        return _load(text, is_section=isinstance(root, yaml.MappingNode)), structure.origins
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        return loader.construct_document(root), structure.origins
+    except (yaml.YAMLError, ValueError, KeyError) as error:
         # What the error says may quote a value, and the key that it stands under is not known here.
         what = "not readable: a value that its tag does not allow, or a number of thousands of digits"
         raise SourceError([Problem(where(1), dotted(path), what)]) from error
@@ -73,12 +87,6 @@ def _syntax_problem(error: yaml.YAMLError, text: str, where: Callable[[int], str
         what = re.sub(r" '[^<'][^']{3,}'", "", error.problem or "")
     fix = "inside [] and {}, ${...} needs quotes around it" if "${" in text else ""
     return Problem(where(line), dotted(path), f"not valid YAML: {what}", fix)
-
-
-def _load(text: str, *, is_section: bool) -> Any:
-    if is_section:
-        return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
 
 
 class _Structure:
@@ -116,7 +124,7 @@ class _Structure:
         for key, value in node.value:
             if key.tag == _STANDARD + "merge":
                 self._report(key, path, "merge keys (<<) are not supported", "share values by extends: another file")
-            elif not _is_text(key):
+            elif not isinstance(key, yaml.ScalarNode) or key.tag != _STANDARD + "str":
                 self._report(key, path, "a key must be text", "a number or truth value needs quotes to be one")
             elif key.value in seen:
                 self._report(key, (*path, key.value), f"stands here twice, first in line {seen[key.value]}")
@@ -139,12 +147,6 @@ class _Structure:
         if any(map(is_secret_key, path)):
             what = "cannot be read as it is written"
         self.problems.append(Problem(self._where(node.start_mark.line + 1), dotted(path), what, fix))
-
-
-def _is_text(key: yaml.Node) -> bool:
-    if not isinstance(key, yaml.ScalarNode) or key.tag != _STANDARD + "str":
-        return False
-    return key.style is not None or not _EXPONENT.fullmatch(key.value)
 
 
 def _is_interpolation(text: str) -> bool:

@@ -139,20 +139,12 @@ def _secret_variables(written: Any) -> list[str]:
 # --- interpolation ----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Interpolated:
-    """Plain nested values, the problems on the way to them, and which of them are secret."""
-
-    values: dict[str, Any]
-    problems: list[Problem] = field(default_factory=list)
-    secrets: Secrets = field(default_factory=Secrets)
-
-
-def interpolate(layer: ConfigLayer, otherwise: str) -> Interpolated:
-    """Resolve the values of a merged layer; a key that cannot be resolved is a problem, and its value UNUSABLE."""
+def interpolate(layer: ConfigLayer, otherwise: str) -> tuple[dict[str, Any], list[Problem], Secrets]:
+    """Return the values of a merged layer, plain and resolved, the problems on the way to them, and which of them are
+    secret. A key that cannot be resolved is a problem, and its value UNUSABLE."""
     walk = _Walk(layer, otherwise)
-    values = walk.section(OmegaConf.create(layer.values), ())
-    return Interpolated(values, walk.problems, find_secrets(walk.leaves))
+    values = walk.section(OmegaConf.create(layer.values), layer.values, ())
+    return values, walk.problems, find_secrets(walk.leaves)
 
 
 class _Walk:
@@ -162,8 +154,7 @@ class _Walk:
         self._layer = layer
         self._otherwise = otherwise
 
-    def section(self, node: DictConfig, path: KeyPath) -> dict[str, Any]:
-        written: Any = OmegaConf.to_container(node, resolve=False)
+    def section(self, node: DictConfig, written: Any, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for name in written:
             inner = (*path, name)
@@ -180,7 +171,8 @@ class _Walk:
         if len(path) > MAX_LEVELS:
             raise RecursionError("the section holds itself")
         if isinstance(value, DictConfig):
-            return self.section(value, path)
+            is_written = isinstance(written, dict)  # else it stands for a section that is written elsewhere
+            return self.section(value, written if is_written else OmegaConf.to_container(value, resolve=False), path)
         if isinstance(value, ListConfig):
             value = OmegaConf.to_container(value, resolve=True)
         self.leaves.append((path, written, value))

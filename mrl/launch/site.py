@@ -78,15 +78,15 @@ def load_site(path: str) -> SiteConfig:
             missing = Problem(path, "", "there is no such cluster file", _HOW)
             raise ConfigError([missing]) from None
         raise ConfigError(error.problems) from None
-    found = interpolate(layer, path)
-    site, mistakes = convert(SiteConfig, found.values, found.secrets, lambda key: layer.origin(key, path))
-    problems = found.problems + mistakes
+    values, problems, secrets = interpolate(layer, path)
+    site, mistakes = convert(SiteConfig, values, secrets, lambda key: layer.origin(key, path))
+    problems += mistakes
     for name, value in site.environment.items() if site is not None else ():
         if is_secret_key(name) or redact_text(value) != value:
             fix = f"pass_on: {{{name}: true}} takes it from where the job is submitted"
             where = layer.origin(("environment", name), path)
             problems.append(Problem(where, f"environment.{name}", "a secret must not stand in a file", fix))
     if site is None or problems:
-        hidden = [Problem(p.where, p.key, found.secrets.hide(p.what), found.secrets.hide(p.fix)) for p in problems]
+        hidden = [Problem(p.where, p.key, secrets.hide(p.what), secrets.hide(p.fix)) for p in problems]
         raise ConfigError(hidden)
     return site

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from mrl.config.load import VERBS, Resolved, load_any_config, load_config, load_sft_config
 from mrl.config.model_rules import ModelShape, read_model_shape
 from mrl.config.schema import DeadlinesConfig, ParallelConfig
+from mrl.config.sources import read_yaml
 from mrl.errors import ConfigError
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -31,6 +33,21 @@ def test_values_arrive_typed(valid: str, write: Write) -> None:
     assert type(config.actor.optimizer["lr"]) is float, "plain YAML loaders read 1e-6 as text"
     assert config.deadlines == DeadlinesConfig(resources_s=120, start_s=300, call_s=1800, heartbeat_s=5, release_s=2)
     assert load_config("run.yaml", ["deadlines.call_s=60"]).config.deadlines.call_s == 60.0
+
+
+@pytest.mark.parametrize(
+    "scalar",
+    [
+        *("1e-6", "1e5", "-1e5", "+1E3", "12e03", "1.5E+3", "1.e2", "1_0e3", "1__0e3", "_1e3", "1_e3", "1e", "e5"),
+        *(".e5", "1.5", "1_000.5", "1.", ".5", ".inf", "-.INF", ".nan", "1_000", "0x1F", "0b11", "0o17", "08"),
+        *("yes", "On", "n", "TRUE", "~", "Null", "", "2024-01-01", "2024-01-01 10:00:00", "'1e-6'", "!!float 1e3"),
+        *("!!str 3", "!!null x", "???", "a b", "[1e-6, [x]]", "{a: {b: 1e-6}}"),
+    ],
+)
+def test_values_are_those_that_omegaconf_reads(scalar: str) -> None:
+    text = f"value: {scalar}\n"
+    values, _ = read_yaml(text, str)
+    assert repr(values) == repr(OmegaConf.to_container(OmegaConf.create(text), resolve=False))
 
 
 def test_nothing_of_omegaconf_is_left(valid: str, write: Write) -> None:

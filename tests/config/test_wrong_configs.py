@@ -101,6 +101,11 @@ def test_there_are_many_cases() -> None:
             "run: !!int x\n",
             ["run.yaml:1: not readable: a value that its tag does not allow, or a number of thousands of digits"],
         ),
+        (
+            "run: !!bool x\n",
+            ["run.yaml:1: not readable: a value that its tag does not allow, or a number of thousands of digits"],
+        ),
+        ("run: !!timestamp x\n", ["run.yaml:1: run: the tag !!timestamp is not allowed (write plain values)"]),
         (b"run:\n  name: \xff\n", ["run.yaml:2: not UTF-8 text (save the file as UTF-8)"]),
         (
             b"run: \x00\n",
