@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-import torch
+import pytest
 
-torch.set_num_threads(1)
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    import torch  # seconds, which a process that only hands tests out need not spend
+
+    torch.set_num_threads(1)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mrl.config.schema import BatchConfig, DataConfig, RolloutConfig, SourceConfig
-from mrl.data.chat import ChatTokenizer, load_tokenizer
-from mrl.data.prompt_loader import PromptLoader
-from mrl.data.rlhf_dataset import RLHFDataset, open_dataset
-from mrl.data.toy_tokenizer import save_toy_tokenizer
 from mrl.events import EventLog
+
+if TYPE_CHECKING:  # what loads torch is loaded by the tests alone: a process that only hands them out need not wait
+    from mrl.data.chat import ChatTokenizer
+    from mrl.data.prompt_loader import PromptLoader
+    from mrl.data.rlhf_dataset import RLHFDataset
 
 
 def good_row(number: int = 0, **changes: Any) -> dict[str, Any]:
@@ -35,6 +36,8 @@ def jsonl(*rows: object) -> bytes:
 
 @pytest.fixture(scope="session")
 def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from mrl.data.toy_tokenizer import save_toy_tokenizer
+
     directory = tmp_path_factory.mktemp("tokenizer")
     save_toy_tokenizer(directory)
     return directory
@@ -42,6 +45,8 @@ def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_directory: Path) -> ChatTokenizer:
+    from mrl.data.chat import load_tokenizer
+
     return load_tokenizer(str(tokenizer_directory))
 
 
@@ -59,13 +64,14 @@ def events(here: Path) -> Iterator[EventLog]:
     log.close()
 
 
-OpenDataset = Callable[..., RLHFDataset]
-OpenLoader = Callable[..., PromptLoader]
+OpenDataset = Callable[..., "RLHFDataset"]
+OpenLoader = Callable[..., "PromptLoader"]
 
 
 @pytest.fixture
 def dataset_of(tokenizer: ChatTokenizer) -> OpenDataset:
     """Opens `DataConfig` fields as a dataset; a train source may be a text, which is its dataset."""
+    from mrl.data.rlhf_dataset import open_dataset
 
     def make(max_prompt_tokens: int = 64, **fields: Any) -> RLHFDataset:
         data = data_config(**fields)
@@ -78,6 +84,7 @@ def dataset_of(tokenizer: ChatTokenizer) -> OpenDataset:
 @pytest.fixture
 def loader_of(dataset_of: OpenDataset, events: EventLog) -> OpenLoader:
     """The same with a loader over it."""
+    from mrl.data.prompt_loader import PromptLoader
 
     def make(prompts_per_step: int = 1, **fields: Any) -> PromptLoader:
         batch = BatchConfig(

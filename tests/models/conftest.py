@@ -8,14 +8,14 @@ from typing import Literal
 
 import pytest
 
-from tests.models.tiny_models import make_tiny
-
 Tiny = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """The directory of a tiny model of a family, to be read only."""
+    from tests.models.tiny_models import make_tiny  # loads torch and transformers, seconds before any test is chosen
+
     made: dict[tuple[str, str], Path] = {}
 
     def directory(family: str, head: Literal["lm", "score"] = "lm") -> Path:
