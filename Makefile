@@ -30,12 +30,13 @@ demo: install ## train a small model on this machine, to see it work
 	@$(BIN)/mrl demo
 
 UNIT := algos config data models protocol plan cli
-unit: ## the quick tests that need no Ray, Megatron or vLLM, in an environment without them: a minute and a half
+unit: ## the quick tests that need no Ray, Megatron or vLLM, in an environment without them: a minute
 	$(call environment,.venv-unit)
-	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 MRL_ALGO_CASES=50 MRL_FUZZ_S=0.5 .venv-unit/bin/python -m pytest -q -n 2 -m "not slow and not needs" $(UNIT:%=tests/%)
+	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 MRL_ALGO_CASES=50 MRL_FUZZ_S=0.3 .venv-unit/bin/python -m pytest -q -n 2 -m "not slow and not needs" $(UNIT:%=tests/%)
 
-test: install ## all tests but the slow ones, each package in its minutes; JOBS=2 takes two files at a time
-	MRL_TEST_BUDGETS=1 $(BIN)/python -m pytest $(if $(JOBS),-n $(JOBS) --dist loadfile) -m "not slow"
+JOBS := 2
+test: install ## all tests but the slow ones, two files at a time (JOBS=1: one), each package in its minutes
+	MRL_TEST_BUDGETS=1 $(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile) -m "not slow"
 
 test-slow: install ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not on_demand"

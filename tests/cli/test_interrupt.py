@@ -29,8 +29,11 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize(
     ("unwinds", "again_s", "least_s", "most_s"),
-    [("at once", None, 0.0, 1.5), ("stubborn", None, 2.5, 4.5), ("stubborn", 0.8, 0.7, 2.4)],
-    ids=["unwound", "stuck", "twice"],
+    [
+        pytest.param("at once", None, 0.0, 1.5, id="unwound"),
+        pytest.param("stubborn", None, 2.5, 4.5, id="stuck", marks=pytest.mark.slow),
+        pytest.param("stubborn", 0.8, 0.7, 2.4, id="twice"),
+    ],
 )
 def test_an_interrupted_command_ends_soon(unwinds: str, again_s: float | None, least_s: float, most_s: float) -> None:
     run = subprocess.Popen(

@@ -49,17 +49,15 @@ def test_light_commands_load_and_need_no_heavy_library(program: str, arguments: 
 
 @pytest.mark.parametrize("arguments", LIGHT[:5], ids=" ".join)
 def test_help_answers_within_half_a_second(arguments: tuple[str, ...]) -> None:
-    def seconds() -> tuple[float, float]:
-        """Of processor, which other work on the machine does not add to, and of the clock."""
+    def is_soon() -> bool:
         begin = os.times()
         assert mrl(INSTALLED, *arguments).returncode == 0
         end = os.times()
+        # Of processor, which other work on the machine does not add to, and of the clock.
         processor = end.children_user + end.children_system - begin.children_user - begin.children_system
-        return processor, end.elapsed - begin.elapsed
+        return processor < 0.5 and end.elapsed - begin.elapsed < 2
 
-    processor, clock = zip(*(seconds() for _ in range(3)), strict=True)
-    assert min(processor) < 0.5
-    assert min(clock) < 2
+    assert any(is_soon() for _ in range(3))
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,8 @@ def test_one_bad_row_more_than_allowed_stops(here: Path, loader_of: OpenLoader) 
 
 def test_nothing_left_after_dropping(here: Path, loader_of: OpenLoader) -> None:
     Path("rows.jsonl").write_bytes(jsonl(LONG, LONG))
-    loader = loader_of(train={"long": "rows.jsonl", "sums": "toy:addition"}, overlong="drop", prompts_per_step=100)
+    sums = SourceConfig(dataset="toy:sorting", options={"size": 100})
+    loader = loader_of(train={"long": "rows.jsonl", "sums": sums}, overlong="drop", prompts_per_step=100)
     with pytest.raises(DataError) as caught:
         uids(loader, 1000)
     assert str(caught.value) == (

@@ -273,11 +273,13 @@ def pairs() -> list[dict[str, float]]:
     return list(published.pairs())
 
 
+@pytest.mark.slow
 def test_published_pairs_are_predicted_as_well_as_the_benchmark_says(pairs: list[dict[str, float]]) -> None:
     assert len(pairs) == 9
     assert sum(abs(pair["error"]) <= published.TOLERANCE for pair in pairs) >= published.MIN_PAIRS
 
 
+@pytest.mark.slow
 def test_the_pair_that_became_slower_is_predicted_slower_and_its_trainer_is_the_cause(
     pairs: list[dict[str, float]],
 ) -> None:

@@ -42,7 +42,9 @@ def num_combinations(subject: PlanInput, lengths: Lengths) -> int:
     return sum(math.prod(map(len, placement.parts.values())) for placement in placements(subject, lengths))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case == "experts" else ()) for case in CASES]
+)
 def test_the_fastest_of_all_is_found(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a space that is small enough to be gone through."""
     monkeypatch.setattr(searching, "_SIZES", (1, 4))

@@ -75,6 +75,7 @@ def test_a_column_shares_the_values_it_was_made_of() -> None:
     assert batch.batch["responses"].values().data_ptr() == values.data_ptr()
 
 
+@pytest.mark.slow
 def test_tensordict_is_loaded_only_for_those_who_ask() -> None:
     code = (
         "import sys; from mrl.protocol import DataProto; from mrl.protocol.columns import from_rows\n"
