@@ -70,8 +70,9 @@ WATCH_S = 0.5
 JUDGED = {"raylet/raylet", "gcs/gcs_server", "--attempt", "ray::"}
 """Ray, the driver and the workers: one of each has to live long enough for its growth to be told."""
 _LINE_BYTES = 1 << 16
-WARM = 0.2
-"""Of a process's life, in which it may grow: libraries load what they need when they need it first."""
+WARM, MIN_STEPS = 0.2, 150
+"""Of a process's life, in which it may grow: libraries load what they need when they need it first, and a raylet takes
+60 steps for that. Who is watched for fewer steps after it cannot be told from one that still warms up."""
 LIMITS = {"rss_mib": 0.05, "files": 2.0, "shared_mib": 16.0, "entries": 4.0}
 """What 100 steps may add: a share of resident memory, open files, what is in /dev/shm, entries of the run directory."""
 
@@ -195,6 +196,13 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+ENDS = {
+    *("actor killed", "actor stopped", "saved and stopped", "command killed"),
+    *("driver killed", "raylet killed", "GCS killed"),
+}
+"""What driver or Ray do not live through."""
+
+
 def processes_below(root: int) -> Iterator[tuple[int, str]]:
     """Yield a process and all that it started, with their commands."""
     children: dict[int, list[int]] = defaultdict(list)
@@ -254,7 +262,7 @@ def growth(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         first = min(step for step, _, _ in life)
         trained = life[max(at for at, sample in enumerate(life) if sample[0] == first) :]  # not while it starts
         warm = trained[int(len(trained) * WARM) :]
-        if len(warm) >= 10 and warm[-1][0] - warm[0][0] >= 50:
+        if warm[-1][0] - warm[0][0] >= MIN_STEPS:
             steps = [step for step, _, _ in warm]
             rss, files = (
                 per_100([(step, sample[k]) for step, sample in zip(steps, warm, strict=True)]) for k in (1, 2)
@@ -273,12 +281,13 @@ def per_100(points: list[tuple[int, float]]) -> float:
 
 
 def schedule(num_steps: int, num_faults: int, chance: random.Random) -> list[tuple[int, str]]:
-    """Return what comes at which step: every kind in turn, at random steps, none in the last tenth."""
-    steps = sorted(chance.sample(range(2, int(num_steps * 0.9)), num_faults))
-    kinds = list(FAULTS) * (num_faults // len(FAULTS) + 1)
-    chosen = kinds[:num_faults]
-    chance.shuffle(chosen)
-    return list(zip(steps, chosen, strict=True))
+    """Return what comes at which step: every kind in turn, at random steps, none in the last tenth.
+
+    In the second half come only those that driver and Ray live through, whose growth is told over all of it.
+    """
+    kinds = (list(FAULTS) * (num_faults // len(FAULTS) + 1))[:num_faults]
+    last = {kind: int(num_steps * (0.5 if kind in ENDS else 0.9)) for kind in FAULTS}
+    return sorted((chance.randrange(2, last[kind]), kind) for kind in kinds)
 
 
 def torment(soak: Soak, watch: Watch, planned: list[tuple[int, str]], num_steps: int) -> None:
