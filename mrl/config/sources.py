@@ -103,7 +103,7 @@ class _Structure:
         self._num_values += 1
         if self._num_values > _MAX_VALUES:
             if self._num_values == _MAX_VALUES + 1:
-                self._report(node, path, f"aliases make more than {_MAX_VALUES} values of it")
+                self._report(node, path, f"more than {_MAX_VALUES} values, with those that aliases repeat")
         elif node in above:
             self._report(node, path, "an alias that holds itself")
         elif len(above) > MAX_LEVELS:
