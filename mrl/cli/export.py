@@ -43,7 +43,7 @@ def export_role(
     if role not in roles:
         raise SetupError(f"this run has no {role}", where=str(directory))
     # These load torch.
-    from mrl.engine.checkpoint_export import export_checkpoint
+    from mrl.engine.checkpoint_files import export_checkpoint
     from mrl.models.table import Head
     from mrl.trainer.checkpoints import find_checkpoint
 

@@ -1,4 +1,7 @@
-"""The files of a checkpoint: safetensors of boxes, a manifest with their sizes and hashes, nothing that runs code."""
+"""The files of a checkpoint: safetensors of boxes, a manifest with their sizes and hashes, nothing that runs code.
+
+Neither they nor their export as a Hugging Face directory need Megatron or a GPU.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from torch import Tensor
 from mrl import files
 from mrl.dtypes import SAFETENSORS_NAMES, dtype_name
 from mrl.errors import EngineError
-from mrl.models.hf_writer import safetensors_head
+from mrl.models.families import read_spec
+from mrl.models.hf_writer import HfWriter, safetensors_head
 from mrl.models.regions import (
     Region,
     Shape,
@@ -28,12 +32,15 @@ from mrl.models.regions import (
     num_elements,
     relative,
     slices,
+    whole,
 )
-from mrl.models.table import Shard
+from mrl.models.table import Head, Shard, hf_tensors
 
 MANIFEST, FORMAT = "manifest.json", "mrl-checkpoint-1"
 RANDOM = "random/"
 _FILE, _SHA256 = re.compile(r"rank-[0-9]{5}\.safetensors"), re.compile("[0-9a-f]{64}")
+_MAX_EXPORTED_BYTES = 5 * 10**9
+"""Of a file of weights."""
 
 State = dict[str, Tensor]
 """Of the same elements: weights ("param") and moments, by Megatron's names."""
@@ -196,3 +203,23 @@ def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[tuple[Region, i
         across = (0, columns) if rows else (column, column + end - start)
         yield ((row, row + max(rows, 1)), across), start, end
         start = end
+
+
+def export_checkpoint(saved: Path, source: Path, head: Head, dtype: torch.dtype, target: Path) -> int:
+    """Write the weights in `saved` as a Hugging Face directory, tensor by tensor; the number of tensors.
+
+    The tokenizer and the settings are those of the model `source`. The files' hashes are compared first. The directory
+    appears when it is whole, or not at all.
+    """
+    spec = read_spec(source)
+    files = SavedFiles(saved)
+    files.check_manifest()
+    shapes = hf_tensors(spec, head)
+    files.check_model(shapes)
+    files.check_files(0, 1)
+    with HfWriter(target, spec, source, head, dtype, _MAX_EXPORTED_BYTES) as writer:
+        for name, shape in shapes.items():
+            tensor = torch.empty(shape, dtype=torch.float32)  # what the optimizer keeps
+            files.read(name, whole(shape), {"param": tensor})
+            writer.write(name, tensor.to(dtype))
+    return len(shapes)

@@ -93,7 +93,7 @@ def _validated(run: Run[SftConfig], components: _SftComponents, step: int) -> Me
 
 def _export(run: Run[SftConfig], checkpoint: Path) -> Path:
     """Make a model directory of the last checkpoint, as `mrl export` does."""
-    from mrl.engine.checkpoint_export import export_checkpoint
+    from mrl.engine.checkpoint_files import export_checkpoint
 
     model = run.directory / MODEL
     shutil.rmtree(model, ignore_errors=True)  # of this run when it was shorter; it follows from the checkpoint

@@ -31,7 +31,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(
         raise error
 
     monkeypatch.setattr("mrl.trainer.checkpoints.find_checkpoint", lambda *_: checkpoint)
-    monkeypatch.setattr("mrl.engine.checkpoint_export.export_checkpoint", read)
+    monkeypatch.setattr("mrl.engine.checkpoint_files.export_checkpoint", read)
     config = load_sft_config(LAPTOP_SFT, [f"model.path={model}"]).config
     with pytest.raises(SetupError if is_removed else type(error)) as caught:
         export_role(config, tmp_path, "3", "actor", None, tmp_path / "out")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine import checkpoint
-from mrl.engine.checkpoint_export import export_checkpoint
+from mrl.engine.checkpoint_files import export_checkpoint
 from mrl.engine.parallel import model_parallel
 from mrl.models.families import read_spec
 from mrl.models.table import Head

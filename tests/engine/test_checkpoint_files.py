@@ -16,13 +16,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from mrl.engine.checkpoint_export import export_checkpoint
 from mrl.engine.checkpoint_files import (
     FORMAT,
     MANIFEST,
     RANDOM,
     SavedFiles,
     entry,
+    export_checkpoint,
     file_name,
     flat_shard_regions,
     write_safetensors,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mrl.config.step_calls import STEP
 from mrl.controller.transport import fetch
-from mrl.engine.checkpoint_export import export_checkpoint
+from mrl.engine.checkpoint_files import export_checkpoint
 from mrl.hub import local_files
 from mrl.models.table import Head
 from mrl.protocol import DataProto, RemoteColumn

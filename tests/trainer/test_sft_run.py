@@ -136,7 +136,7 @@ class Lab:
         patch.setattr("mrl.trainer.nodes.ray_cluster", lambda cluster: nullcontext())
         patch.setattr("mrl.trainer.nodes.ResourcePoolManager", lambda *arguments: resources)
         patch.setattr("mrl.trainer.sft.RayWorkerGroup", self._group)
-        patch.setattr("mrl.engine.checkpoint_export.export_checkpoint", self._export)
+        patch.setattr("mrl.engine.checkpoint_files.export_checkpoint", self._export)
 
     def _export(self, saved: Path, source: Path, head: str, dtype: torch.dtype, target: Path) -> None:
         target.mkdir()
