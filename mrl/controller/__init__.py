@@ -19,16 +19,14 @@ if "ray" not in sys.modules:
 
 if TYPE_CHECKING:
     from mrl.controller.cluster import ray_cluster
-    from mrl.controller.dispatch import Dispatch, register, register_call
     from mrl.controller.resource_pool import DeviceSlots, RayResourcePool, ResourcePoolManager
-    from mrl.controller.worker import RankInfo, Rendezvous, Worker
+    from mrl.controller.worker import Dispatch, RankInfo, Rendezvous, Worker, register, register_call
     from mrl.controller.worker_group import DataProtoFuture, RayClassWithInitArgs, RayWorkerGroup, RunContext
 
 _MODULES = {
     "cluster": ("ray_cluster",),
-    "dispatch": ("Dispatch", "register", "register_call"),
     "resource_pool": ("RayResourcePool", "ResourcePoolManager", "DeviceSlots"),
-    "worker": ("RankInfo", "Rendezvous", "Worker"),
+    "worker": ("Dispatch", "RankInfo", "Rendezvous", "Worker", "register", "register_call"),
     "worker_group": ("DataProtoFuture", "RayClassWithInitArgs", "RayWorkerGroup", "RunContext"),
 }
 """Each is loaded when something of it is first asked for: a node's agent, which all else waits for, needs no torch."""

@@ -17,10 +17,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mrl.config.mesh import Mesh
 from mrl.config.schema import DeadlinesConfig
 from mrl.controller.call import Call
-from mrl.controller.dispatch import Dispatch, MethodSpec
 from mrl.controller.processes import NodeView, RankProcess, RankProcesses, collect_handshakes
 from mrl.controller.resource_pool import Device, DeviceSlots, ResourcePoolManager
 from mrl.controller.transport import plan_shard, unpack_result
+from mrl.controller.worker import Dispatch, MethodSpec
 from mrl.controller.worker_host import ProcessInfo, WorkerHost, WorkerSpec
 from mrl.errors import BatchError, PlacementError, WorkerError, did_you_mean
 from mrl.events import EventLog, WorkersStarted

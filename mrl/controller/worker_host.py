@@ -18,11 +18,10 @@ from typing import Any, TypeAlias
 import ray
 
 from mrl.config.mesh import Mesh
-from mrl.controller.dispatch import MethodSpec, registered_methods
 from mrl.controller.network import listen
 from mrl.controller.node_agent import ProcessId, own_process
 from mrl.controller.transport import ColumnStore, assemble_shard, pack_result
-from mrl.controller.worker import RankInfo, Rendezvous, Worker
+from mrl.controller.worker import MethodSpec, RankInfo, Rendezvous, Worker, registered_methods
 from mrl.controller.worker_log import log_path, redirect_output
 from mrl.errors import MrlError
 from mrl.protocol import DataProto

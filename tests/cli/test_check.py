@@ -128,7 +128,7 @@ def test_memory_that_does_not_suffice_comes_with_what_would(check: Callable[...,
 
 
 def test_workers_register_the_calls_of_the_table() -> None:
-    from mrl.controller.dispatch import registered_methods
+    from mrl.controller.worker import registered_methods
     from mrl.workers.actor import ActorRolloutRefWorker
     from mrl.workers.critic import CriticWorker
     from mrl.workers.reward_model import RewardModelWorker

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from mrl.controller import diagnosis, node_agent, worker_log
-from mrl.controller.dispatch import Dispatch, register, registered_methods
 from mrl.controller.node_agent import NodeAgent, NodeLost, ProcessId, ProcessView, own_process, read_process, view
 from mrl.controller.resource_pool import RayResourcePool
+from mrl.controller.worker import Dispatch, register, registered_methods
 from mrl.controller.worker_log import harmless_path, log_path, make_log_directory, stack_path, tail
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,7 +25,7 @@ from mrl.config.load import Resolved, load_config
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config, ParallelConfig
 from mrl.controller import RankInfo, RayWorkerGroup, Rendezvous, Worker
-from mrl.controller.dispatch import Dispatch, MethodSpec, registered_methods
+from mrl.controller.worker import Dispatch, MethodSpec, registered_methods
 from mrl.controller.worker_group import _join_shards
 from mrl.data.chat import load_tokenizer
 from mrl.data.prompt_loader import PromptLoader

@@ -16,7 +16,7 @@ from mrl.algos.losses import POLICY_LOSSES
 from mrl.algos.rollout_correction import RATIO_LEVELS
 from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 from mrl.config.step_calls import TEACHER_COLUMNS
-from mrl.controller.dispatch import registered_methods
+from mrl.controller.worker import registered_methods
 from mrl.engine.scores import ScoreRequest, Scores
 from mrl.engine.vocab_head import EntropyUse
 from mrl.workers.actor import ActorRolloutRefWorker

@@ -9,7 +9,7 @@ import torch
 
 from mrl.algos.aggregate import AGGREGATIONS
 from mrl.config.algorithm import AlgorithmConfig, LossConfig
-from mrl.controller.dispatch import registered_methods
+from mrl.controller.worker import registered_methods
 from mrl.engine.scores import ScoreRequest, Scores
 from mrl.workers.critic import CriticWorker
 from mrl.workers.messages import UpdateReport

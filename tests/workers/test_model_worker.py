@@ -18,8 +18,8 @@ from mrl.config.algorithm import AlgorithmConfig, KlConfig
 from mrl.config.mesh import Mesh
 from mrl.config.schema import TrainedModelConfig
 from mrl.controller import Dispatch
-from mrl.controller.dispatch import registered_methods
-from mrl.engine.checkpoint_export import export_checkpoint
+from mrl.controller.worker import registered_methods
+from mrl.engine.checkpoint_files import export_checkpoint
 from mrl.engine.scores import LossOutput, ScoreRequest, Scores
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader

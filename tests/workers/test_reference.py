@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mrl.config.preference import DpoLossConfig
-from mrl.controller.dispatch import registered_methods
+from mrl.controller.worker import registered_methods
 from mrl.engine.scores import ScoreRequest, Scores
 from mrl.errors import EngineError
 from mrl.protocol import DataProto

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrl.controller.dispatch import registered_methods
+from mrl.controller.worker import registered_methods
 from mrl.engine.scores import ScoreRequest, Scores
 from mrl.workers.messages import UpdateReport
 from mrl.workers.reward_model import RewardModelWorker

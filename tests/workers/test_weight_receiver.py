@@ -14,7 +14,7 @@ import torch
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
 from mrl.controller import Dispatch, RankInfo, Rendezvous
-from mrl.controller.dispatch import registered_methods
+from mrl.controller.worker import registered_methods
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
