@@ -1,23 +1,34 @@
-"""What a transformer layer is made of: Transformer Engine's modules where it is installed, else Megatron's and ours."""
+"""What a transformer layer is made of: Transformer Engine's modules where it is installed, else Megatron's and ours.
+
+Ours are a norm for sequence parallelism, and attention over packed rows with grouped queries, and context parallelism
+by gathering keys, neither of which Megatron's own local attention knows. It is torch's variable-length kernel on CUDA,
+on the CPU dense blocks of rows of similar length.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from mrl.engine.core_attention import PackedAttention
+from mrl.engine.packed_rows import PackedParams
+from mrl.engine.segments import Lengths, Segments
+from mrl.errors import EngineError
+
+Qkv = tuple[Tensor, Tensor, Tensor]
 
 
 def has_transformer_engine() -> bool:
@@ -80,3 +91,98 @@ def _local_layer(config: TransformerConfig, routed: bool) -> ModuleSpec:
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     return layer
+
+
+class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron's class has no type information here
+    """Causal attention of every token to the tokens of its own row up to itself."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **others: Any) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale
+        self.context = others["pg_collection"].cp
+        self.reach = config.window_size[0] if config.window_size else None  # tokens before the present one
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedParams, **__: Any
+    ) -> Tensor:
+        """Query [tokens, heads, dim], key and value [tokens, groups, dim] -> [tokens, heads * dim]."""
+        segments = packed_seq_params.segments
+        if segments is None:
+            raise EngineError("the own core attention takes packed rows only")
+        if segments.key_order is not None:
+            key = _GatherRows.apply(key, segments.key_order, self.context)  # type: ignore[no-untyped-call]
+            value = _GatherRows.apply(value, segments.key_order, self.context)  # type: ignore[no-untyped-call]
+        attend = _varlen if query.is_cuda else _in_blocks
+        return attend((query, key, value), segments, self.scale, self.reach).reshape(query.shape[0], -1)
+
+
+class _GatherRows(torch.autograd.Function):
+    """All context ranks' tokens in row order; backwards, the sum of what all ranks want changed in ours."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+        ctx.order, ctx.group = order, group
+        gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+        torch.distributed.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        return gathered[order]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
+        by_rank = torch.empty_like(grad)
+        by_rank[ctx.order] = grad
+        mine = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
+        torch.distributed.reduce_scatter_tensor(mine, by_rank, group=ctx.group)
+        return mine, None, None
+
+
+def _in_blocks(qkv: Qkv, segments: Segments, scale: float | None, reach: int | None) -> Tensor:
+    query, key, value = qkv
+    blocks, places = segments.blocks(reach)
+    results = []
+    for block in blocks:
+        q, k, v = query[block.query_BS], key[block.key_BS], value[block.key_BS]
+        mask = None if block.mask_BSS is None else block.mask_BSS[:, None]
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        results.append(attended.transpose(1, 2).flatten(0, 1)[block.kept])
+    return torch.cat(results)[places]
+
+
+def _varlen(qkv: Qkv, segments: Segments, scale: float | None, reach: int | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value = qkv
+    if segments.key_order is not None:  # segments of one row share keys: each gets its own copy
+        wanted = torch.cat(
+            [
+                torch.arange(start, start + length, device=key.device)
+                for start, length in zip(segments.key_starts.tolist(), segments.key_lengths.tolist(), strict=True)
+            ]
+        )
+        key, value = key[wanted], value[wanted]
+    attended = varlen_attn(
+        query,
+        key,
+        value,
+        _ends(segments.query_lengths, query.device),
+        _ends(segments.key_lengths, query.device),
+        int(segments.query_lengths.max()),
+        int(segments.key_lengths.max()),
+        scale=scale,
+        window_size=(-1 if reach is None else reach, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(attended, Tensor), "nothing else was asked of the kernel"
+    return attended
+
+
+def _ends(lengths: Lengths, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)).to(device)

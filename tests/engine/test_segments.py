@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.engine.core_attention import _in_blocks
+from mrl.engine.layer_spec import _in_blocks
 from mrl.engine.packed_rows import SequenceSharding, _local_places
 from mrl.engine.segments import _WASTE, Block, Segments
 
