@@ -22,6 +22,7 @@ _ORDER = (
 )
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 131072},
+    "mistral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 32768, "sliding_window": None},
     "qwen2": {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768},
     "qwen3": {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960, "head_dim": 128},
     "qwen3_moe": {
@@ -48,21 +49,48 @@ _SIZES: dict[str, tuple[str, tuple[int, ...]]] = {
     "Qwen2.5-1.5B": ("qwen2", (28, 1536, 12, 2, 8960, 151936, True)),
     "Qwen2.5-3B": ("qwen2", (36, 2048, 16, 2, 11008, 151936, True)),
     "Qwen2.5-7B": ("qwen2", (28, 3584, 28, 4, 18944, 152064, False)),
+    "Qwen2.5-14B": ("qwen2", (48, 5120, 40, 8, 13824, 152064, False)),
     "Qwen2.5-32B": ("qwen2", (64, 5120, 40, 8, 27648, 152064, False)),
     "Qwen2.5-72B": ("qwen2", (80, 8192, 64, 8, 29568, 152064, False)),
+    "DeepSeek-R1-Distill-Qwen-1.5B": ("qwen2", (28, 1536, 12, 2, 8960, 151936, False)),
     "Llama-3.1-8B": ("llama", (32, 4096, 32, 8, 14336, 128256, False)),
     "Llama-3.1-70B": ("llama", (80, 8192, 64, 8, 28672, 128256, False)),
     "Llama-3.1-405B": ("llama", (126, 16384, 128, 8, 53248, 128256, False)),
+    "Llama-3.2-1B": ("llama", (16, 2048, 32, 8, 8192, 128256, True)),
+    "Llama-3.2-3B": ("llama", (28, 3072, 24, 8, 8192, 128256, True)),
+    "Llama-2-7b": ("llama", (32, 4096, 32, 32, 11008, 32000, False)),
+    "Llama-2-13b": ("llama", (40, 5120, 40, 40, 13824, 32000, False)),
+    "Llama-2-70b": ("llama", (80, 8192, 64, 8, 28672, 32000, False)),
+    "SmolLM2-135M": ("llama", (30, 576, 9, 3, 1536, 49152, True)),
+    "SmolLM2-360M": ("llama", (32, 960, 15, 5, 2560, 49152, True)),
+    "SmolLM2-1.7B": ("llama", (24, 2048, 32, 32, 8192, 49152, True)),
+    "Mistral-7B-v0.3": ("mistral", (32, 4096, 32, 8, 14336, 32768, False)),
+    "Mistral-7B-Instruct-v0.3": ("mistral", (32, 4096, 32, 8, 14336, 32768, False)),
     "Qwen3-0.6B": ("qwen3", (28, 1024, 16, 8, 3072, 151936, True)),
+    "Qwen3-1.7B": ("qwen3", (28, 2048, 16, 8, 6144, 151936, True)),
+    "Qwen3-4B": ("qwen3", (36, 2560, 32, 8, 9728, 151936, True)),
     "Qwen3-8B": ("qwen3", (36, 4096, 32, 8, 12288, 151936, False)),
+    "Qwen3-14B": ("qwen3", (40, 5120, 40, 8, 17408, 151936, False)),
     "Qwen3-32B": ("qwen3", (64, 5120, 64, 8, 25600, 151936, False)),
     "Qwen3-30B-A3B": ("qwen3_moe", (48, 2048, 32, 4, 6144, 151936, False)),
     "Qwen3-235B-A22B": ("qwen3_moe", (94, 4096, 64, 4, 12288, 151936, False)),
     "Mixtral-8x7B": ("mixtral", (32, 4096, 32, 8, 14336, 32000, False)),
     "Mixtral-8x22B": ("mixtral", (56, 6144, 48, 8, 16384, 32768, False)),
 }
+_SAME_SIZES = {
+    "Meta-Llama-": "Llama-",
+    "Llama-3-": "Llama-3.1-",
+    "Llama-3.3-": "Llama-3.1-",
+    "DeepSeek-R1-Distill-Llama-": "Llama-3.1-",
+    "Qwen2-": "Qwen2.5-",
+    "Qwen2.5-Coder-": "Qwen2.5-",
+    "Qwen2.5-Math-": "Qwen2.5-",
+    "DeepSeek-R1-Distill-Qwen-": "Qwen2.5-",
+    "DeepSeek-R1-0528-Qwen3-": "Qwen3-",
+}
+"""How names begin, and those of other models which differ in nothing that planning reads."""
 _EXPERT_SIZES = {"Qwen3-30B-A3B": 768, "Qwen3-235B-A22B": 1536}
-_VARIANT = re.compile(r"(-(instruct|base|chat|thinking|v?\d[\d.]*))*", re.IGNORECASE)
+_VARIANT = re.compile(r"(-(instruct|base|chat|thinking|hf|v?\d[\d.]*))*", re.IGNORECASE)
 
 
 def model_spec(model: str) -> ModelSpec:
@@ -80,14 +108,24 @@ def _config_of(model: str) -> HfConfig:
     path = local_files(model)
     if path is not None and (path / "config.json").is_file():
         return HfConfig.read(path)
-    name = model.partition("@")[0].rpartition("/")[2].removeprefix("Meta-")
-    for known in _SIZES:
-        if name.lower().startswith(known.lower()) and _VARIANT.fullmatch(name[len(known) :]):
-            return HfConfig(known_config(known), known)
+    name = model.partition("@")[0].rpartition("/")[2]
+    if (known := _known(name)) is not None:
+        return HfConfig(known_config(known), known)
     raise ModelError(
         f'"{model}" is neither a directory with a config.json nor a model whose sizes are known here',
         fix=f"--model DIRECTORY, one that has the model's config.json; or --model NAME ({did_you_mean(name, _SIZES)})",
     )
+
+
+def _known(name: str) -> str | None:
+    """Return the entry whose sizes the model of this name has, if any has."""
+    for known in _SIZES:
+        if name.lower().startswith(known.lower()) and _VARIANT.fullmatch(name[len(known) :]):
+            return known
+    for begins, other in _SAME_SIZES.items():
+        if name.lower().startswith(begins.lower()):
+            return _known(other + name[len(begins) :])
+    return None
 
 
 def known_config(name: str) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def test_means_and_hardware_are_taken_from_the_command_line(plan: Plan) -> None:
     [
         (("configs/laptop-ppo.yaml", "--search"), "cluster.device: this is about GPUs, not CPU slots (cluster"),
         ((PRESET, "--hardware", "v100"), '"v100" is not known'),
-        ((PRESET, "model.path=acme/unheard-of"), "--model NAME (known: Llama-3.1-405B, "),
+        ((PRESET, "model.path=acme/unheard-of"), "--model NAME (known: DeepSeek-R1-Distill-Qwen-1.5B, "),
         ((PRESET, "model.path=Qwen/Qwen3-32B-AWQ"), '"Qwen/Qwen3-32B-AWQ" is neither a directory'),
         ((PRESET, "actor.parallel.pp=3"), "does not divide the 32 devices"),
         (
@@ -133,15 +133,53 @@ def test_known_sizes_are_the_published_ones(name: str, published: dict[str, obje
     assert "vocab_size" not in differing or name == "Mixtral-8x22B", "the instruct model has a larger vocabulary"
 
 
-def test_numbers_of_parameters_are_those_that_names_promise() -> None:
+def test_numbers_of_parameters_are_those_that_are_published() -> None:
     billions = {
-        "Qwen2.5-0.5B": 0.494, "Qwen2.5-1.5B": 1.54, "Qwen2.5-7B": 7.62, "Qwen2.5-32B": 32.8, "Qwen2.5-72B": 72.7,
-        "Llama-3.1-8B": 8.03, "Llama-3.1-70B": 70.6, "Llama-3.1-405B": 405.9, "Qwen3-0.6B": 0.596, "Qwen3-8B": 8.19,
-        "Qwen3-32B": 32.8, "Qwen3-30B-A3B": 30.5, "Qwen3-235B-A22B": 235.1,
-        "Mixtral-8x7B": 46.7, "Mixtral-8x22B": 140.6,
+        "Qwen2.5-0.5B": 0.494, "Qwen2.5-1.5B": 1.544, "Qwen2.5-3B": 3.086, "Qwen2.5-7B": 7.616, "Qwen2.5-14B": 14.770,
+        "Qwen2.5-32B": 32.764, "Qwen2.5-72B": 72.706, "DeepSeek-R1-Distill-Qwen-1.5B": 1.777, "Llama-3.1-8B": 8.030,
+        "Llama-3.1-70B": 70.554, "Llama-3.1-405B": 405.853, "Llama-3.2-1B": 1.236, "Llama-3.2-3B": 3.213,
+        "Llama-2-7b": 6.738, "Llama-2-13b": 13.016, "Llama-2-70b": 68.977, "SmolLM2-135M": 0.1345,
+        "SmolLM2-360M": 0.3618, "SmolLM2-1.7B": 1.711, "Mistral-7B-v0.3": 7.248, "Qwen3-0.6B": 0.596,
+        "Qwen3-1.7B": 1.721, "Qwen3-4B": 4.022, "Qwen3-8B": 8.191, "Qwen3-14B": 14.768, "Qwen3-32B": 32.762,
+        "Qwen3-30B-A3B": 30.532, "Qwen3-235B-A22B": 235.094, "Mixtral-8x7B": 46.703, "Mixtral-8x22B": 140.621,
     }  # fmt: skip
     for name, count in billions.items():
-        assert model_spec(name).num_parameters / 1e9 == pytest.approx(count, rel=0.005), name
+        assert model_spec(name).num_parameters / 1e9 == pytest.approx(count, rel=0.0005), name
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("Qwen/Qwen2.5-14B-Instruct", "Qwen2.5-14B"),
+        ("Qwen/Qwen2-7B-Instruct", "Qwen2.5-7B"),
+        ("Qwen/Qwen2.5-Coder-32B-Instruct", "Qwen2.5-32B"),
+        ("Qwen/Qwen2.5-Math-7B", "Qwen2.5-7B"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "Qwen3-4B"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen2.5-7B"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", "Llama-3.1-70B"),
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", "Qwen3-8B"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "Llama-3.1-8B"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "Llama-3.1-70B"),
+        ("meta-llama/Llama-2-13b-chat-hf", "Llama-2-13b"),
+    ],
+)
+def test_models_of_the_same_sizes_are_known_by_their_own_names(name: str, same: str) -> None:
+    assert model_spec(name) == model_spec(same)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen/Qwen2.5-VL-7B",
+        "Qwen/Qwen2-57B-A14B",
+        "mistralai/Mistral-7B-v0.1",
+        "Qwen/Qwen2.5-Math-RM-72B",
+        "Llama-3-80B",
+    ],
+)
+def test_another_model_is_not_taken_for_one_whose_name_it_continues(name: str) -> None:
+    with pytest.raises(ModelError, match="whose sizes are known here"):
+        model_spec(name)
 
 
 @pytest.mark.parametrize("arguments", [("--verbose",), ("--search",)], ids=" ".join)
