@@ -212,14 +212,14 @@ def export_checkpoint(saved: Path, source: Path, head: Head, dtype: torch.dtype,
     appears when it is whole, or not at all.
     """
     spec = read_spec(source)
-    files = SavedFiles(saved)
-    files.check_manifest()
+    checkpoint = SavedFiles(saved)
+    checkpoint.check_manifest()
     shapes = hf_tensors(spec, head)
-    files.check_model(shapes)
-    files.check_files(0, 1)
+    checkpoint.check_model(shapes)
+    checkpoint.check_files(0, 1)
     with HfWriter(target, spec, source, head, dtype, _MAX_EXPORTED_BYTES) as writer:
         for name, shape in shapes.items():
             tensor = torch.empty(shape, dtype=torch.float32)  # what the optimizer keeps
-            files.read(name, whole(shape), {"param": tensor})
+            checkpoint.read(name, whole(shape), {"param": tensor})
             writer.write(name, tensor.to(dtype))
     return len(shapes)
