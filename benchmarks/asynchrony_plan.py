@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.harness import Benchmark, parser
 from benchmarks.plan import PROMPT_TOKENS, Row, subject_of
 from mrl.config.schema import ParallelConfig
-from mrl.config.sync import AsynchronyConfig
+from mrl.config.training import AsynchronyConfig
 from mrl.plan.asynchrony import Workload, simulate, workload
 from mrl.plan.search import FULL_RECOMPUTATION
 from mrl.plan.timing import Lengths

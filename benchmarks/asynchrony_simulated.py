@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.asynchrony import APART, CONFIG, CORRECTION, MAX_TOKENS, cut, run
 from benchmarks.harness import Benchmark, parser
-from mrl.config.sync import AsynchronyConfig
+from mrl.config.training import AsynchronyConfig
 from mrl.demo.model import make_model
 from mrl.plan.asynchrony import Simulated, Workload, simulate
 from mrl.rollout.engine import EngineSettings

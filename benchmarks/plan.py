@@ -39,8 +39,8 @@ from mrl.config.schema import (
     RolloutConfig,
     RunConfig,
     TrainedModelConfig,
-    TrainingConfig,
 )
+from mrl.config.training import TrainingConfig
 from mrl.plan.known_models import model_spec
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.search import FULL_RECOMPUTATION

@@ -16,7 +16,7 @@ from mrl.algos.aggregate import BatchTotals, LossNormalizer
 from mrl.algos.distillation import divergence
 from mrl.algos.objectives import Objective
 from mrl.algos.preference import Pairs, RankedTokens, RankingTotals, preference_objective, reward_objective
-from mrl.config.preference import DpoLossConfig, RewardLossConfig
+from mrl.config.sft import DpoLossConfig, RewardLossConfig
 
 VOCABULARY = 7
 

@@ -17,7 +17,7 @@ from torch.nn.functional import softplus
 from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.objectives import Objective
 from mrl.algos.rows import Reduce, Rows, apply_mask, at_least_float32, identity
-from mrl.config.preference import DpoLossConfig, RewardLossConfig
+from mrl.config.sft import DpoLossConfig, RewardLossConfig
 from mrl.registry import Registry
 
 

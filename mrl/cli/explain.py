@@ -21,13 +21,12 @@ from mrl.config.arithmetic import (
     samples_per_step,
     updates_per_step,
 )
-from mrl.config.judge import JUDGE
 from mrl.config.load import Resolved
 from mrl.config.mesh import Mesh
 from mrl.config.names import ENVIRONMENTS
-from mrl.config.preference import DpoConfig
+from mrl.config.reward import JUDGE
 from mrl.config.schema import Config
-from mrl.config.sft import AnyConfig, SftBatchConfig
+from mrl.config.sft import AnyConfig, DpoConfig, SftBatchConfig
 
 EXAMPLE = "mrl explain configs/laptop-ppo.yaml actor.parallel.tp=1"
 _MAX_TABLE_RANKS = 16  # with more ranks, those of a node share a line

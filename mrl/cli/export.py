@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 
 from mrl.config.load import load_any_config
-from mrl.config.preference import RmConfig
-from mrl.config.sft import AnyConfig
+from mrl.config.sft import AnyConfig, RmConfig
 from mrl.dtypes import torch_dtype
 from mrl.errors import EngineError, SetupError
 from mrl.hub import local_files, model_directory

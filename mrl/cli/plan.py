@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from mrl.cli.arguments import add_config, aligned, load_one
 from mrl.config.arithmetic import has_own_rollout_pool, num_engines, samples_per_step
 from mrl.config.hardware import DEFAULT, HARDWARE, hardware
-from mrl.config.preference import DpoConfig
 from mrl.config.schema import Config
-from mrl.config.sft import AnyConfig, SftConfig
+from mrl.config.sft import AnyConfig, DpoConfig, SftConfig
 from mrl.errors import ConfigError, Problem
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.asynchrony import faster_split, plan_asynchrony

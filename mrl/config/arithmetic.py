@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 
 from mrl.config.mesh import Mesh
-from mrl.config.preference import WITHOUT_REFERENCE, DpoConfig, RankedConfig
 from mrl.config.schema import BatchConfig, Config, ParallelConfig, RolloutConfig
-from mrl.config.sft import AnyConfig, SftBatchConfig, SftConfig
+from mrl.config.sft import WITHOUT_REFERENCE, AnyConfig, DpoConfig, RankedConfig, SftBatchConfig, SftConfig
 
 
 @dataclass(frozen=True)

@@ -7,22 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from mrl.config.agent_rules import check_agent_rules
-from mrl.config.asynchrony_rules import check_asynchrony_rules
-from mrl.config.data_rules import check_data_rules, check_reward_rules, unchecked_data
-from mrl.config.distillation_rules import check_distillation_rules
-from mrl.config.judge_rules import check_judge_rules
 from mrl.config.keys import convert
+from mrl.config.learning_rules import check_learning_rules
 from mrl.config.model_rules import check_model_rules, read_model_shape, unchecked
-from mrl.config.names import check_names, missing_modules
+from mrl.config.names import check_data, check_names, missing_modules, unchecked_data
 from mrl.config.passthrough import check_passthrough
-from mrl.config.preference import DpoConfig, RankedConfig, RmConfig
-from mrl.config.preference_rules import check_ranked_rules
+from mrl.config.reward_rules import check_reward_rules
 from mrl.config.rules import check_rules
 from mrl.config.schema import Config
-from mrl.config.sft import AnyConfig, SftConfig
+from mrl.config.sft import AnyConfig, DpoConfig, RmConfig, SftConfig
 from mrl.config.sources import SourceError, read_chain, read_overrides
-from mrl.config.validation_rules import check_sft_rules, check_validation_rules
 from mrl.config.values import ConfigLayer, KeyPath, Secrets, holds, interpolate, merge
 from mrl.errors import ConfigError, Problem
 
@@ -149,19 +143,9 @@ def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved
 def _check(config: AnyConfig) -> tuple[list[Problem], list[str]]:
     """Return what is wrong, and what could not be checked on this machine."""
     problems, warnings = check_passthrough(config)
-    problems += check_rules(config)
-    problems += check_data_rules(config)
-    problems += check_names(config)
-    if isinstance(config, Config):
-        problems += check_reward_rules(config)
-        problems += check_validation_rules(config)
-        problems += check_distillation_rules(config)
-        problems += check_judge_rules(config)
-        problems += check_agent_rules(config)
-        problems += check_asynchrony_rules(config)
-    else:
-        problems += check_sft_rules(config)
-        problems += check_ranked_rules(config) if isinstance(config, RankedConfig) else ()
+    for check in (check_rules, check_data, check_names, check_learning_rules):
+        problems += check(config)
+    problems += check_reward_rules(config) if isinstance(config, Config) else ()
     warnings += unchecked_data(config)
     warnings += (f"{missing.key}: {missing.what}" for missing in missing_modules(config))
     roles_of: dict[tuple[str, str], list[str]] = {}

@@ -1,4 +1,4 @@
-"""The parts that a configuration names: mrl's own by a word, a user's as `package.module:attribute`.
+"""What a configuration names: data, and parts, mrl's own by a word, a user's as `package.module:attribute`.
 
 Nothing is imported for it, so a login node without torch knows a wrong name as well. What is registered under these
 words stands in `algos`, `data` and `rollout`; tests hold both lists to be the same.
@@ -7,17 +7,14 @@ words stands in `algos`, `data` and `rollout`; tests hold both lists to be the s
 from __future__ import annotations
 
 import ast
+import glob
 import importlib.util
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-from mrl.config.data_rules import is_file, is_path
-from mrl.config.preference import DpoConfig
-from mrl.config.preference_rules import OF_A_BATCH, PREFERENCE_LOSSES
-from mrl.config.reward import RewardFunctionConfig
 from mrl.config.rules import problem
-from mrl.config.schema import Config
-from mrl.config.sft import AnyConfig
+from mrl.config.schema import Config, SourceConfig
+from mrl.config.sft import AnyConfig, DpoConfig
 from mrl.errors import Problem, did_you_mean
 
 ADVANTAGES = (
@@ -49,6 +46,53 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
 SAMPLERS = ("shares", "difficulty")
 DATASETS = ("toy", "reasoning_gym")
 TOY_TASKS = ("addition", "reversing", "sorting")
+FILE_KINDS = (".jsonl", ".parquet")
+PREFERENCE_LOSSES = ("sigmoid", "conservative", "robust", "hinge", "ipo_sum", "ipo_mean", "simpo", "orpo")
+OF_A_BATCH = {
+    "kto": "its baseline is a mean over the batch",
+    "aot": "it sorts the batch",
+    "aot_unpaired": "it sorts the batch",
+}
+"""Losses of preferences that are refused, and why."""
+
+
+def is_file(source: SourceConfig) -> bool:
+    """Return whether a source is read from files; anything else is a dataset with a name."""
+    return source.dataset.endswith(FILE_KINDS)
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name is of the form `package.module:attribute`."""
+    module, colon, attribute = name.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *attribute.split(".")))
+
+
+def check_data(config: AnyConfig) -> Iterator[Problem]:
+    """Yield every problem of the sources, and of what makes text of their rows."""
+    data = config.data
+    if not data.train:
+        yield problem("data.train", "there is no source of prompts", "data.train.sums.dataset=toy:addition")
+    for key, source in data.sources():
+        if not is_file(source) and ":" not in source.dataset:
+            what = f'"{source.dataset}" is neither a {" or ".join(FILE_KINDS)} file nor the name of a dataset'
+            fix = "convert it, or name a dataset as toy:addition or package.module:attribute"
+            yield problem(f"{key}.dataset", what, fix)
+        if is_file(source) and source.options:
+            given = ", ".join(source.options)
+            yield problem(f"{key}.options", f"{given}: a file takes no options", "remove them")
+    without = [name for name, source in data.train.items() if source.weight is None]
+    if 0 < len(without) < len(data.train):
+        key = f"data.train.{without[0]}.weight"
+        yield problem(key, "other sources have a weight, this one has none", f"{key}=1, or no weight anywhere")
+    for name, source in data.validation.items():
+        if source.weight is not None:
+            what = "validation goes through every source once, whatever its weight"
+            yield problem(f"data.validation.{name}.weight", what, "remove this key")
+    for name in ("template", "template_file", "tools"):
+        if data.raw_text and getattr(data, name):
+            yield problem(f"data.{name}", "data.raw_text uses no chat template", f"data.{name}=null, or raw_text=false")
+    if data.tools and "tools" in data.template:
+        yield problem("data.tools", "data.template has tools already", "data.tools=null")
 
 
 def check_names(config: AnyConfig) -> Iterator[Problem]:
@@ -56,9 +100,8 @@ def check_names(config: AnyConfig) -> Iterator[Problem]:
     for key, kind, name, known in _known_names(config):
         if name not in known and ":" not in name:
             near = did_you_mean(name, known)
-            yield problem(
-                key, f'unknown {kind} "{name}"', f"{near}{_stop(near)} Or name your own as package.module:attribute"
-            )
+            fix = f"{near}{'' if near.endswith('?') else '.'} Or name your own as package.module:attribute"
+            yield problem(key, f'unknown {kind} "{name}"', fix)
     for key, name in _datasets(config):
         head, _, task = name.partition(":")
         if head == "toy" and task not in TOY_TASKS:
@@ -66,6 +109,13 @@ def check_names(config: AnyConfig) -> Iterator[Problem]:
     for key, name in own_parts(config):
         if (wrong := _wrong_part(name)) is not None:
             yield problem(key, wrong)
+
+
+def unchecked_data(config: AnyConfig) -> Iterator[str]:
+    """Yield the sources whose files are not on this machine."""
+    for key, source in config.data.sources():
+        if is_file(source) and not any(glob.iglob(source.dataset, recursive=True)):
+            yield f'{key}: no file "{source.dataset}" on this machine'
 
 
 def missing_modules(config: AnyConfig) -> Iterator[Problem]:
@@ -89,11 +139,9 @@ def own_parts(config: AnyConfig) -> Iterator[tuple[str, str]]:
             yield f"{role}.worker", model.worker
     if isinstance(config, Config):
         yield from ((f"training.metrics.{number}", name) for number, name in enumerate(config.training.metrics))
-        yield from [("reward.manager", config.reward.manager)] if config.reward.manager is not None else ()
-    for section, functions in _reward_functions(config):
-        for label, function in functions.items():
-            if is_path(function.name):
-                yield f"{section}.{label}.name", function.name
+        if config.reward.manager is not None:
+            yield "reward.manager", config.reward.manager
+        yield from ((f"{key}.name", each.name) for key, each in config.reward_functions() if is_path(each.name))
 
 
 def _known_names(config: AnyConfig) -> Iterator[tuple[str, str, str, Collection[str]]]:
@@ -126,21 +174,10 @@ def _algorithm_names(config: Config) -> Iterator[tuple[str, str, str, Collection
         yield from ((f"{key}.tools.{name}.name", "tool", each.name, TOOLS) for name, each in environment.tools.items())
 
 
-def _reward_functions(config: AnyConfig) -> Iterator[tuple[str, Mapping[str, RewardFunctionConfig]]]:
-    if isinstance(config, Config):
-        yield "reward.functions", config.reward.functions
-        yield "validation.reward_functions", config.validation.reward_functions
-
-
 def _datasets(config: AnyConfig) -> Iterator[tuple[str, str]]:
-    for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
-        for name, source in sources.items():
-            if ":" in source.dataset and not is_file(source):
-                yield f"data.{part}.{name}.dataset", source.dataset
-
-
-def _stop(fix: str) -> str:
-    return "" if fix.endswith("?") else "."
+    for key, source in config.data.sources():
+        if ":" in source.dataset and not is_file(source):
+            yield f"{key}.dataset", source.dataset
 
 
 def _wrong_part(name: str) -> str | None:

@@ -6,57 +6,15 @@ The dataclasses below are schema, defaults and documentation at once: the docstr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mrl.config.agent import AgentConfig
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.bounds import Characters, Count, NotNegative, PlainName, Proportion, Seconds, Share, Text
-from mrl.config.judge import JudgeConfig
-from mrl.config.reward import ModelScoreConfig, RewardConfig
-from mrl.config.sync import AsynchronyConfig, SyncConfig
-from mrl.config.validation import ValidationConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
-    """How long the run is, and what it leaves behind."""
-
-    steps: Count
-    """Steps of the whole run, those before a resume included."""
-    seed: NotNegative = 0
-    """Decides everything that is drawn: sampling, shuffling, new heads. The order of prompts has data.seed."""
-    critic_warmup_steps: NotNegative = 0
-    """Steps in which only the critic learns."""
-    save_every: NotNegative = 0
-    """Steps between checkpoints; 0 saves at the end alone. SIGTERM, SIGHUP, SIGUSR1 and the time limit save too."""
-    background_save: bool = True
-    """Whether training goes on while a checkpoint is written, from a copy of optimizer and weights on the host."""
-    max_failed_saves: NotNegative = 3
-    """Checkpoints in a row that cannot be written before the run ends; each is reported, and the next step tries again.
-    The last one of a run must succeed."""
-    keep: Count = 2
-    """The newest checkpoints that are kept, beside the best one."""
-    resume: Literal["auto", "never"] = "auto"
-    """Whether a run directory that holds a verified checkpoint of the same configuration goes on from it."""
-    max_restarts: NotNegative = 0
-    """How often the run starts itself again after it lost a worker or a node, from its newest checkpoint; a new
-    checkpoint begins the count anew. 0 stops at once."""
-    fallback: list[Text] = field(default_factory=list)
-    """Overrides with which a run goes on whose devices do not come back within deadlines.resources_s after a loss, as
-    `cluster.nodes=3` with the layout that fits there; they hold to the end of this command. Empty gives up then."""
-    time_limit_s: Seconds | None = None
-    """Wall-clock time after which the run saves and ends; null has none."""
-    trackers: list[Text] = field(default_factory=list)
-    """Where figures go beside `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, `swanlab`, each with the extra of its
-    name, or your own as `package.module:class`. One that fails is reported, and the run goes on."""
-    metrics: list[Text] = field(default_factory=list)
-    """Your own figures of a step, `package.module:function`: each is given the step's batch and returns name -> number,
-    which metrics call `own/NAME`. One that fails is reported, and the run goes on."""
-    dump_steps: list[Count] = field(default_factory=list)
-    """Steps whose token ids, log-probs, values, advantages and the like are written to `tensors/`, as parquet."""
-    samples_every: NotNegative = 1
-    """Steps between files of samples with their text; 0 writes none."""
+from mrl.config.reward import JudgeConfig, ModelScoreConfig, RewardConfig, RewardFunctionConfig
+from mrl.config.training import AsynchronyConfig, SyncConfig, TrainingConfig, ValidationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,6 +288,11 @@ class DataConfig:
     raw_text: bool = False
     """Prompts are not chats but text, which is encoded as it stands with what the tokenizer puts before a text."""
 
+    def sources(self) -> Iterator[tuple[str, SourceConfig]]:
+        """Yield the key of each source, and the source."""
+        for part, sources in (("train", self.train), ("validation", self.validation)):
+            yield from ((f"data.{part}.{name}", source) for name, source in sources.items())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -371,6 +334,12 @@ class Config:
         """Return the section `reward` as it holds for validation."""
         own = self.validation.reward_functions
         return replace(self.reward, functions=own) if own else self.reward
+
+    def reward_functions(self) -> Iterator[tuple[str, RewardFunctionConfig]]:
+        """Yield the key of each function, in training and in validation, and the function."""
+        yield from ((f"reward.functions.{label}", each) for label, each in self.reward.functions.items())
+        own = self.validation.reward_functions.items()
+        yield from ((f"validation.reward_functions.{label}", each) for label, each in own)
 
     def model_roles(self) -> dict[str, MegatronModelConfig]:
         """Return the roles that Megatron runs, trained or frozen, by name."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mrl.config.preference import RankedConfig
 from mrl.config.schema import ColumnsConfig, SourceConfig
-from mrl.config.sft import SftConfig
+from mrl.config.sft import RankedConfig, SftConfig
 from mrl.data.chat import ChatTokenizer, template_options
 from mrl.data.conversation import ConversationEncoder
 from mrl.data.ranked_rows import RankedParser

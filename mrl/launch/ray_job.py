@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl import files
-from mrl.config.data_rules import is_file
 from mrl.config.model_names import model_names
+from mrl.config.names import is_file
 from mrl.config.sft import AnyConfig
 from mrl.errors import ConfigError, Problem, SetupError
 from mrl.launch.job_bundle import JobBundle, user_modules

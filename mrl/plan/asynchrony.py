@@ -16,7 +16,7 @@ from itertools import pairwise
 from statistics import NormalDist, fmean
 
 from mrl.config.arithmetic import num_engines, samples_per_step
-from mrl.config.sync import AsynchronyConfig
+from mrl.config.training import AsynchronyConfig
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.memory import engine_memory, plan_memory, rollout_pool
 from mrl.plan.plan_input import PlanInput

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from mrl.config.arithmetic import longest_sample_tokens, role_devices, samples_per_step
 from mrl.config.hardware import DEFAULT_UTILIZATION
-from mrl.config.judge import JUDGE
 from mrl.config.load import Resolved
+from mrl.config.reward import JUDGE
 from mrl.config.schema import Config, MegatronModelConfig, ParallelConfig, RolloutConfig
 from mrl.errors import ModelError
 from mrl.models.layout import check_layout

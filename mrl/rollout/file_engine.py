@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mrl.config.arithmetic import has_own_rollout_pool, num_engines, role_devices
-from mrl.config.judge import JUDGE
+from mrl.config.reward import JUDGE
 from mrl.config.schema import Config, PlacementConfig
 from mrl.controller import RunContext
 from mrl.rollout.engine import EngineSettings

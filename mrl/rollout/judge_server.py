@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from threading import Thread
 from typing import Any
 
-from mrl.config.judge import JUDGE, JudgeConfig
+from mrl.config.reward import JUDGE, JudgeConfig
 from mrl.controller import Dispatch, RankInfo, Worker, register
 from mrl.errors import RolloutError
 from mrl.hub import node_copy

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mrl.config.model_names import in_directories
 from mrl.config.schema import Config
-from mrl.config.validation import ValidationConfig
+from mrl.config.training import ValidationConfig
 from mrl.controller import RunContext
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.rlhf_dataset import open_dataset

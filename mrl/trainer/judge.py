@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mrl.config.judge import JUDGE, KEY_VARIABLE, URLS_VARIABLE, JudgeConfig
 from mrl.config.mesh import Mesh
+from mrl.config.reward import JUDGE, KEY_VARIABLE, URLS_VARIABLE, JudgeConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext
 from mrl.errors import RewardError, WorkerDied
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mrl.config.data_rules import is_measured
 from mrl.config.reward import label_of
+from mrl.config.reward_rules import is_measured
 from mrl.config.schema import Config
 from mrl.protocol import DataProto
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from mrl import files
 from mrl.config.arithmetic import role_devices
-from mrl.config.preference import DpoConfig
-from mrl.config.sft import SftConfig
+from mrl.config.sft import DpoConfig, SftConfig
 from mrl.controller.transport import fetch
 from mrl.errors import CheckpointError, WireError
 from mrl.hub import HubName

@@ -14,10 +14,9 @@ from typing import Any
 from mrl.config.arithmetic import role_mesh
 from mrl.config.model_names import in_directories
 from mrl.config.names import SAMPLERS
-from mrl.config.preference import DpoConfig
 from mrl.config.run_directory import CHECKPOINTS, checkpoint_of
 from mrl.config.schema import BatchConfig
-from mrl.config.sft import SftConfig
+from mrl.config.sft import DpoConfig, SftConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.prompt_loader import PromptLoader, SkipLog, one_pass

@@ -12,8 +12,7 @@ import torch
 
 from mrl.algos.preference import PREFERENCE_LOSSES, PairLogProbs
 from mrl.config.arithmetic import has_reference
-from mrl.config.preference import WITHOUT_REFERENCE, DpoConfig, DpoLossConfig, RmConfig
-from mrl.config.sft import SftConfig
+from mrl.config.sft import WITHOUT_REFERENCE, DpoConfig, DpoLossConfig, RmConfig, SftConfig
 from mrl.errors import ModelError
 from mrl.models.hf_reader import HfReader
 from mrl.models.hf_writer import padding_token

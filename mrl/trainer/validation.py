@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from mrl.config.data_rules import is_measured
+from mrl.config.learning_rules import validation_figures
+from mrl.config.reward_rules import is_measured
 from mrl.config.schema import Config
-from mrl.config.validation import ValidationConfig
-from mrl.config.validation_rules import validation_figures
+from mrl.config.training import ValidationConfig
 from mrl.data.prompt_loader import SkipLog, one_pass
 from mrl.data.rlhf_dataset import CHECKED_AT_ONCE, Prompt, RLHFDataset
 from mrl.data.sample_files import write_samples

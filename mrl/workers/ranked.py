@@ -15,7 +15,7 @@ from torch import Tensor
 from mrl.algos.aggregate import BatchTotals, LossNormalizer
 from mrl.algos.preference import Pairs, RankedTokens, RankingTotals, preference_objective, reward_objective
 from mrl.algos.rows import Rows
-from mrl.config.preference import WITHOUT_REFERENCE, DpoLossConfig, RewardLossConfig
+from mrl.config.sft import WITHOUT_REFERENCE, DpoLossConfig, RewardLossConfig
 from mrl.controller import Dispatch, RankInfo, register
 from mrl.engine.packed_rows import TokenRows
 from mrl.engine.scores import LossInput, LossOutput, ScoreRequest

@@ -23,7 +23,7 @@ from mrl.algos.preference import (
     reward_objective,
 )
 from mrl.algos.rows import Rows
-from mrl.config.preference import DpoLossConfig, RewardLossConfig
+from mrl.config.sft import DpoLossConfig, RewardLossConfig
 
 REFERENCE = json.loads(Path(__file__).with_name("preference_reference.json").read_text())
 BATCH = REFERENCE["batch"]

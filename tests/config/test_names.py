@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.annotations import wrong_value
 from mrl.config.load import load_config
+from mrl.config.passthrough import wrong_value
 from mrl.errors import ConfigError
 from tests.apart import run_python
 

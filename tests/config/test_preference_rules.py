@@ -11,9 +11,9 @@ import yaml
 
 from mrl.config.arithmetic import role_batch, tokens_limit
 from mrl.config.load import load_any_config, load_config_of
-from mrl.config.preference import DpoConfig, RmConfig
 from mrl.config.render import render
 from mrl.config.run_directory import open_run_directory
+from mrl.config.sft import DpoConfig, RmConfig
 from mrl.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"

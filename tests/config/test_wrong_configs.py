@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from mrl.config.data_rules import reward_functions
 from mrl.config.load import load_config
+from mrl.config.reward_rules import reward_functions
 from mrl.errors import ConfigError
 
 CASES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("wrong_configs.yaml").read_text())

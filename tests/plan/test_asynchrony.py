@@ -10,7 +10,7 @@ from statistics import fmean
 import pytest
 
 from benchmarks import asynchrony_plan as published
-from mrl.config.sync import AsynchronyConfig
+from mrl.config.training import AsynchronyConfig
 from mrl.plan.asynchrony import (
     Simulated,
     Workload,

@@ -9,9 +9,8 @@ from typing import Any
 
 from mrl.config.arithmetic import role_mesh
 from mrl.config.load import load_any_config
-from mrl.config.preference import RmConfig
 from mrl.config.schema import MegatronModelConfig, ParallelConfig, ScheduleConfig, TrainedModelConfig
-from mrl.config.sft import AnyConfig
+from mrl.config.sft import AnyConfig, RmConfig
 from mrl.models.small import small_config
 from mrl.models.table import Head
 from mrl.plan.known_models import model_values

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.data_rules import reward_functions
+from mrl.config.reward_rules import reward_functions
 from mrl.errors import RewardError
 from mrl.rewards.functions import (
     countdown,

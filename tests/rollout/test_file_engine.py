@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mrl.config.arithmetic import num_engines
-from mrl.config.judge import JudgeConfig
+from mrl.config.reward import JudgeConfig
 from mrl.config.schema import PlacementConfig, RewardModelConfig
 from mrl.controller import DeviceSlots, RunContext
 from mrl.events import EventLog

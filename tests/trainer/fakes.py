@@ -34,8 +34,8 @@ from mrl.config.schema import (
     RunConfig,
     SourceConfig,
     TrainedModelConfig,
-    TrainingConfig,
 )
+from mrl.config.training import TrainingConfig
 from mrl.config.values import ConfigLayer, Secrets
 from mrl.errors import WorkerRaised
 from mrl.observe.console import Console

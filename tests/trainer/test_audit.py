@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.sync import SyncConfig
+from mrl.config.training import SyncConfig
 from mrl.errors import AuditFailed
 from mrl.trainer.audit import check_invariants
 

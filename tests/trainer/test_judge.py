@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.judge import KEY_VARIABLE, URLS_VARIABLE, JudgeConfig
-from mrl.config.reward import RewardConfig, RewardFunctionConfig
+from mrl.config.reward import KEY_VARIABLE, URLS_VARIABLE, JudgeConfig, RewardConfig, RewardFunctionConfig
 from mrl.controller import RunContext
 from mrl.demo.model import make_model
 from mrl.errors import WorkerDied, WorkerRaised

@@ -12,7 +12,7 @@ import torch
 from mrl.algos.aggregate import BatchTotals, LossNormalizer
 from mrl.algos.preference import Pairs, RankedTokens, RankingTotals, preference_objective
 from mrl.algos.rows import Rows
-from mrl.config.preference import DpoLossConfig
+from mrl.config.sft import DpoLossConfig
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.trainer import sft

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from mrl.config.mesh import Mesh
-from mrl.config.preference import DpoConfig, DpoLossConfig
 from mrl.config.schema import ColumnsConfig, DataConfig, ParallelConfig, SourceConfig
-from mrl.config.sft import SftTrainingConfig, SftValidationConfig
+from mrl.config.sft import DpoConfig, DpoLossConfig, SftTrainingConfig, SftValidationConfig
 from mrl.data.packing import PackingRules, RowCost
 from mrl.data.sampler import Draw, PromptSampler
 from mrl.errors import CheckpointError, DataError

@@ -14,7 +14,7 @@ import pytest
 
 from mrl.config.algorithm import CorrectionConfig
 from mrl.config.schema import Config, PlacementConfig
-from mrl.config.sync import AsynchronyConfig
+from mrl.config.training import AsynchronyConfig
 from mrl.errors import AuditFailed, CheckpointError, RolloutError
 from mrl.observe.metrics import read_metrics
 from mrl.protocol import DataProto

@@ -12,8 +12,8 @@ import torch
 
 from mrl.config.load import load_config_of
 from mrl.config.mesh import Mesh
-from mrl.config.preference import DpoLossConfig
 from mrl.config.schema import TrainedModelConfig
+from mrl.config.sft import DpoLossConfig
 from mrl.data.packing import PackingRules, RowCost
 from mrl.errors import ModelError
 from mrl.protocol import DataProto

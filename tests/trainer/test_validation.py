@@ -16,7 +16,7 @@ import torch
 
 from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.config.schema import RewardModelConfig
-from mrl.config.validation import ValidationConfig
+from mrl.config.training import ValidationConfig
 from mrl.data.rlhf_dataset import Prompt, SkippedRow
 from mrl.data.rows import PromptRow
 from mrl.data.sampler import Draw

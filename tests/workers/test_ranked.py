@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mrl.config.mesh import Mesh
-from mrl.config.preference import DpoLossConfig, RewardLossConfig
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
+from mrl.config.sft import DpoLossConfig, RewardLossConfig
 from mrl.controller import RankInfo, Rendezvous
 from mrl.data.packing import plan_step
 from mrl.models.small import small_config

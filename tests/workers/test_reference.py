@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mrl.config.preference import DpoLossConfig
+from mrl.config.sft import DpoLossConfig
 from mrl.controller.worker import registered_methods
 from mrl.engine.scores import ScoreRequest, Scores
 from mrl.errors import EngineError

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from mrl.config.judge import JUDGE, KEY_VARIABLE, URLS_VARIABLE, JudgeService, JudgeVerdict
+from mrl.config.reward import JUDGE, KEY_VARIABLE, URLS_VARIABLE, JudgeService, JudgeVerdict
 from mrl.errors import RewardError
 from mrl.files import read_text
 from mrl.rewards.http_post import Service

@@ -1,0 +1,286 @@
+"""Rules of what scores: which reward functions there are and their options, reward models, the judge, environments."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mrl.config.agent import EnvironmentConfig
+from mrl.config.bounds import Bound
+from mrl.config.keys import convert
+from mrl.config.names import TEXT_FORMATS, is_path
+from mrl.config.reward import JUDGE, JudgeOptions, RewardFunctionConfig, label_of
+from mrl.config.rules import near_multiples, nearest, problem, stays_in_a_node
+from mrl.config.schema import Config
+from mrl.config.values import Secrets
+from mrl.errors import Problem, did_you_mean
+
+_FUNCTIONS = Path(__file__).parents[1] / "rewards" / "functions"
+
+
+@cache
+def reward_functions() -> Mapping[str, Mapping[str, bool]]:
+    """Return each function that mrl brings along with its options, and whether they must be given, read from its
+    source."""
+    return {file.stem: _signature(file) for file in sorted(_FUNCTIONS.glob("*.py")) if file.stem != "__init__"}
+
+
+def _signature(file: Path) -> dict[str, bool]:
+    tree, kinds = ast.parse(file.read_text(encoding="utf-8")), (ast.FunctionDef, ast.AsyncFunctionDef)
+    (score,) = (node for node in tree.body if isinstance(node, kinds) and node.name == "score")
+    _, *options = score.args.args  # the first is the sample
+    num_required = len(options) - len(score.args.defaults)
+    return {option.arg: number < num_required for number, option in enumerate(options)}
+
+
+def gives_answers(name: str) -> bool:
+    """Return whether a function says which answer it judged; of one that mrl does not bring along it may be so."""
+    return name not in reward_functions() or '"answer"' in (_FUNCTIONS / f"{name}.py").read_text(encoding="utf-8")
+
+
+def is_measured(config: Config) -> bool:
+    """Return whether a function or an environment says in validation what is right, as no reward model does."""
+    functions = config.validation_reward().functions.values()
+    return any(function.weight for function in functions) or _environments_score(config)
+
+
+def _environments_score(config: Config) -> bool:
+    return any(environment.weight for environment in config.agent.environments.values())
+
+
+def check_reward_rules(config: Config) -> Iterator[Problem]:
+    """Yield every problem of what scores."""
+    functions, models = config.reward.functions, config.scoring_models()
+    weights = [function.weight for function in functions.values()] + [model.weight for model in models.values()]
+    if not functions and not models and not config.agent.environments:
+        fix = "add one: reward.functions.answer.name=gsm8k, a reward_model section, or an environment that scores"
+        if config.teacher is None:
+            yield problem("reward.functions", "names no function", fix)
+    elif not any(weights) and not _environments_score(config):
+        key = "reward.functions" if functions else f"{next(iter(models))}.weight"
+        yield problem(key, "every weight is 0, and so would be every reward", "give one another weight")
+    if functions and not models and config.validation.every and not is_measured(config):
+        what = "validation goes by reward.functions alone, and none of them has a weight"
+        yield problem("validation.every", what, "give one a weight, or validation.every=0")
+    yield from _unscored(config)
+    yield from _models(config)
+    for key, function in config.reward_functions():
+        yield from _function(key, function, set(map(label_of, models)))
+    yield from _judge_engines(config)
+    yield from _environments(config)
+
+
+def _unscored(config: Config) -> Iterator[Problem]:
+    """Yield the sources that no function scores, among those whose rows are known by the name of their source."""
+    model_scores = any(model.weight for model in config.scoring_models().values())
+    for key, source in config.data.sources():
+        is_trained, name = key.startswith("data.train."), key.split(".", 2)[2]
+        if source.columns.data_source is not None or (model_scores and is_trained):
+            continue
+        if config.agent.name_for(name) is not None:
+            continue  # its environment may score it; a conversation that nobody scores is a failure of its own
+        reward = config.reward if is_trained else config.validation_reward()
+        if any(function.weight for function in reward.functions.values()) and not reward.scores(name):
+            what = f'no function with a weight scores the data source "{name}"'
+            section = "reward.functions" if reward is config.reward else "validation.reward_functions"
+            yield problem(key, what, f"add it to {section}.NAME.sources")
+
+
+def _models(config: Config) -> Iterator[Problem]:
+    """Yield what cannot be of reward models."""
+    models = config.scoring_models()
+    for role, model in models.items():
+        if model.running and (model.mean, model.std) != (0.0, 1.0):
+            what = "mean and std are those of what it has scored, and others are given"
+            yield problem(f"{role}.running", what, f"{role}.running=false, or neither {role}.mean nor {role}.std")
+    taken = {"score", "solved"} | ({"model"} if config.reward_model is not None else set())
+    for name in taken & config.reward_models.keys():
+        yield problem(f"reward_models.{name}", "metrics call something else so", "choose another name for this model")
+    by_functions = any(function.weight for function in config.reward.functions.values())
+    if models and config.data.sampler == "difficulty" and not by_functions and not _environments_score(config):
+        what = "difficulty goes by what functions or environments count as solved, and a reward model scores alone"
+        yield problem("data.sampler", what, "data.sampler=shares, or a reward function with a weight")
+
+
+def _function(key: str, function: RewardFunctionConfig, model_labels: set[str]) -> Iterator[Problem]:
+    label, name = key.rpartition(".")[2], function.name
+    if label == "score":
+        yield problem(key, "metrics call the weighted sum so", "choose another name for this function")
+    if label in model_labels:
+        yield problem(key, "metrics call the reward model so", "choose another name for this function")
+    if name in reward_functions():
+        yield from _options(f"{key}.options", function)
+        if function.group:
+            yield problem(f"{key}.group", f"{name} scores one sample at a time", f"{key}.group=false")
+    elif not is_path(name):
+        near = did_you_mean(name, reward_functions())
+        fix = f"{near}{'' if near.endswith('?') else '.'} Or name your own as package.module:function"
+        yield problem(f"{key}.name", f'unknown reward function "{name}"', fix)
+
+
+# --- options of functions that mrl brings along -----------------------------------------------------------------------
+
+
+def _options(key: str, function: RewardFunctionConfig) -> Iterator[Problem]:
+    """Check that the options of a built-in function are known, complete, and in their ranges."""
+    known, given = reward_functions()[function.name], function.options
+    for name in given:
+        if name not in known:
+            fix = did_you_mean(name, known) or "remove it"
+            yield problem(f"{key}.{name}", f"{function.name} has no such option", fix)
+    for name, is_required in known.items():
+        if is_required and name not in given:
+            yield problem(key, f"{function.name} needs {name}", f"set {key}.{name}")
+    if function.name == JUDGE:
+        yield from _judge_options(key, given)
+        return
+    for name in known:
+        bound = _OPTIONS.get(name, _TEXT)
+        if name in given and not bound.allows(given[name]):
+            shown = json.dumps(given[name], ensure_ascii=False, default=str)
+            yield problem(f"{key}.{name}", f"must {bound}, not {shown}")
+        elif name == "pattern" and name in given and (wrong := _wrong_pattern(given[name])):
+            yield problem(f"{key}.{name}", wrong)
+    smaller = {"overlong": "buffer_tokens", "length": "target_tokens"}.get(function.name, "")
+    few, many = given.get(smaller), given.get("max_tokens")
+    if isinstance(few, int) and isinstance(many, int) and few >= many:
+        yield problem(f"{key}.{smaller}", f"{few} must be less than max_tokens, which is {many}")
+
+
+def _judge_options(key: str, given: dict[str, Any]) -> Iterator[Problem]:
+    options, problems = convert(JudgeOptions, given, Secrets(), lambda path: "")
+    for inner in problems:
+        if inner.key.partition(".")[0] in given.keys() & reward_functions()[JUDGE].keys():  # else it is told of
+            yield problem(f"{key}.{inner.key}", inner.what, inner.fix)
+    if options is None:
+        return
+    service, verdict, template = options.service, options.verdict, options.template
+    if service.url is not None and service.model is None:
+        yield problem(f"{key}.service.model", "a server elsewhere must be told which of its models judges")
+    for name in ("model", "key_variable"):
+        if service.url is None and getattr(service, name) is not None:
+            what = "means nothing without service.url: the run's own engines have one model and a key of their own"
+            yield problem(f"{key}.service.{name}", what, "remove it, or set service.url")
+    if "{response}" not in template and not Path(template).is_file():
+        yield problem(f"{key}.template", "has no {response}, and there is no such file")
+    if wrong := _wrong_pattern(verdict.pattern):
+        yield problem(f"{key}.verdict.pattern", wrong)
+    elif (num_groups := re.compile(verdict.pattern).groups) != 1:
+        what = f"has {num_groups} groups; the verdict is what one group holds"
+        yield problem(f"{key}.verdict.pattern", what, "write (?:...) where nothing is to be taken")
+    if verdict.lowest >= verdict.highest:
+        what = f"{verdict.lowest:g} must be less than highest, which is {verdict.highest:g}"
+        yield problem(f"{key}.verdict.lowest", what)
+
+
+def _between(lowest: float, highest: float = math.inf) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and lowest <= value <= highest
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and _between(1)(value)
+
+
+def _are_letters(value: Any) -> bool:
+    return isinstance(value, str) and len(set(value)) == len(value) and re.fullmatch("[A-Z]{2,}", value) is not None
+
+
+_TEXT = Bound("be text or null", lambda value: value is None or isinstance(value, str))
+_OPTIONS = {
+    **dict.fromkeys(("max_tokens", "buffer_tokens", "target_tokens", "attempts"), Bound("be a count", _is_count)),
+    **dict.fromkeys(
+        ("timeout_s", "backoff_s"), Bound("be a number of seconds", lambda value: _between(0)(value) and value > 0)
+    ),
+    **dict.fromkeys(
+        ("last_number", "all_or_nothing", "fenced_only", "boxed", "share"),
+        Bound("be true or false", lambda value: isinstance(value, bool)),
+    ),
+    **dict.fromkeys(("structure", "final", "retrieval"), Bound("be a number", _between(-math.inf))),
+    "partial": Bound("be a number from 0 to 1", _between(0, 1)),
+    "tolerance": Bound("be 0 or a number above it", _between(0)),
+    "max_tests": Bound("be a count or null", lambda value: value is None or _is_count(value)),
+    "limits": Bound("be numbers by name", lambda value: value is None or isinstance(value, dict)),
+    "letters": Bound("be two or more different capital letters", _are_letters),
+    "pattern": Bound("be text", lambda value: isinstance(value, str)),
+    "url": Bound("begin with http:// or https://", lambda value: str(value).startswith(("http://", "https://"))),
+}
+"""What an option must be by itself, whatever function has it; all others are texts."""
+
+
+def _wrong_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return f"is no regular expression: {error}"
+    return ""
+
+
+# --- the judge's engines, and environments ----------------------------------------------------------------------------
+
+
+def asks_own_engines(function: RewardFunctionConfig) -> bool:
+    """Return whether a reward function asks the run's own engines, which only a run has."""
+    service = function.options.get("service")
+    return function.name == JUDGE and isinstance(service, dict) and service.get("url") is None
+
+
+def _judge_engines(config: Config) -> Iterator[Problem]:
+    """Yield every problem between the section `judge`, its pool and the functions that ask it."""
+    asking = [f"{key}.options" for key, function in config.reward_functions() if asks_own_engines(function)]
+    if config.judge is None:
+        for key in asking:
+            fix = f"{key}.service.url=http://HOST:8000/v1, or judge.path=MODEL and placement.roles.judge=POOL"
+            yield problem(f"{key}.service.url", "there is no address, and no section judge", fix)
+        return
+    if not asking:
+        fix = "a reward function judge without service.url, or judge=null"
+        yield problem("judge", "no reward function asks it", fix)
+    pool = config.placement.roles.get(JUDGE)
+    if pool not in config.placement.pools:
+        return
+    tp, devices = config.judge.tp, config.placement.pools[pool]
+    if beside := [role for role, other in config.placement.roles.items() if other == pool and role != JUDGE]:
+        what = f'its engines would share pool "{pool}" with the {", ".join(beside)}, and they give no memory back'
+        yield problem("placement.roles.judge", what, "a pool of its own")
+    if devices % tp:
+        what = f'judge.tp = {tp} does not divide the {devices} devices of pool "{pool}"'
+        yield problem("judge.tp", what, nearest(f"placement.pools.{pool}", near_multiples(devices, tp)))
+    yield from stays_in_a_node("judge.tp", tp, devices, config.cluster.devices_per_node)
+
+
+def _environments(config: Config) -> Iterator[Problem]:
+    takes_all = ""
+    for label, environment in config.agent.environments.items():
+        key = f"agent.environments.{label}"
+        if takes_all:
+            what = f"{takes_all} stands before it and takes every data source"
+            yield problem(key, what, f"give {takes_all} sources, or let it stand last")
+        takes_all = takes_all or ("" if environment.sources else label)
+        if label in ("score", "model", *config.reward.functions):
+            yield problem(key, "metrics call another part of the score so", "choose another name for this environment")
+        yield from _environment(key, environment, config)
+    if config.agent.deterministic and not config.agent.environments:
+        what = "nothing is an agent here, and each engine would generate one sample at a time"
+        yield problem("agent.deterministic", what, "agent.deterministic=false")
+
+
+def _environment(key: str, environment: EnvironmentConfig, config: Config) -> Iterator[Problem]:
+    if environment.name == "tools" and not environment.tools:
+        yield problem(f"{key}.tools", "names no tool", f"{key}.tools.calculator.name=calculator")
+    if environment.name != "tools" and environment.tools:
+        what = f"{environment.name} offers no tools: the environment `tools` does"
+        yield problem(f"{key}.tools", what, f"{key}.name=tools, or its own {key}.options")
+    room, longest = config.rollout.max_response_tokens, environment.max_observation_tokens
+    if longest is not None and longest >= room:
+        what = f"an observation of {longest} tokens leaves no room for a turn in the {room} of a response"
+        fix = f"less, or more than rollout.max_response_tokens={longest}"
+        yield problem(f"{key}.max_observation_tokens", what, fix)
+    if config.data.raw_text and environment.format not in TEXT_FORMATS and ":" not in environment.format:
+        what = f"the format {environment.format} answers in roles, and data.raw_text has no chat template"
+        yield problem(f"{key}.format", what, f"{key}.format={TEXT_FORMATS[0]}, or data.raw_text=false")
