@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 
 from mrl.cli.arguments import add_config, aligned, load_one
 from mrl.config.arithmetic import has_own_rollout_pool, num_engines, samples_per_step
-from mrl.config.hardware import DEFAULT, HARDWARE, hardware
+from mrl.config.hardware import DEFAULT, HARDWARE
+from mrl.config.load import Resolved
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, DpoConfig, SftConfig
 from mrl.errors import ConfigError, Problem
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.asynchrony import faster_split, plan_asynchrony
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
-from mrl.plan.memory import MemoryPlan, gib, plan_memory
-from mrl.plan.plan_input import PlanInput, make_plan_input
+from mrl.plan.memory import MemoryPlan, gib, plan_memory, reference_host_bytes, update_phase
+from mrl.plan.plan_input import PlanInput, make_plan_input, not_modeled
 from mrl.plan.search import Changes, advise, found_lines, search
-from mrl.plan.sft import reference_host_bytes, sft_machine, sft_phase
 from mrl.plan.timing import Lengths, assumed_lengths, plan_time
 from mrl.preflight.findings import SFT_ADVICE
 from mrl.preflight.node_facts import usable_memory_bytes
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     if resolved.config.cluster.device == "cpu" and not arguments.search:
         return _machine(path, resolved.config, arguments.model)
     if isinstance(resolved.config, SftConfig):
-        return _sft(path, resolved.config, arguments)
+        return _sft(resolved, arguments)
     subject = make_plan_input(resolved, arguments.hardware, arguments.model)
     means = assumed_lengths(resolved.config)
     lengths = Lengths(arguments.mean_prompt or means.prompt, arguments.mean_response or means.response)
@@ -63,28 +63,28 @@ def run(arguments: argparse.Namespace) -> int:
         if not plan.shortages and resolved.config.asynchrony.ahead and has_own_rollout_pool(resolved.config):
             lines += ["", *_asynchrony(subject, lengths)]
         lines += ["", *_verdict(subject, plan)]
-    if notes := list(subject.not_modeled()):
+    if notes := list(not_modeled(subject.config)):
         lines += ["", f"Not counted: {', '.join(notes)}"]
     for line in lines:
         print(resolved.secrets.hide(line).rstrip())
     return _DOES_NOT_FIT if plan.shortages and not arguments.search else 0
 
 
-def _sft(path: str, config: SftConfig, arguments: argparse.Namespace) -> int:
+def _sft(resolved: Resolved[SftConfig], arguments: argparse.Namespace) -> int:
     """Print the memory of supervised training on GPUs; its time is not planned, nor is anything searched."""
     if arguments.search or arguments.nodes or arguments.devices_per_node:
         what = "--search, --nodes and --devices-per-node are for configurations of `mrl train`"
-        raise ConfigError([Problem("command line", "", what, f"mrl plan {path}")])
-    device = hardware(arguments.hardware or config.cluster.hardware or DEFAULT)
-    phase = sft_phase(config, arguments.model)
+        raise ConfigError([Problem("command line", "", what, f"mrl plan {resolved.path}")])
+    subject = make_plan_input(resolved, arguments.hardware, arguments.model)
+    device, phase = subject.hardware, update_phase(subject)
     left = device.memory_bytes - phase.num_bytes
-    print(f"{path} on {device.name}, {gib(device.memory_bytes)} a device (--hardware for others)\n")
+    print(f"{resolved.path} on {device.name}, {gib(device.memory_bytes)} a device (--hardware for others)\n")
     print("Memory of the fullest device, in an update:")
     rows = [(item.what, gib(item.num_bytes), item.origin if arguments.verbose else "") for item in phase.items]
     print("\n".join(aligned([*rows, ("together", gib(phase.num_bytes), "")])))
-    if host := reference_host_bytes(config, arguments.model):
+    if host := reference_host_bytes(subject):
         print(f"Host: {gib(host)} on each machine: the reference's weights, and room for the policy's (in_place).")
-    elif isinstance(config, DpoConfig):
+    elif isinstance(resolved.config, DpoConfig):
         print("Host: no weights of a reference.")
     print(f"\nIt {'fits, and leaves' if left >= 0 else 'does not fit, and lacks'} {gib(abs(left))}.")
     if left < 0:
@@ -95,11 +95,8 @@ def _sft(path: str, config: SftConfig, arguments: argparse.Namespace) -> int:
 def _machine(path: str, config: AnyConfig, model: str | None) -> int:
     """Print the memory of a machine whose devices are CPU slots; nothing is known of its time."""
     usable = usable_memory_bytes()
-    if isinstance(config, SftConfig):
-        subject, plan = None, sft_machine(config, model)
-    else:
-        subject = machine_plan_input(config, usable, model)
-        plan = plan_machine(subject)
+    subject = machine_plan_input(config, usable, model)
+    plan = plan_machine(subject)
     print(f"{path} on CPU slots of this machine, {gib(usable)} before Ray's memory monitor ends processes\n")
     rows = [("process", "number", "each", "in its phase, at most")]
     rows += [(each.name, str(each.count), gib(each.held), gib(each.most)) for each in plan.processes]
@@ -109,7 +106,7 @@ def _machine(path: str, config: AnyConfig, model: str | None) -> int:
         print("It fits.")
         return 0
     print("It does not fit." if plan.min_bytes > usable else "It may not fit.")
-    if subject is None:
+    if isinstance(config, SftConfig):
         print(f"It would take {SFT_ADVICE}.")
     elif changes := advise_machine(subject, usable):
         print(f"It fits with:\n  {subject.overrides(changes)}")

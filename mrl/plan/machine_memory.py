@@ -10,15 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from mrl.config.arithmetic import has_own_rollout_pool, has_reference, num_engines, role_batch, role_devices
 from mrl.config.hardware import Hardware
 from mrl.config.schema import Config
+from mrl.config.sft import AnyConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.plan.assumptions import ASSUMPTIONS, GIB
-from mrl.plan.known_models import model_spec
-from mrl.plan.memory import Item, engine_memory, gib, role_stages
-from mrl.plan.plan_input import PlanInput
+from mrl.plan.memory import engine_memory, gib, role_stages
+from mrl.plan.plan_input import PlanInput, Planned, model_specs
 from mrl.plan.search import Changes, activation_ladders, smallest_changes
 from mrl.plan.weights import engine_elements
 
@@ -61,17 +62,17 @@ class MachinePlan:
             yield f"{each.name} {number}{gib(each.held)}{at_work}"
 
 
-def machine_plan_input(config: Config, usable_bytes: int, model: str | None = None) -> PlanInput:
+def machine_plan_input(config: AnyConfig, usable_bytes: int, model: str | None = None) -> Planned[Any]:
     """Return a configuration with a machine as its device, of which nothing is known but its memory."""
-    specs = {role: model_spec(model or config.model_of(role)[1]) for role in config.model_roles()}
-    subject = PlanInput(config, specs, Hardware("this machine", usable_bytes, 0.0, 0.0, 0.0, 0.0, 0.0))
+    device = Hardware("this machine", usable_bytes, 0.0, 0.0, 0.0, 0.0, 0.0)
+    subject: Planned[Any] = Planned(config, model_specs(config, model), device)
     subject.check_layouts()
     return subject
 
 
-def plan_machine(subject: PlanInput) -> MachinePlan:
+def plan_machine(subject: Planned[Any]) -> MachinePlan:
     """Return what the processes of a node take together."""
-    config = subject.config
+    config: AnyConfig = subject.config
     roles = [_ranks(subject, role) for role in subject.specs]
     copies = sum(
         stage.weights.checkpoint * role_devices(config, role) // model.parallel.pp
@@ -79,7 +80,7 @@ def plan_machine(subject: PlanInput) -> MachinePlan:
         for stage in role_stages(subject, role)
     )
     rest = [
-        _engines(subject),
+        *([_engines(subject)] if isinstance(config, Config) else []),
         Processes("checkpoint", 1, 0, 0, copies),
         Processes("driver and Ray", 1, ASSUMPTIONS.cpu_run_bytes, 0, ASSUMPTIONS.cpu_run_bytes // 2),
     ]
@@ -115,25 +116,29 @@ def _ladders(subject: PlanInput) -> Iterator[list[Changes]]:
     yield [{f"placement.pools.{pool}": -(-size // part) for pool, size in pools} for part in (2, 4)]
 
 
-def _ranks(subject: PlanInput, name: str) -> Processes:
+def _ranks(subject: Planned[Any], name: str) -> Processes:
     """Return the ranks of a role; of pipeline stages that differ, the mean, for each has as many ranks."""
-    config, share = subject.config, role_batch(subject.config, name)
-    model = config.model_roles()[name]
+    config: AnyConfig = subject.config
+    share, model = role_batch(config, name), config.model_roles()[name]
     # Fewer tokens than that are never there at once, whatever a micro-batch might hold.
     tokens = min(model.max_tokens_per_device, share.samples_per_rank * share.longest_sample_tokens // model.parallel.cp)
     stages = role_stages(subject.with_changes_unchecked({f"{name}.max_tokens_per_device": tokens}), name)
-    turns = config.sync.offload and not has_own_rollout_pool(config)
-    copied = turns and config.placement.roles[name] == config.placement.roles["actor"]
-    held, work = [], []
+    num_copies, copied, buckets = int(name == "actor" and has_reference(config)), False, 0
+    if isinstance(config, Config):
+        turns = config.sync.offload and not has_own_rollout_pool(config)
+        copied = turns and config.placement.roles[name] == config.placement.roles["actor"]
+        buckets = _bucket_bytes(subject) * (name == "actor")
+    else:
+        num_copies *= 2  # the frozen weights, and room for the policy's while those are in their place
+    held, work = 0, 0
     for stage in stages:
         weights = stage.weights
         host = (weights.parameters + weights.optimizer) * copied  # kept for the next time that they leave
-        reference = weights.parameters * (name == "actor" and has_reference(config))
-        held.append(weights.total + host + reference)
-        work.append(_sum(stage.train or stage.score))
-    mean_held, mean_work = sum(held) // len(stages), sum(work) // len(stages)
-    spare = int(mean_work * ASSUMPTIONS.cpu_allocator_share) + _bucket_bytes(subject) * (name == "actor")
-    return Processes(name, role_devices(config, name), ASSUMPTIONS.cpu_rank_bytes + mean_held, mean_work, spare)
+        held += weights.total + host + weights.parameters * num_copies
+        work += sum(item.num_bytes for item in stage.train or stage.score)
+    held, work = held // len(stages), work // len(stages)
+    spare = int(work * ASSUMPTIONS.cpu_allocator_share) + buckets
+    return Processes(name, role_devices(config, name), ASSUMPTIONS.cpu_rank_bytes + held, work, spare)
 
 
 def _engines(subject: PlanInput) -> Processes:
@@ -153,7 +158,3 @@ def _bucket_bytes(subject: PlanInput) -> int:
     config = subject.config
     elements, _ = engine_elements(subject.specs["actor"], config.rollout.tp)
     return min(config.sync.bucket_bytes, elements * ITEM_BYTES[config.actor.dtype])
-
-
-def _sum(items: tuple[Item, ...]) -> int:
-    return sum(item.num_bytes for item in items)

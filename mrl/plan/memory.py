@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from mrl.config.arithmetic import (
     has_own_rollout_pool,
@@ -30,7 +31,7 @@ from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
 from mrl.plan.activations import forward_activations, head_bytes, stage_activations
 from mrl.plan.assumptions import ASSUMPTIONS, GIB
-from mrl.plan.plan_input import PlanInput
+from mrl.plan.plan_input import PlanInput, Planned
 from mrl.plan.weights import WeightBytes, engine_elements, stage_weights
 
 # vLLM's own, which depend on the device:
@@ -166,10 +167,25 @@ def plan_memory(subject: PlanInput, stages: Stages | None = None) -> MemoryPlan:
     return MemoryPlan(hardware, tuple(phases), engine, _host_bytes(config, stages))
 
 
-def role_stages(subject: PlanInput, role: str) -> tuple[Role, ...]:
+def update_phase(subject: Planned[Any]) -> Phase:
+    """Return an update of supervised training on the fullest GPU; one model shares its devices with nobody."""
+    pool, stages = subject.config.placement.roles["actor"], role_stages(subject, "actor")
+    phases = [Phase("train", pool, (*role.all_items(), *role.train)) for role in stages]
+    return max(phases, key=lambda phase: phase.num_bytes)
+
+
+def reference_host_bytes(subject: Planned[Any]) -> int:
+    """Return what the reference of supervised training takes of a machine's own memory: frozen weights, and room for
+    the policy's while those are in their place; none where its log-probs are computed once."""
+    config: AnyConfig = subject.config
+    per_rank = 2 * max(role.weights.parameters for role in role_stages(subject, "actor")) * has_reference(config)
+    return per_rank * min(config.cluster.devices_per_node, role_devices(config, "actor"))
+
+
+def role_stages(subject: Planned[Any], role: str) -> tuple[Role, ...]:
     stages = range(subject.config.model_roles()[role].parallel.pp)
-    *first, last = (role_at_stage(subject.config, subject.specs[role], role, stage) for stage in stages)
-    if role == "actor":
+    *first, last = (_role_at_stage(subject.config, subject.specs[role], role, stage) for stage in stages)
+    if role == "actor" and isinstance(subject.config, Config):
         last = replace(last, train=(*last.train, *_divergence(subject)))
     return (*first, last)
 
@@ -186,7 +202,7 @@ def _divergence(subject: PlanInput) -> Iterator[Item]:
     yield Item("actor", "divergence", head_of(subject.specs["actor"], backward=True) + teacher, origin)
 
 
-def role_at_stage(config: AnyConfig, spec: ModelSpec, name: str, stage: int) -> Role:
+def _role_at_stage(config: AnyConfig, spec: ModelSpec, name: str, stage: int) -> Role:
     model, head = config.model_roles()[name], head_of(name)
     batch = role_batch(config, name)
     tokens = f"{model.max_tokens_per_device} tokens of a micro-batch on a device"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 from mrl.config.hardware import DEFAULT, Hardware, hardware
-from mrl.config.load import Resolved
+from mrl.config.load import AnyTyped, Resolved
 from mrl.config.model_rules import ModelShape, check_model_rules
 from mrl.config.rules import check_rules
 from mrl.config.schema import Config
+from mrl.config.sft import AnyConfig
 from mrl.errors import ConfigError, ModelError, Problem
 from mrl.models.layout import check_layout
 from mrl.models.rollout_table import EngineSizes
@@ -20,13 +21,20 @@ from mrl.plan.known_models import model_spec
 
 AnyNode = TypeVar("AnyNode")
 _NOT_MODELED = ("cpu_offloading", "fp8", "distribute_saved_activations")
+_ENGINE_NOT_MODELED = (
+    "quantization",
+    "enable_expert_parallel",
+    "kv_cache_dtype",
+    "cpu_offload_gb",
+    "speculative_config",
+)
 
 
 @dataclass(frozen=True)
-class PlanInput:
+class Planned(Generic[AnyTyped]):
     """A configuration with all that a plan needs to know beside it."""
 
-    config: Config
+    config: AnyTyped
     specs: dict[str, ModelSpec]
     """The model of each role that Megatron runs."""
     hardware: Hardware
@@ -44,9 +52,10 @@ class PlanInput:
         """Refuse layouts that the tables cannot tell."""
         for role, spec in self.specs.items():
             check_layout(self.config.model_roles()[role].parallel, spec)
-        EngineSizes(self.config.rollout.tp).check(self.specs["actor"])
+        if isinstance(self.config, Config):
+            EngineSizes(self.config.rollout.tp).check(self.specs["actor"])
 
-    def with_changes(self, changes: Mapping[str, Any]) -> PlanInput | None:
+    def with_changes(self, changes: Mapping[str, Any]) -> Self | None:
         """Return the same with other values under these dotted keys; None where a rule or the model is against it."""
         subject = self.with_changes_unchecked(changes)
         if next(subject.problems(), None) is not None:
@@ -57,7 +66,7 @@ class PlanInput:
             return None
         return subject
 
-    def with_changes_unchecked(self, changes: Mapping[str, Any]) -> PlanInput:
+    def with_changes_unchecked(self, changes: Mapping[str, Any]) -> Self:
         """Return the same, whatever rules and models say."""
         config = self.config
         for key, value in changes.items():
@@ -77,38 +86,42 @@ class PlanInput:
                 words.append(f"{key}={_yaml(value)}")
         return " ".join(words)
 
-    def not_modeled(self) -> Iterator[str]:
-        """Yield settings that change memory or time in ways that are not counted."""
-        for role, model in self.config.model_roles().items():
-            yield from (f"{role}.megatron.{name}" for name in _NOT_MODELED if model.megatron.get(name))
-        names = ("quantization", "enable_expert_parallel", "kv_cache_dtype", "cpu_offload_gb", "speculative_config")
-        yield from (f"rollout.vllm.{name}" for name in names if self.config.rollout.vllm.get(name))
-        if self.config.judge is not None:
-            yield "judge"  # its devices are nobody else's, and its model may be of no family known here
+
+PlanInput = Planned[Config]
 
 
-def make_plan_input(resolved: Resolved[Config], hardware_name: str | None, model: str | None = None) -> PlanInput:
+def make_plan_input(
+    resolved: Resolved[AnyTyped], hardware_name: str | None, model: str | None = None
+) -> Planned[AnyTyped]:
     """Return what is planned, for these devices or those of the configuration; `model` says whose sizes to take where
-    `model.path` does not tell."""
+    `model.path` does not tell. Kernels are fused, as on GPUs with Transformer Engine."""
     config = resolved.config
     if config.cluster.device != "gpu":
         wrong = Problem("", "cluster.device", "this is about GPUs, not CPU slots", "cluster.device=gpu")
         raise ConfigError([resolved.located(wrong)])
-    specs = {role: model_spec(model or config.model_of(role)[1]) for role in config.model_roles()}
-    subject = PlanInput(
-        _with_fused_kernels(config, specs), specs, hardware(hardware_name or config.cluster.hardware or DEFAULT)
-    )
+    specs = model_specs(config, model)
+    device = hardware(hardware_name or config.cluster.hardware or DEFAULT)
+    fused = {
+        f"{role}.megatron": specs[role].fused_kernels() | model.megatron for role, model in config.model_roles().items()
+    }
+    subject = Planned(config, specs, device).with_changes_unchecked(fused)
     if problems := list(subject.problems()):
         raise ConfigError([resolved.located(problem) for problem in problems])
     subject.check_layouts()
     return subject
 
 
-def _with_fused_kernels(config: Config, specs: Mapping[str, ModelSpec]) -> Config:
-    """Return the configuration as engines run it, on GPUs with Transformer Engine."""
+def not_modeled(config: Config) -> Iterator[str]:
+    """Yield settings that change memory or time in ways that are not counted."""
     for role, model in config.model_roles().items():
-        config = _replaced(config, [role, "megatron"], specs[role].fused_kernels() | model.megatron)
-    return config
+        yield from (f"{role}.megatron.{name}" for name in _NOT_MODELED if model.megatron.get(name))
+    yield from (f"rollout.vllm.{name}" for name in _ENGINE_NOT_MODELED if config.rollout.vllm.get(name))
+    if config.judge is not None:
+        yield "judge"  # its devices are nobody else's, and its model may be of no family known here
+
+
+def model_specs(config: AnyConfig, model: str | None) -> dict[str, ModelSpec]:
+    return {role: model_spec(model or config.model_of(role)[1]) for role in config.model_roles()}
 
 
 def _replaced(node: AnyNode, path: Sequence[str], value: Any) -> AnyNode:

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from mrl.config.arithmetic import role_batch, role_mesh, samples_per_step, updates_per_step
-from mrl.config.hardware import DEFAULT, hardware
 from mrl.config.load import Resolved
 from mrl.config.names import missing_modules
 from mrl.config.schema import ClusterConfig, Config
@@ -21,10 +20,9 @@ from mrl.config.sft import AnyConfig, SftConfig
 from mrl.config.step_calls import SAMPLE_COLUMNS, step_calls
 from mrl.errors import ConfigError, ModelError, MrlError, PlacementError, Problem
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
-from mrl.plan.memory import gib, plan_memory
+from mrl.plan.memory import gib, plan_memory, update_phase
 from mrl.plan.plan_input import make_plan_input
 from mrl.plan.search import advise
-from mrl.plan.sft import sft_machine, sft_phase
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
 
@@ -139,37 +137,26 @@ def check_memory(resolved: Resolved[Any], hardware_name: str | None = None) -> I
     if config.cluster.device == "cpu":
         yield skip(about, "devices are CPU slots: it is each machine's memory that counts")
         return
-    if isinstance(config, SftConfig):
-        yield _sft_memory(config, hardware_name)
-        return
     try:
         subject = make_plan_input(resolved, hardware_name)
     except ModelError as error:
         yield skip(about, error.what, error.fix)
         return
-    plan = plan_memory(subject)
-    device = f"{subject.hardware.name} ({gib(subject.hardware.memory_bytes)}; --hardware for others)"
+    name, size = subject.hardware.name, subject.hardware.memory_bytes
+    if isinstance(config, SftConfig):
+        taken = update_phase(subject).num_bytes
+        what = f"an update takes {gib(taken)} of each {name} ({gib(size)})"
+        yield ok(about, what) if taken <= size else _overfull(config.cluster, what, SFT_ADVICE)
+        return
+    plan, device = plan_memory(subject), f"{name} ({gib(size)}; --hardware for others)"
     if not plan.shortages:
-        what = f"{plan.fullest.name} takes the most: {gib(plan.fullest.num_bytes)} of each {device}"
-        yield ok(about, what)
+        yield ok(about, f"{plan.fullest.name} takes the most: {gib(plan.fullest.num_bytes)} of each {device}")
         return
     advice = advise(subject, max_found=1)
     fix = subject.overrides(advice[0][0]) if advice else "mrl plan --search, or larger devices"
     for shortage in plan.shortages:
         what = f"{shortage.phase.name} {shortage.what} of {device}: {gib(shortage.num_bytes)} too much"
         yield _overfull(config.cluster, what, fix)
-
-
-def _sft_memory(config: SftConfig, hardware_name: str | None) -> CheckResult:
-    device = hardware(hardware_name or config.cluster.hardware or DEFAULT)
-    try:
-        phase = sft_phase(config)
-    except ModelError as error:
-        return skip("memory", error.what, error.fix)
-    what = f"an update takes {gib(phase.num_bytes)} of each {device.name} ({gib(device.memory_bytes)})"
-    if phase.num_bytes <= device.memory_bytes:
-        return ok("memory", what)
-    return _overfull(config.cluster, what, SFT_ADVICE)
 
 
 def _overfull(cluster: ClusterConfig, what: str, fix: str) -> CheckResult:
@@ -186,23 +173,17 @@ def check_planned_memory(resolved: Resolved[Any]) -> Iterator[CheckResult]:
 
 def check_machine(config: AnyConfig, usable_bytes: int, taken_bytes: int) -> CheckResult:
     """Check a machine of CPU slots: fail where it surely does not hold a run, and warn where it may not."""
-    about, subject = "memory", None
+    about = "memory"
     try:
-        if isinstance(config, SftConfig):
-            plan = sft_machine(config)
-        else:
-            subject = machine_plan_input(config, usable_bytes)
-            plan = plan_machine(subject)
+        subject = machine_plan_input(config, usable_bytes)
+        plan = plan_machine(subject)
     except (ModelError, PlacementError) as error:
         return skip(about, error.what, error.fix)
-    left = max(0, usable_bytes - taken_bytes)
     range_of = f"{gib(plan.min_bytes)} to {gib(plan.max_bytes)}"
     what = f"a run takes {range_of} of a machine's {gib(usable_bytes)}, most in the phase of the {plan.fullest}"
-    if plan.max_bytes <= left:
+    if plan.max_bytes <= (left := max(0, usable_bytes - taken_bytes)):
         return ok(about, what)
-    changes = advise_machine(subject, left) if subject else None
-    fix = "a smaller model, a larger machine, or fewer other programs"
-    if subject and changes:
-        fix = subject.overrides(changes)
+    changes = None if isinstance(config, SftConfig) else advise_machine(subject, left)
+    fix = subject.overrides(changes) if changes else "a smaller model, a larger machine, or fewer other programs"
     what += f"; others hold {gib(taken_bytes)}. {'; '.join(plan.lines())}"
     return CheckResult("fail" if plan.min_bytes > usable_bytes else "warn", about, what, fix)

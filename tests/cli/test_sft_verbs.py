@@ -14,9 +14,9 @@ from mrl.config.schema import Config
 from mrl.config.sft import SftConfig
 from mrl.demo.model import make_model
 from mrl.errors import ConfigError
-from mrl.plan.memory import role_stages
+from mrl.plan.machine_memory import machine_plan_input, plan_machine
+from mrl.plan.memory import role_stages, update_phase
 from mrl.plan.plan_input import make_plan_input
-from mrl.plan.sft import sft_machine, sft_phase
 from mrl.preflight.data import check_data, check_models
 
 ROOT = Path(__file__).parents[2]
@@ -90,10 +90,11 @@ def test_the_plan_is_that_of_the_actor_alone(capsys: pytest.CaptureFixture[str])
         *(f"actor.parallel.{axis}={getattr(actor.parallel, axis)}" for axis in ("tp", "pp", "cp")),
         f"actor.parallel.sequence_parallel={str(actor.parallel.sequence_parallel).lower()}",
     ]
-    config = load_sft_config(SFT, overrides).config
+    sft = load_sft_config(SFT, overrides)
     settings = {"megatron": actor.megatron, "optimizer": actor.optimizer, "ddp": actor.ddp}
-    config = replace(config, actor=replace(config.actor, **settings, parallel=actor.parallel))
-    assert sft_phase(config).num_bytes == max(role.alone_bytes for role in role_stages(rl, "actor"))
+    same = replace(sft.config, actor=replace(sft.config.actor, **settings, parallel=actor.parallel))
+    update = update_phase(make_plan_input(replace(sft, config=same), None))
+    assert update.num_bytes == max(role.alone_bytes for role in role_stages(rl, "actor"))
     assert main(["plan", SFT, *GPUS, *LARGE]) == 0
     assert "It fits, and leaves " in capsys.readouterr().out
     assert main(["plan", SFT, *GPUS, *LARGE, "actor.max_tokens_per_device=65536"]) == 2
@@ -105,7 +106,7 @@ def test_the_plan_is_that_of_the_actor_alone(capsys: pytest.CaptureFixture[str])
 def test_a_machine_holds_the_ranks_their_work_and_a_checkpoint() -> None:
     model = "Qwen/Qwen2.5-0.5B-Instruct"
     config = load_sft_config(SFT).config
-    plan = sft_machine(config, model)
+    plan = plan_machine(machine_plan_input(config, 0, model))
     ranks, checkpoint, _ = plan.processes
     assert (ranks.count, ranks.name) == (2, "actor")
     assert plan.min_bytes > 2 * ranks.held
@@ -113,7 +114,7 @@ def test_a_machine_holds_the_ranks_their_work_and_a_checkpoint() -> None:
     assert ranks.held > 16 * num_parameters // 2, "weights and gradients whole, the optimizer shared by two"
     assert checkpoint.most == pytest.approx(12 * num_parameters, rel=0.35)
     shorter = load_sft_config(SFT, ["actor.max_tokens_per_device=512"]).config
-    assert sft_machine(shorter, model).max_bytes < plan.max_bytes
+    assert plan_machine(machine_plan_input(shorter, 0, model)).max_bytes < plan.max_bytes
 
 
 @pytest.mark.parametrize("reference", ["in_place", "once"])
@@ -122,7 +123,10 @@ def test_a_reference_in_place_takes_memory(reference: str, capsys: pytest.Captur
     model, once = "Qwen/Qwen2.5-0.5B-Instruct", reference == "once"
     config = load_config_of("dpo", DPO, [f"preference.reference={reference}"]).config
     without = load_config_of("dpo", DPO, ["preference={loss: simpo, sft_weight: 0}"]).config
-    more = sft_machine(config, model).processes[0].held - sft_machine(without, model).processes[0].held
+    more = (
+        plan_machine(machine_plan_input(config, 0, model)).processes[0].held
+        - plan_machine(machine_plan_input(without, 0, model)).processes[0].held
+    )
     num_bytes = 4 * 494_032_768
     assert more == (0 if once else pytest.approx(2 * num_bytes, rel=0.01))
     assert main(["explain", DPO, f"preference.reference={reference}"]) == 0

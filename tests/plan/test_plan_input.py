@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mrl.config.load import load_config
 from mrl.plan.memory import plan_memory
-from mrl.plan.plan_input import make_plan_input
+from mrl.plan.plan_input import make_plan_input, not_modeled
 from mrl.plan.search import advise
 from tests.plan.planning import CONFIGS, subject_of
 
@@ -61,8 +61,8 @@ def test_settings_that_are_not_counted_are_named_by_role() -> None:
         ["rollout.vllm.kv_cache_dtype=fp8", "actor.megatron.cpu_offloading=true"],
     )
     subject = make_plan_input(config, "h100")
-    assert list(subject.not_modeled()) == ["actor.megatron.cpu_offloading", "rollout.vllm.kv_cache_dtype"]
-    assert list(subject_of(PRESET).not_modeled()) == []
+    assert list(not_modeled(subject.config)) == ["actor.megatron.cpu_offloading", "rollout.vllm.kv_cache_dtype"]
+    assert list(not_modeled(subject_of(PRESET).config)) == []
 
 
 def test_advice_is_the_first_step_of_its_kind_that_fits_and_no_more_kinds_than_needed() -> None:

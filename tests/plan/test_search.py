@@ -13,7 +13,7 @@ import pytest
 from mrl.config.load import load_config
 from mrl.plan import search as searching
 from mrl.plan.memory import plan_memory
-from mrl.plan.plan_input import PlanInput, make_plan_input
+from mrl.plan.plan_input import PlanInput, make_plan_input, not_modeled
 from mrl.plan.search import Found, Option, Placement, placements, search, try_out
 from mrl.plan.timing import Lengths, TimedPhase, TimePlan, assumed_lengths, plan_time
 from tests.plan.planning import CONFIGS, REWARD_MODEL, subject_of
@@ -87,7 +87,7 @@ def test_the_judge_keeps_its_devices() -> None:
     pools = "placement={pools: {all: 4, judges: 4}, roles: {judge: judges}}"
     words = ["judge.path=some/judge", asking, pools]
     subject = make_plan_input(load_config(str(CONFIGS / "ppo-llama3.1-8b-1n8g.yaml"), words), "h100")
-    assert list(subject.not_modeled()) == ["judge"]
+    assert list(not_modeled(subject.config)) == ["judge"]
     for placement in placements(subject, assumed_lengths(subject.config)):
         here = placement.placed.config.placement
         assert (here.pools["judge"], here.roles["judge"]) == (4, "judge")
