@@ -1,4 +1,4 @@
-"""The few things about processes that Linux offers and Python does not: whose child one is, and how to end a family.
+"""Processes and signals, where Linux offers what Python does not: whose child one is, and how to end a family.
 
 Who adopts the orphans below it keeps below it whatever these start, until it ends: a new session or a double fork
 changes nothing about it. Reward workers and their supervisor do, and whoever keeps a run's Ray.
@@ -11,7 +11,10 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -114,3 +117,15 @@ def describe_status(status: int) -> str:
 def _prctl(option: int, value: int) -> None:
     if _libc.prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+@contextmanager
+def listening(numbers: Sequence[signal.Signals], hear: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Hear these signals within the block, but for those that the process was told to ignore, as by `nohup`."""
+    listened = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, hear) for number in listened}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 LAYERS = (  # lowest first; what shares a line never imports each other
-    {"answers", "children", "errors", "files", "dtypes", "rounding", "signals"},
+    {"answers", "children", "errors", "files", "dtypes", "rounding"},
     {"registry", "redaction", "hub", "libraries"},
     {"events"},
     {"config"},
@@ -51,7 +51,6 @@ WITHOUT_TORCH = {
     "errors",
     "files",
     "rounding",
-    "signals",
     "registry",
     "redaction",
     "hub",

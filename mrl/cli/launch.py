@@ -17,8 +17,7 @@ from mrl.cli.arguments import add_config, load_one, split_arguments, warn_unchec
 from mrl.cli.explain import explain
 from mrl.config.load import VERBS, Resolved
 from mrl.errors import SetupError
-from mrl.launch.job_bundle import JobBundle, pack
-from mrl.launch.ray_job import RayJob, make_job, submit_command, submit_script, write_job_directory
+from mrl.launch.ray_job import JobBundle, RayJob, make_job, pack, submit_command, submit_script, write_job_directory
 from mrl.launch.site import load_site
 from mrl.launch.slurm import CONFIG, SCRIPT, SlurmJob, job_files, render_script
 from mrl.preflight.findings import check_planned_memory, refuse

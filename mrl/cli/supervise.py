@@ -18,13 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from mrl.children import die_with
+from mrl.children import die_with, listening
 from mrl.cli.interrupt import on_interrupt, what_is_kept
 from mrl.config.load import AnyTyped, Resolved, config_kind
 from mrl.config.run_directory import CHECKPOINTS, steps_in
 from mrl.errors import MrlError, PlacementError, WorkerDied, WorkerSilent
 from mrl.events import Event, EventLog, RayLost, RunRestarted
-from mrl.signals import listening
 
 EXIT_LOST, EXIT_NO_PLACE, EXIT_FAILED = 76, 77, 78
 """What a watched run leaves with when it lost a worker or a node, when there were too few devices to start, and when

@@ -13,7 +13,7 @@ from typing import Any
 from mrl.config.keys import ENTRY, describe_type, fields_of
 from mrl.config.load import Resolved
 from mrl.config.schema import Config
-from mrl.config.values import KeyPath, dotted
+from mrl.config.values import KeyPath, dotted, leaves_of
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./@+-]*")
 _NOT_TEXT = {"true", "false", "yes", "no", "on", "off", "null"}
@@ -33,7 +33,10 @@ class Leaf:
 
 def leaves(resolved: Resolved[Any]) -> Iterator[Leaf]:
     """Yield every value of a configuration, in the order of the schema."""
-    yield from _leaves(resolved, dataclasses.asdict(resolved.config), ())
+    hide = resolved.secrets.hide
+    for path, value in leaves_of(dataclasses.asdict(resolved.config)):
+        origin = " ".join(hide(resolved.origin(path)).split())
+        yield Leaf(tuple(map(hide, path)), _flow(resolved.secrets.shown(path, value)), origin, value)
 
 
 def render(resolved: Resolved[Any]) -> str:
@@ -89,17 +92,6 @@ def _schema_lines(section: type, path: KeyPath, listed: dict[type, KeyPath]) -> 
             yield from _schema_lines(inner, first, listed)
         else:
             yield f"{'  ' * len(inner_path)}  Its keys are those of {dotted(first)}."
-
-
-def _leaves(resolved: Resolved[Any], value: Any, path: KeyPath) -> Iterator[Leaf]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _leaves(resolved, inner, (*path, name))
-    else:
-        shown = resolved.secrets.shown(path, value)
-        hidden_path = tuple(resolved.secrets.hide(name) for name in path)
-        origin = " ".join(resolved.secrets.hide(resolved.origin(path)).split())
-        yield Leaf(hidden_path, _flow(shown), origin, value)
 
 
 def _flow(value: Any) -> str:

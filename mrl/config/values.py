@@ -58,6 +58,15 @@ def _merge_values(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[st
     return merged
 
 
+def leaves_of(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield every value that is no section with something in it, and its key."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from leaves_of(inner, (*path, str(name)))
+    else:
+        yield path, value
+
+
 def holds(values: Any, path: KeyPath) -> bool:
     for name in path:
         if not isinstance(values, Mapping) or name not in values:

@@ -1,4 +1,4 @@
-"""What every task of the Slurm step runs: Ray on its node, and on the first node the run.
+"""What every task of the Slurm step runs: Ray on its node, ended with all of its own, and on the first node the run.
 
 Tasks meet in the directory of the attempt: the first one writes `address` there when its Ray can be joined, and
 `exit_code` when the run has ended, at which the others leave. The batch script writes `stop` when time runs out.
@@ -7,21 +7,27 @@ Tasks meet in the directory of the attempt: the first one writes `address` there
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import os
+import random
+import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from mrl import files
 from mrl.config.load import load_any_config
-from mrl.config.schema import Config
+from mrl.config.schema import ClusterConfig, Config
 from mrl.errors import EXIT_STOPPED, MrlError, SetupError, TooFewDevices
-from mrl.launch.ray_node import default_signals, device_options, free_port, head_options, own_address, ray_node
 from mrl.plan.search import fits_on
 
 _POLL_S = 0.5
@@ -29,30 +35,21 @@ _CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLL
 _AWAIT = "await-nodes"  # the first argument of the process that waits for the other nodes
 
 
-class RendezvousDirectory:
-    """The directory in which the tasks of an attempt meet."""
+def read(file: Path) -> str:
+    """Return what somebody wrote; nothing where nobody has."""
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return ""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
 
-    def read(self, name: str) -> str:
-        """Return what somebody wrote; nothing where nobody has."""
-        try:
-            return (self.directory / name).read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
-            return ""
-
-    def write(self, name: str, text: str) -> None:
-        """Write a file that others see whole or not at all."""
-        files.write_text(self.directory / name, text)
-
-    def has(self, name: str) -> bool:
-        """Return whether the file is there. Opening asks the file server, where looking may be answered from memory."""
-        try:
-            os.close(os.open(self.directory / name, os.O_RDONLY))
-        except FileNotFoundError:
-            return False
-        return True
+def is_there(file: Path) -> bool:
+    """Return whether there is such a file. Opening asks the file server, where looking may be answered from memory."""
+    try:
+        os.close(os.open(file, os.O_RDONLY))
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     part = _first if os.environ["SLURM_PROCID"] == "0" else _other
     try:
         with writable_caches():
-            return part(RendezvousDirectory(arguments.attempt), arguments)
+            return part(arguments.attempt, arguments)
     except MrlError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -92,7 +89,7 @@ def writable_caches() -> Iterator[None]:
         yield
 
 
-def _first(attempt: RendezvousDirectory, arguments: argparse.Namespace) -> int:
+def _first(attempt: Path, arguments: argparse.Namespace) -> int:
     name, limit_s, code = os.environ["SLURMD_NODENAME"], arguments.join_limit_s, 1
     try:
         host = own_address(arguments.interface, name)
@@ -102,30 +99,30 @@ def _first(attempt: RendezvousDirectory, arguments: argparse.Namespace) -> int:
         options = [*head_options(port), *device_options(cluster, arguments.cpus)]
         with ray_node(host, name, options) as node:
             node.await_start(limit_s)
-            attempt.write("address", address)
+            files.write_text(attempt / "address", address)
             common = [arguments.config, f"cluster.ray_address={address}"]
-            waiting = ["-m", "mrl.launch.node", _AWAIT, *common, f"{limit_s}", *attempt.read("nodes").split()]
+            waiting = ["-m", "mrl.launch.node", _AWAIT, *common, f"{limit_s}", *read(attempt / "nodes").split()]
             # A process of its own, like the run: Ray ends whoever is joined to a cluster that is gone.
             code = supervise([sys.executable, *waiting], attempt)
             if code == 0:
                 code = supervise([sys.executable, "-m", "mrl.cli.main", arguments.verb, *common], attempt)
     finally:
-        attempt.write("exit_code", f"{code}")
+        files.write_text(attempt / "exit_code", f"{code}")
     return code
 
 
-def _other(attempt: RendezvousDirectory, arguments: argparse.Namespace) -> int:
+def _other(attempt: Path, arguments: argparse.Namespace) -> int:
     name, limit_s = os.environ["SLURMD_NODENAME"], arguments.join_limit_s
     host, deadline = own_address(arguments.interface, name), time.monotonic() + limit_s
-    while not (address := attempt.read("address")):
-        if attempt.has("exit_code"):
+    while not (address := read(attempt / "address")):
+        if is_there(attempt / "exit_code"):
             return 1
         if time.monotonic() > deadline:
             raise SetupError(f"the first node has started no Ray within {limit_s:g} s")
         time.sleep(_POLL_S)
     cluster = load_any_config(arguments.config, [f"cluster.ray_address={address}"]).config.cluster
     with ray_node(host, name, [f"--address={address}", *device_options(cluster, arguments.cpus)]) as node:
-        while not attempt.has("exit_code"):
+        while not is_there(attempt / "exit_code"):
             node.check()
             time.sleep(_POLL_S)
     return 0
@@ -151,22 +148,127 @@ def _await_nodes(argv: Sequence[str]) -> int:
     return 0
 
 
-def supervise(command: Sequence[str], attempt: RendezvousDirectory) -> int:
+def supervise(command: Sequence[str], attempt: Path) -> int:
     """Run a command to its end; SIGUSR1 tells it when the batch script wants it to stop. Its words go to a log."""
-    with (attempt.directory / "train.log").open("ab") as log:
+    with (attempt / "train.log").open("ab") as log:
         run = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, preexec_fn=default_signals
         )
         signal.signal(signal.SIGTERM, lambda number, frame: run.send_signal(number))
         is_told = False
         while run.poll() is None:
-            if not is_told and attempt.has("stop"):
+            if not is_told and is_there(attempt / "stop"):
                 run.send_signal(signal.SIGUSR1)
                 is_told = True
             time.sleep(_POLL_S)
     if run.returncode == -signal.SIGUSR1:
         return EXIT_STOPPED  # it was told before it could listen: nothing has been done that would be lost
     return run.returncode if run.returncode >= 0 else 128 - run.returncode
+
+
+_LOOPBACK = "127.0.0.1"
+_STARTED = "ray_current_cluster"  # Ray writes it into its directory once the node is up and known to the others
+_ENDS_S = 20.0
+_POLL_S = 0.2
+_SIOCGIFADDR = 0x8915
+_PORTS = range(20000, 32768)
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """A `ray start --block` that runs."""
+
+    process: subprocess.Popen[bytes]
+    directory: Path
+
+    def await_start(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while not (self.directory / _STARTED).exists():
+            self.check()
+            if time.monotonic() > deadline:
+                raise SetupError(f"Ray did not start on this node within {limit_s:g} s")
+            time.sleep(_POLL_S)
+
+    def check(self) -> None:
+        if (status := self.process.poll()) is not None:
+            logs = self.directory / "session_latest" / "logs"
+            raise SetupError(f"Ray ended on this node, with status {status}{_last_words(logs)}")
+
+
+@contextmanager
+def ray_node(host: str, name: str, options: Sequence[str]) -> Iterator[RayNode]:
+    """Run Ray for the length of the block, its sockets and logs in a private directory."""
+    directory = Path(tempfile.mkdtemp(prefix="mrl-"))  # 0700; Ray would leave them open to all
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    command += [f"--node-ip-address={host}", f"--node-name={name}", f"--temp-dir={directory}", *options]
+    # Its default is one port for all: a head that finds it taken lives on without this agent, and refuses every job.
+    command += [f"--dashboard-agent-listen-port={free_port()}"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=default_signals)
+    try:
+        yield RayNode(process, directory)
+    finally:
+        process.terminate()
+        try:
+            process.wait(_ENDS_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it started, and left
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def head_options(port: int) -> list[str]:
+    """What makes a node the first. Its dashboard listens on this node alone: `ssh -L` is the way to it."""
+    # A fixed port would be another user's on a shared node, and Ray ends when it cannot have it.
+    options = ["--head", f"--port={port}", f"--ray-client-server-port={free_port()}"]
+    return [*options, f"--dashboard-host={_LOOPBACK}", f"--dashboard-port={free_port()}"]
+
+
+def device_options(cluster: ClusterConfig, num_cpus: int) -> list[str]:
+    """What a node offers: what Ray counts by itself is the machine's, not the job's."""
+    if cluster.device == "cpu":
+        return [f"--num-cpus={cluster.devices_per_node}"]
+    return [f"--num-gpus={cluster.devices_per_node}", f"--num-cpus={num_cpus}"]
+
+
+def own_address(interface: str | None, name: str) -> str:
+    """The address of this node that others reach: an interface's, or what the node's name stands for."""
+    if interface is None:
+        address = socket.gethostbyname(name)
+        if address.startswith("127."):
+            what = f"{name} stands for {address} here, which no other node reaches"
+            raise SetupError(what, fix="name network_interface in the cluster file")
+        return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        except OSError as error:
+            present = ", ".join(name for _, name in socket.if_nameindex())
+            fix = f"network_interface of the cluster file: this node has {present}"
+            raise SetupError(f'the interface "{interface}" has no address: {error.strerror}', fix=fix) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def free_port() -> int:
+    """Return a port that is free now on every address. None of those that the kernel hands out unasked, which may be
+    another's before Ray takes it, and none of those that Ray gives to its workers."""
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("", port))
+            return port
+    raise SetupError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free on this node")
+
+
+def default_signals() -> None:
+    """Reset SIGTERM in a new process: a signal that its parent ignores would stay ignored in it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _last_words(logs: Path) -> str:
+    """Return what Ray says of the process that took it along."""
+    said = logs / "ray_process_exit.log"
+    return f": {' '.join(said.read_text(errors='replace').split())}" if said.is_file() else ""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A run as a job of a Ray cluster that is up: its configuration and the user's own code travel, and nothing else."""
+"""What a job takes along; and a run as a job of a Ray cluster that is up, to which that travels, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mrl import files
+from mrl.config.load import Resolved
 from mrl.config.model_names import model_names
-from mrl.config.names import is_file
+from mrl.config.names import is_file, own_parts
 from mrl.config.sft import AnyConfig
+from mrl.config.sources import read_chain, read_overrides
+from mrl.config.values import ENVIRONMENT_VARIABLE, dotted, leaves_of, merge
 from mrl.errors import ConfigError, Problem, SetupError
-from mrl.launch.job_bundle import JobBundle, user_modules
 from mrl.redaction import is_secret_key
 
 CONFIG, RUNTIME_ENVIRONMENT = "config.yaml", "runtime_environment.json"
@@ -44,7 +47,8 @@ def make_job(config: AnyConfig, bundle: JobBundle, further: Sequence[str]) -> Ra
             fix="set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's token, or "
             "cluster.allow_insecure_ray=true",
         )
-    code = [*filter(None, map(_own_code, dict.fromkeys(user_modules(config)))), *map(_below_here, further)]
+    modules = dict.fromkeys(name.partition(":")[0] for _, name in own_parts(config))
+    code = [*filter(None, map(_own_code, modules)), *map(_below_here, further)]
     secret = tuple(name for name in bundle.variables if is_secret_key(name))
     environment = {name: os.environ[name] for name in bundle.variables if name not in secret}
     return RayJob(bundle, tuple(dict.fromkeys(code)), environment, secret)
@@ -144,3 +148,29 @@ def _relative_paths(config: AnyConfig) -> Iterator[Problem]:
         if not os.path.isabs(path):
             what = f'"{path}" is relative, and a job runs in a directory that Ray makes and removes'
             yield Problem("", key, what, f"{key}={os.path.abspath(path)}, if the nodes share that")
+
+
+@dataclass(frozen=True)
+class JobBundle:
+    """A configuration that no longer changes while its job waits: one file, with `${oc.env:NAME}` as written."""
+
+    text: str
+    variables: tuple[str, ...]
+    """The environment variables that it takes values from."""
+
+
+def pack(resolved: Resolved[Any], overrides: Sequence[str]) -> JobBundle:
+    """Return the file, what it extends and the overrides as one. Secrets are no part of it: written out, they are an
+    error."""
+    layer = merge(read_chain(resolved.path), read_overrides(overrides)[0])
+    problems = []
+    for path, written in leaves_of(layer.values):
+        shown = json.dumps(written, ensure_ascii=False)
+        is_secret = path in resolved.secrets.paths and "${oc.env:" not in shown and written is not None
+        if is_secret or resolved.secrets.hide(shown) != shown:
+            what, fix = "a secret would go into the files of the job", "take it from the environment: ${oc.env:NAME}"
+            problems.append(Problem(layer.origin(path, resolved.path), dotted(path), what, fix))
+    if problems:
+        raise ConfigError(problems)
+    text = json.dumps(layer.values, indent=2, ensure_ascii=False)  # JSON is YAML
+    return JobBundle(f"{text}\n", tuple(dict.fromkeys(ENVIRONMENT_VARIABLE.findall(text))))

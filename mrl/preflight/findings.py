@@ -18,6 +18,7 @@ from mrl.config.names import missing_modules
 from mrl.config.schema import ClusterConfig, Config
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.config.step_calls import SAMPLE_COLUMNS, step_calls
+from mrl.config.values import leaves_of
 from mrl.errors import ConfigError, ModelError, MrlError, PlacementError, Problem
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
 from mrl.plan.memory import gib, plan_memory, update_phase
@@ -60,7 +61,7 @@ def refuse(path: str, findings: Iterable[CheckResult]) -> list[CheckResult]:
 
 def check_configuration(resolved: Resolved[Any]) -> Iterator[CheckResult]:
     """Yield what loading has shown: it would have stopped at anything wrong."""
-    num_keys = _num_values(dataclasses.asdict(resolved.config))
+    num_keys = len(list(leaves_of(dataclasses.asdict(resolved.config))))
     yield ok("configuration", f"{num_keys} values in range, and every rule between them holds")
     for warning in resolved.warnings:
         yield skip("configuration", warning, "run this where it is" if "on this machine" in warning else "")
@@ -125,10 +126,6 @@ def column_problems(config: Config) -> list[str]:
                 problems.append(f"{call.method} needs `{column}`, but does not declare that it reads it")
         there |= set(call.writes)
     return problems
-
-
-def _num_values(value: object) -> int:
-    return sum(map(_num_values, value.values())) if isinstance(value, dict) and value else 1
 
 
 def check_memory(resolved: Resolved[Any], hardware_name: str | None = None) -> Iterator[CheckResult]:

@@ -19,7 +19,7 @@ from mrl.children import children_of
 from mrl.config.schema import ClusterConfig
 from mrl.controller.cluster import ray_cluster
 from mrl.errors import PlacementError
-from mrl.launch.ray_node import RayNode, free_port, head_options, ray_node
+from mrl.launch.node import RayNode, free_port, head_options, ray_node
 from tests.apart import ROOT
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from mrl.launch.ray_node import RayNode
+from mrl.launch.node import RayNode
 from tests.apart import MAIN, ROOT
 
 RAY_PORT = 6399

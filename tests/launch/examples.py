@@ -14,8 +14,7 @@ from unittest.mock import patch
 
 from mrl.config.load import Resolved, load_config
 from mrl.config.schema import Config
-from mrl.launch.job_bundle import pack
-from mrl.launch.ray_job import make_job, submit_command, submit_script
+from mrl.launch.ray_job import make_job, pack, submit_command, submit_script
 from mrl.launch.site import load_site
 from mrl.launch.slurm import SlurmJob, render_script
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from mrl import files
 from mrl.errors import SetupError
-from mrl.launch import node, ray_node
-from mrl.launch.node import RendezvousDirectory, supervise, writable_caches
-from mrl.launch.ray_node import free_port, own_address
+from mrl.launch import node
+from mrl.launch.node import free_port, is_there, own_address, read, supervise, writable_caches
 
 SAVES = """
 import signal, sys, time
@@ -27,54 +27,54 @@ time.sleep(60)
 
 
 @pytest.fixture
-def attempt(tmp_path: Path) -> RendezvousDirectory:
-    return RendezvousDirectory(tmp_path)
+def attempt(tmp_path: Path) -> Path:
+    return tmp_path
 
 
-def stop_when_ready(attempt: RendezvousDirectory) -> None:
-    while "ready" not in attempt.read("train.log"):
+def stop_when_ready(attempt: Path) -> None:
+    while "ready" not in read(attempt / "train.log"):
         time.sleep(0.05)
-    attempt.write("stop", "")
+    files.write_text(attempt / "stop", "")
 
 
-def test_a_run_is_told_to_stop_and_its_exit_code_is_kept(attempt: RendezvousDirectory) -> None:
+def test_a_run_is_told_to_stop_and_its_exit_code_is_kept(attempt: Path) -> None:
     threading.Thread(target=stop_when_ready, args=[attempt]).start()
     assert supervise([sys.executable, "-c", SAVES], attempt) == 75
 
 
-def test_a_run_that_was_told_before_it_could_listen_has_lost_nothing(attempt: RendezvousDirectory) -> None:
+def test_a_run_that_was_told_before_it_could_listen_has_lost_nothing(attempt: Path) -> None:
     threading.Thread(target=stop_when_ready, args=[attempt]).start()
     assert supervise(["sh", "-c", "echo ready; exec sleep 60"], attempt) == 75
 
 
 @pytest.mark.parametrize(("command", "code"), [("exit 3", 3), ("kill -9 $$", 128 + signal.SIGKILL), ("true", 0)])
-def test_other_exit_codes_are_those_of_a_shell(command: str, code: int, attempt: RendezvousDirectory) -> None:
+def test_other_exit_codes_are_those_of_a_shell(command: str, code: int, attempt: Path) -> None:
     assert supervise(["sh", "-c", command], attempt) == code
 
 
-def test_scancel_reaches_the_run_alone(attempt: RendezvousDirectory) -> None:
+def test_scancel_reaches_the_run_alone(attempt: Path) -> None:
     """In a process of its own, as a task is: SIGTERM must end the run, and not the task that has to report it."""
-    program = "import sys; from pathlib import Path; from mrl.launch.node import RendezvousDirectory, supervise\n"
-    directory = f"RendezvousDirectory(Path({str(attempt.directory)!r}))"
+    program = "import sys; from pathlib import Path; from mrl.launch.node import supervise\n"
+    directory = f"Path({str(attempt)!r})"
     program += f"code = supervise(['sh', '-c', 'echo ready; exec sleep 60'], {directory})\n"
     program += "print('left with', code)"
     task = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    while "ready" not in attempt.read("train.log"):
+    while "ready" not in read(attempt / "train.log"):
         time.sleep(0.05)
     task.send_signal(signal.SIGTERM)
     assert task.communicate(timeout=20)[0] == f"left with {128 + signal.SIGTERM}\n"
 
 
 def test_workers_leave_when_the_first_node_has_failed_or_never_came(
-    attempt: RendezvousDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    attempt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("SLURMD_NODENAME", "here")
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # this process goes on afterwards
-    arguments = [str(attempt.directory), "--config", "none", "--cpus", "1", "--interface", "lo", "--join-limit-s"]
+    arguments = [str(attempt), "--config", "none", "--cpus", "1", "--interface", "lo", "--join-limit-s"]
     assert node.main([*arguments, "0.1"]) == 1
     assert "the first node has started no Ray within 0.1 s" in capsys.readouterr().err
-    attempt.write("exit_code", "2")
+    files.write_text(attempt / "exit_code", "2")
     assert node.main([*arguments, "60"]) == 1
 
 
@@ -102,8 +102,8 @@ def test_what_ray_started_is_ended_even_where_it_does_not_end_itself(
         return started([sys.executable, str(tmp_path / "stubborn.py"), "parent"], **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setattr(ray_node, "_ENDS_S", 0.5)
-    with ray_node.ray_node("127.0.0.1", "here", []):
+    monkeypatch.setattr(node, "_ENDS_S", 0.5)
+    with node.ray_node("127.0.0.1", "here", []):
         while not (tmp_path / "pids").exists() or len((tmp_path / "pids").read_text().split()) < 2:
             time.sleep(0.05)
     time.sleep(0.2)
@@ -117,13 +117,13 @@ def test_a_ray_that_does_not_start_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: started(["sh", "-c", "exit 7"], **options))
     with (
         pytest.raises(SetupError, match="Ray ended on this node, with status 7"),
-        ray_node.ray_node("127.0.0.1", "here", []) as ray,
+        node.ray_node("127.0.0.1", "here", []) as ray,
     ):
         ray.await_start(20)
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: started(["sleep", "60"], **options))
     with (
         pytest.raises(SetupError, match=r"did not start on this node within 0\.1 s"),
-        ray_node.ray_node("127.0.0.1", "here", []) as ray,
+        node.ray_node("127.0.0.1", "here", []) as ray,
     ):
         ray.await_start(0.1)
     assert not ray.directory.exists()
@@ -154,10 +154,10 @@ def test_a_port_is_free() -> None:
         taken.bind(("127.0.0.1", free_port()))
 
 
-def test_files_of_an_attempt(attempt: RendezvousDirectory) -> None:
-    assert attempt.read("address") == ""
-    assert not attempt.has("stop")
-    attempt.write("nodes", "a\nb\n")
-    assert attempt.read("nodes") == "a\nb"
-    assert attempt.has("nodes")
-    assert os.listdir(attempt.directory) == ["nodes"]
+def test_files_of_an_attempt(attempt: Path) -> None:
+    assert read(attempt / "address") == ""
+    assert not is_there(attempt / "stop")
+    files.write_text(attempt / "nodes", "a\nb\n")
+    assert read(attempt / "nodes") == "a\nb"
+    assert is_there(attempt / "nodes")
+    assert os.listdir(attempt) == ["nodes"]

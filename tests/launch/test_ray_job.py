@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.launch.job_bundle import JobBundle
-from mrl.launch.ray_job import RUNTIME_ENVIRONMENT, RayJob, write_job_directory
+from mrl.launch.ray_job import RUNTIME_ENVIRONMENT, JobBundle, RayJob, write_job_directory
 
 
 def test_secrets_beside_the_code_stay_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from mrl.config.load import load_config
+from mrl.config.names import own_parts
 from mrl.errors import ConfigError
-from mrl.launch.job_bundle import pack, user_modules
+from mrl.launch.ray_job import pack
 from mrl.launch.site import load_site
 from mrl.launch.slurm import SlurmJob, render_script
 from tests.launch.conftest import MAIN, ROOT, Place
@@ -154,10 +155,10 @@ def test_the_configuration_that_travels_is_the_same_and_holds_no_secret(
 
 def test_known_datasets_are_no_modules() -> None:
     def modules(*overrides: str) -> list[str]:
-        return list(user_modules(load_config(str(ROOT / "configs" / "laptop-ppo.yaml"), overrides).config))
+        return [name for _, name in own_parts(load_config(str(ROOT / "configs" / "laptop-ppo.yaml"), overrides).config)]
 
     assert modules("data.train.sums.dataset=toy:addition") == modules("data.train.sums.dataset=reasoning_gym:x") == []
-    assert modules("data.train.sums.dataset=my_rows:Rows") == ["my_rows"]
+    assert modules("data.train.sums.dataset=my_rows:Rows") == ["my_rows:Rows"]
 
 
 def test_dry_run_shows_all_and_writes_nothing(place: Place) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from mrl.demo.demo import DemoSettings, demo_yaml
 from mrl.demo.model import make_model
-from mrl.launch.ray_node import free_port, head_options, ray_node
+from mrl.launch.node import free_port, head_options, ray_node
 from tests.apart import untimed
 from tests.launch.conftest import Place
 
