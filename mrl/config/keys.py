@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import math
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -133,7 +134,8 @@ def _docs_of(statement: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 AnyTyped = TypeVar("AnyTyped")
-_VALUE = re.compile(r"[-+]?[0-9][0-9_.]*([eE][-+]?[0-9]+)?|true|false|yes|no|on|off", re.IGNORECASE)
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_NO_TEXT = re.compile(r"[-+]?[0-9][0-9_.]*([eE][-+]?[0-9]+)?|true|false|yes|no|on|off", re.IGNORECASE)
 
 
 def convert(
@@ -179,13 +181,15 @@ class _Conversion:
             return value
         origin, arguments = get_origin(annotation), get_args(annotation)
         if origin in (Union, types.UnionType):
-            return None if value is None else self._value(_without_none(arguments), value, path)
+            (choice,) = (choice for choice in arguments if choice is not type(None))
+            return None if value is None else self._value(choice, value, path)
         if value is None:
-            return self._report(
-                path, "must not be null", "give it a value, or leave the key out where it has a default"
-            )
+            fix = "give it a value, or leave the key out where it has a default"
+            return self._report(path, "must not be null", fix)
         if origin is Annotated:
-            return self._constrained(arguments[0], arguments[1], value, path)
+            typed, bound = self._value(arguments[0], value, path), arguments[1]
+            is_right = typed is UNUSABLE or bound.allows(typed)
+            return typed if is_right else self._wrong(path, str(bound), value)
         if origin is Literal:
             return self._choice(arguments, value, path)
         if origin is list:
@@ -194,13 +198,7 @@ class _Conversion:
             return self._free_keys(arguments, value, path)
         if section_of(annotation) is not None:
             return self.section(annotation, value, path)
-        return _SCALARS[annotation](self, value, path)
-
-    def _constrained(self, annotation: Any, constraint: Any, value: Any, path: KeyPath) -> Any:
-        typed = self._value(annotation, value, path)
-        if typed is UNUSABLE or constraint.allows(typed):
-            return typed
-        return self._report(path, f"must be {constraint}, not {self._quote(path, value)}")
+        return self._scalar(annotation, value, path)
 
     def _choice(self, choices: tuple[str, ...], value: Any, path: KeyPath) -> Any:
         if value in choices:
@@ -227,28 +225,24 @@ class _Conversion:
         typed = [self._value(annotation, value, (*path, str(number))) for number, value in enumerate(values)]
         return UNUSABLE if UNUSABLE in typed else typed
 
-    def _whole_number(self, value: Any, path: KeyPath) -> Any:
-        if isinstance(value, int) and not isinstance(value, bool):
+    def _scalar(self, kind: type, value: Any, path: KeyPath) -> Any:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if kind is float and is_number:
+            try:
+                number = float(value)
+            except OverflowError:
+                number = math.inf
+            return number if math.isfinite(number) else self._wrong(path, "a finite number", value)
+        if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
             return value
-        is_whole = isinstance(value, float) and value.is_integer()
-        return self._wrong(path, "a whole number", value, f"write {int(value)}" if is_whole else _unquote(value))
-
-    def _number(self, value: Any, path: KeyPath) -> Any:
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            return self._wrong(path, "a number", value, _unquote(value))
-        try:
-            number = float(value)
-        except OverflowError:
-            number = float("inf")
-        return number if abs(number) < float("inf") else self._wrong(path, "a finite number", value)
-
-    def _truth(self, value: Any, path: KeyPath) -> Any:
-        return value if isinstance(value, bool) else self._wrong(path, "true or false", value, _unquote(value))
-
-    def _text(self, value: Any, path: KeyPath) -> Any:
-        if isinstance(value, str):
-            return value
-        return self._wrong(path, "text", value, "" if isinstance(value, (dict, list)) else "write it in quotes")
+        fix = ""
+        if kind is str:
+            fix = "" if isinstance(value, dict | list) else "write it in quotes"
+        elif kind is int and is_number and value.is_integer():
+            fix = f"write {int(value)}"
+        elif isinstance(value, str) and _NO_TEXT.fullmatch(value):
+            fix = "write it without quotes, or as ${oc.decode:${oc.env:NAME}} where the environment gives it"
+        return self._wrong(path, _KINDS[kind], value, fix)
 
     def _wrong(self, path: KeyPath, expected: str, value: Any, fix: str = "") -> Any:
         return self._report(path, f"must be {expected}, not {self._quote(path, value)}", fix)
@@ -261,14 +255,6 @@ class _Conversion:
     def _report(self, path: KeyPath, what: str, fix: str = "") -> Any:
         self.problems.append(Problem(self._origin(path), dotted(path), what, fix))
         return UNUSABLE
-
-
-_SCALARS: dict[Any, Callable[[_Conversion, Any, KeyPath], Any]] = {
-    int: _Conversion._whole_number,
-    float: _Conversion._number,
-    bool: _Conversion._truth,
-    str: _Conversion._text,
-}
 
 
 _SAMPLED = "responses would be drawn from another distribution than the one that is trained"
@@ -287,15 +273,3 @@ def _unknown_key_fix(name: str, meant: str | None, path: KeyPath, known: Iterabl
     if "." in name:
         return f"write it as nested sections, or as {dotted(path)}=... on the command line"
     return f'did you mean "{meant}"?' if meant else f"known: {', '.join(sorted(known))}"
-
-
-def _unquote(value: Any) -> str:
-    """Return the fix for a number or truth value that is text: written in quotes, or taken from the environment."""
-    if isinstance(value, str) and _VALUE.fullmatch(value):
-        return "write it without quotes, or as ${oc.decode:${oc.env:NAME}} where the environment gives it"
-    return ""
-
-
-def _without_none(choices: tuple[Any, ...]) -> Any:
-    (choice,) = (choice for choice in choices if choice is not type(None))
-    return choice

@@ -16,7 +16,7 @@ from mrl.config.reward_rules import check_reward_rules
 from mrl.config.rules import check_rules
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, DpoConfig, RmConfig, SftConfig
-from mrl.config.sources import SourceError, read_chain, read_overrides
+from mrl.config.sources import read_chain, read_overrides
 from mrl.config.values import ConfigLayer, KeyPath, Secrets, holds, interpolate, merge
 from mrl.errors import ConfigError, Problem
 
@@ -55,11 +55,6 @@ def load_config(path: str, overrides: Iterable[str] = ()) -> Resolved[Config]:
     return _load(Config, path, overrides)
 
 
-def load_sft_config(path: str, overrides: Iterable[str] = ()) -> Resolved[SftConfig]:
-    """Do the same for `mrl sft`."""
-    return _load(SftConfig, path, overrides)
-
-
 def load_config_of(verb: str, path: str, overrides: Iterable[str] = ()) -> Resolved[Any]:
     """Load the kind of configuration by which this command trains."""
     (kind,) = (kind for kind, each in VERBS.items() if each == verb)
@@ -72,7 +67,7 @@ def load_any_config(path: str, overrides: Iterable[str] = ()) -> Resolved[Any]:
     given = list(overrides)
     try:
         values = merge(read_chain(path), read_overrides(given)[0]).values
-    except SourceError:
+    except ConfigError:
         values = {}  # `load_config` says what is wrong
     return load_config_of(VERBS[_kind_of(values) or Config], path, given)
 
@@ -81,7 +76,7 @@ def config_kind(path: str) -> AnyKind | None:
     """Return which kind of configuration a file is, whether it is right or not; None where that cannot be said."""
     try:
         return _kind_of(read_chain(path).values)
-    except SourceError:
+    except ConfigError:
         return None
 
 
@@ -99,17 +94,17 @@ def rechecked(resolved: Resolved[AnyTyped], config: AnyTyped) -> Resolved[AnyTyp
     """Return the same with another configuration, of which every rule is asked once more."""
     problems, warnings = _check(config)
     if problems:
-        raise _config_error([resolved.located(problem) for problem in problems], resolved.secrets)
+        raise resolved.secrets.error(map(resolved.located, problems))
     return dataclasses.replace(resolved, config=config, warnings=tuple(map(resolved.secrets.hide, warnings)))
 
 
 def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved[AnyTyped]:
     given = list(overrides)
+    override_layer, problems = read_overrides(given)
     try:
         file_layer = read_chain(path)
-    except SourceError as error:
-        raise _config_error(error.problems + read_overrides(given)[1], Secrets()) from None
-    override_layer, problems = read_overrides(given)
+    except ConfigError as error:
+        raise Secrets().error([*error.problems, *problems]) from None
     layer = merge(file_layer, override_layer)
     kind = _kind_of(layer.values)
     if kind is not None and VERBS[kind] != VERBS[root]:
@@ -117,7 +112,7 @@ def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved
         what = f"is a configuration of `mrl {verb}`, not of `mrl {VERBS[root]}`"
         lacks = _TOLD_BY.get(VERBS[root]) if kind is SftConfig else None
         fix = f"mrl {verb} {path}{f', or add the section {lacks}' if lacks else ''}"
-        raise _config_error([Problem(path, "", what, fix)], Secrets())
+        raise Secrets().error([Problem(path, "", what, fix)])
     values, unresolved, secrets = interpolate(layer, path)
     problems += unresolved
 
@@ -129,10 +124,13 @@ def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved
     warnings: list[str] = []
     if config is not None and not problems:
         problems, warnings = _check(config)
-        problems += _check_run_names(config, secrets)
+        for key, text in (("run.name", config.run.name), ("run.dir", config.run.dir)):
+            if secrets.hide(text) != text:
+                what = "holds a secret, and would name a directory"
+                problems.append(Problem("", key, what, "name the run by something public"))
         problems = [dataclasses.replace(problem, where=origin(tuple(problem.key.split(".")))) for problem in problems]
     if config is None or problems:
-        raise _config_error(problems, secrets)
+        raise secrets.error(problems)
     if config.training.fallback:
         given += config.training.fallback
         _check_fallback(root, path, given)
@@ -166,21 +164,5 @@ def _check_fallback(root: type[AnyTyped], path: str, overrides: Sequence[str]) -
     try:
         _load(root, path, [*overrides, "training.fallback=[]"])
     except ConfigError as error:
-        raise ConfigError(
-            [dataclasses.replace(problem, where="training.fallback") for problem in error.problems]
-        ) from None
-
-
-def _check_run_names(config: AnyConfig, secrets: Secrets) -> list[Problem]:
-    problems = []
-    for key, text in (("run.name", config.run.name), ("run.dir", config.run.dir)):
-        if secrets.hide(text) != text:
-            problems.append(
-                Problem("", key, "holds a secret, and would name a directory", "name the run by something public")
-            )
-    return problems
-
-
-def _config_error(problems: Sequence[Problem], secrets: Secrets) -> ConfigError:
-    hidden = [Problem(*(secrets.hide(text) for text in dataclasses.astuple(problem))) for problem in problems]
-    return ConfigError(hidden)
+        problems = [dataclasses.replace(problem, where="training.fallback") for problem in error.problems]
+        raise ConfigError(problems) from None

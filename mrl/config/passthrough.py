@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config import megatron_fields
+from mrl.config.bounds import Bound
 from mrl.config.megatron_fields import FieldRules
 from mrl.config.rules import problem
 from mrl.config.schema import Config
@@ -94,9 +95,9 @@ _ENGINE = Target(
     class_name="AsyncEngineArgs",
     owned={
         "model": "model.path",
-        "tensor_parallel_size": "rollout.tp",
-        "pipeline_parallel_size": "rollout.tp (an engine has no pipeline)",
-        "data_parallel_size": "rollout.tp (the actor's pool holds as many engines as fit)",
+        "tensor_parallel_size": "{role}.tp",
+        "pipeline_parallel_size": "{role}.tp (an engine has no pipeline)",
+        "data_parallel_size": "{role}.tp (the actor's pool holds as many engines as fit)",
         "max_model_len": "rollout.max_prompt_tokens and rollout.max_response_tokens",
         "trust_remote_code": "mrl, to false: code from a model's repository is never run",
     },
@@ -107,17 +108,14 @@ _ENGINE = Target(
     },
     aliases="config",
 )
-
 _SERVER = replace(
     _ENGINE,
     owned={
+        **_ENGINE.owned,
         "model": "judge.path",
         "served_model_name": "mrl",
-        "tensor_parallel_size": "judge.tp",
-        "pipeline_parallel_size": "judge.tp (an engine has no pipeline)",
-        "data_parallel_size": "judge.tp (the judge's pool holds as many engines as fit)",
+        "data_parallel_size": "{role}.tp (the judge's pool holds as many engines as fit)",
         "max_model_len": "judge.max_tokens",
-        "trust_remote_code": _ENGINE.owned["trust_remote_code"],
     },
 )
 
@@ -167,10 +165,8 @@ def _check(path: KeyPath, values: dict[str, Any], target: Target, known: Mapping
 def _expected(target: Target, known: Mapping[str, str] | None, name: str, value: Any) -> str:
     """Return what the value of a key should have been; empty where it is that."""
     annotations = [each[name] for each in (target.read_here, known or {}) if name in each]
-    wrong = (
-        wrong_value(each, value, lambda name: _alias(target.package, target.aliases, name)) for each in annotations
-    )
-    return next(filter(None, wrong), "")
+    alias = partial(_alias, target.package, target.aliases)
+    return next(filter(None, (wrong_value(each, value, alias) for each in annotations)), "")
 
 
 @cache
@@ -222,17 +218,14 @@ def _annotated(class_name: str, classes: Mapping[str, ast.ClassDef]) -> Iterator
             yield statement.target.id, ast.unparse(statement.annotation)
 
 
+# --- whether a value is what an annotation asks for, read from its text alone -----------------------------------------
+
 Alias = Callable[[str], str | None]
 """Gives the annotation that a name of the library stands for; None where it cannot be told."""
 _PLAIN: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 _SEQUENCES = {"list", "List", "tuple", "Tuple", "set", "Set", "Sequence"}
 _MAPPINGS = {"dict", "Dict", "Mapping"}
-
-
-@dataclass(frozen=True)
-class _Alternative:
-    words: str
-    allows: Callable[[Any], bool]
+_NULL, _SECTION = Bound("null", lambda value: value is None), Bound("a section", lambda value: isinstance(value, dict))
 
 
 def wrong_value(annotation: str, value: Any, alias: Alias) -> str:
@@ -244,10 +237,10 @@ def wrong_value(annotation: str, value: Any, alias: Alias) -> str:
     return f"{', '.join(words)} or {last}" if words else last
 
 
-def _alternatives(node: ast.expr, alias: Alias) -> Iterator[_Alternative]:
+def _alternatives(node: ast.expr, alias: Alias) -> Iterator[Bound]:
     match node:
         case ast.Constant(value=None):
-            yield _Alternative("null", lambda value: value is None)
+            yield _NULL
         case ast.Constant(value=str(quoted)):
             yield from _alternatives(ast.parse(quoted, mode="eval").body, alias)
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
@@ -255,35 +248,32 @@ def _alternatives(node: ast.expr, alias: Alias) -> Iterator[_Alternative]:
             yield from _alternatives(right, alias)
         case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
             yield from _alternatives(inner, alias)
-            yield _Alternative("null", lambda value: value is None)
+            yield _NULL
         case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=members)):
             for member in members:
                 yield from _alternatives(member, alias)
         case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
-            yield from _choices(choices)
+            yield from map(_choice, choices.elts if isinstance(choices, ast.Tuple) else [choices])
         case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in _SEQUENCES:
-            yield _Alternative(f"a list ({ast.unparse(node)})", lambda value: _is_list(value, inner, alias))
+            yield Bound(f"a list ({ast.unparse(node)})", lambda value: _is_list(value, inner, alias))
         case ast.Name(id=name) | ast.Subscript(value=ast.Name(id=name)) if name in _MAPPINGS:
-            yield _Alternative("a section", lambda value: isinstance(value, dict))
+            yield _SECTION
         case ast.Name(id=name) if name in _PLAIN:
-            yield _Alternative(name, lambda value: _is_plain(name, value))
+            is_bool = name == "bool"
+            yield Bound(
+                name, lambda value: isinstance(value, _PLAIN[name]) and (is_bool or not isinstance(value, bool))
+            )
         case ast.Name(id=name) if found := alias(name):
             yield from _alternatives(ast.parse(found, mode="eval").body, alias)
         case _:
-            yield _Alternative(ast.unparse(node), lambda value: True)
+            yield Bound(ast.unparse(node), lambda value: True)
 
 
-def _choices(node: ast.expr) -> Iterator[_Alternative]:
-    for choice in node.elts if isinstance(node, ast.Tuple) else [node]:
-        match choice:
-            case ast.Constant(value=wanted):
-                yield _Alternative(str(wanted), partial(_is_same, wanted))
-            case _:
-                yield _Alternative(ast.unparse(choice), lambda value: True)
-
-
-def _is_same(wanted: Any, value: Any) -> bool:
-    return type(value) is type(wanted) and bool(value == wanted)
+def _choice(node: ast.expr) -> Bound:
+    if isinstance(node, ast.Constant):
+        wanted = node.value
+        return Bound(str(wanted), lambda value: type(value) is type(wanted) and value == wanted)
+    return Bound(ast.unparse(node), lambda value: True)
 
 
 def _is_plain(name: str, value: Any) -> bool:
@@ -291,10 +281,7 @@ def _is_plain(name: str, value: Any) -> bool:
 
 
 def _is_list(value: Any, inner: ast.expr, alias: Alias) -> bool:
-    members = [each for each in inner.elts if not _is_ellipsis(each)] if isinstance(inner, ast.Tuple) else [inner]
+    members = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+    members = [each for each in members if not (isinstance(each, ast.Constant) and each.value is ...)]
     kinds = [kind for member in members for kind in _alternatives(member, alias)]
     return isinstance(value, list) and all(any(kind.allows(each) for kind in kinds) for each in value)
-
-
-def _is_ellipsis(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is ...

@@ -50,62 +50,70 @@ def open_run_directory(
     """
     run: RunConfig = resolved.config.run
     directory = Path(run.dir, run.name)
-    try:
+    with _making(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise _cannot_be_made(directory, error) from error
     try:
-        _hold(lock, directory)
+        holder = _hold(lock, directory)
         with ExitStack() as stack:
-            try:
-                holder = stack.enter_context(lease(directory / _LEASE))
-            except OSError as error:
-                raise _cannot_be_made(directory, error) from error
+            if not holder:
+                with _making(directory):
+                    holder = stack.enter_context(lease(directory / _LEASE))
             if holder:
-                raise _is_held(directory, holder)
+                what, fix = f"{holder} is running this run", "wait for it, or choose another run.name or run.dir"
+                raise _refused(directory, "run.name", what, fix)
             _prepare(resolved, directory, may_go_on, warn)
             yield directory
     finally:
         os.close(lock)
 
 
-def _hold(lock: int, directory: Path) -> None:
+def _refused(directory: Path | str, key: str, what: str, fix: str = "") -> ConfigError:
+    return ConfigError([Problem(str(directory), key, what, fix)])
+
+
+@contextmanager
+def _making(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what = f"the run directory cannot be made: {error.strerror}"
+        raise _refused(error.filename or directory, "run.dir", what) from error
+
+
+def _hold(lock: int, directory: Path) -> str:
+    """Lock the directory; return who has it on this host already, or nothing."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise _is_held(directory, "another process") from error
+    except BlockingIOError:
+        return "another process"
     except OSError as error:
         what, fix = f"it cannot be locked: {error.strerror}", "a run.dir on a file system that knows flock"
-        raise ConfigError([Problem(str(directory), "run.dir", what, fix)]) from error
-
-
-def _is_held(directory: Path, holder: str) -> ConfigError:
-    what, fix = f"{holder} is running this run", "wait for it, or choose another run.name or run.dir"
-    return ConfigError([Problem(str(directory), "run.name", what, fix)])
+        raise _refused(directory, "run.dir", what, fix) from error
+    return ""
 
 
 def _prepare(resolved: Resolved[Any], directory: Path, may_go_on: bool, warn: Callable[[str], None]) -> None:
-    goes_on = may_go_on and (bool(steps_in(directory / CHECKPOINTS)) or _began_here(resolved, directory))
+    config = directory / "config.yaml"
+    # A run that began here and ended before it could save may begin again.
+    began_here = config.is_file() and files.read_text(config) == render(resolved)
+    goes_on = may_go_on and (bool(steps_in(directory / CHECKPOINTS)) or began_here)
     others = [path for path in directory.iterdir() if not path.name.startswith((".lock", _LEASE, _ASIDE))]
-    may_begin = may_go_on and (directory / "config.yaml").is_file()
-    if others and not goes_on and not may_begin:
+    if others and not goes_on and not (may_go_on and config.is_file()):
         fix = "choose another run.name or run.dir, or move that directory away"
         what = "this directory holds something already, and no checkpoint to go on from"
-        raise ConfigError([Problem(str(directory), "run.name", what, fix)])
+        raise _refused(directory, "run.name", what, fix)
     if goes_on:
         _check_kind(resolved, directory)
-    try:
+    with _making(directory):
         if others and not goes_on:
             warn(f"an attempt with another configuration left no checkpoint; it is kept in {_set_aside(others)}")
         directory.chmod(0o700)  # mkdir's mode is cut by the umask, and the directory may have been there, empty
         (directory / "logs").mkdir(exist_ok=True)
         (directory / "logs").chmod(0o700)
-        files.write_text(directory / "config.yaml", render(resolved), mode=0o600)
+        files.write_text(config, render(resolved), mode=0o600)
         if resolved.models:
             files.write_text(directory / MODELS_FILE, f"{json.dumps(dict(resolved.models), indent=2)}\n", mode=0o600)
-    except OSError as error:
-        raise _cannot_be_made(directory, error) from error
 
 
 def _check_kind(resolved: Resolved[Any], directory: Path) -> None:
@@ -114,7 +122,7 @@ def _check_kind(resolved: Resolved[Any], directory: Path) -> None:
     if began is not None and began is not type(resolved.config):
         now = VERBS[type(resolved.config)]
         what = f"a run of `mrl {VERBS[began]}` has checkpoints here, and `mrl {now}` cannot go on from them"
-        raise ConfigError([Problem(str(directory), "run.name", what, "choose another run.name or run.dir")])
+        raise _refused(directory, "run.name", what, "choose another run.name or run.dir")
 
 
 def _set_aside(paths: Sequence[Path]) -> Path:
@@ -127,16 +135,7 @@ def _set_aside(paths: Sequence[Path]) -> Path:
     return aside
 
 
-def _began_here(resolved: Resolved[Any], directory: Path) -> bool:
-    """Return whether this very run began here, and ended before it could save: it may begin again."""
-    config = directory / "config.yaml"
-    return config.is_file() and files.read_text(config) == render(resolved)
-
-
-def _cannot_be_made(directory: Path, error: OSError) -> ConfigError:
-    what = f"the run directory cannot be made: {error.strerror}"
-    return ConfigError([Problem(error.filename or str(directory), "run.dir", what)])
-
+# --- who holds it, where `flock` may hold on one host only -----------------------------------------------------------
 
 _BEAT_S = 3.0
 _WATCH_S = 15.0

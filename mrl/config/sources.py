@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mrl import files
 from mrl.config.values import COMMAND_LINE, MAX_LEVELS, ConfigLayer, KeyPath, dotted, merge
-from mrl.errors import Problem
+from mrl.errors import ConfigError, Problem
 from mrl.redaction import is_secret_key
 
 _MAX_FILES = 50
@@ -47,14 +47,6 @@ _WITH_EXPONENT = re.compile(r"[-+]?(\d+(_\d+)*(\.[\d_]*)?|\.\d+(_\d+)*)[eE][-+]?
 _Loader.add_implicit_resolver(_STANDARD + "float", _WITH_EXPONENT, list("-+.0123456789"))
 
 
-class SourceError(Exception):
-    """A YAML text that cannot be read; carries every problem found in it."""
-
-    def __init__(self, problems: list[Problem]) -> None:
-        super().__init__(f"{len(problems)} problems")
-        self.problems = problems
-
-
 def read_yaml(text: str, where: Callable[[int], str], path: KeyPath = ()) -> tuple[Any, dict[KeyPath, str]]:
     """Return the value of a YAML text and the origin of each key in it; `where` names a line, `path` the place of the
     text."""
@@ -62,21 +54,21 @@ def read_yaml(text: str, where: Callable[[int], str], path: KeyPath = ()) -> tup
         loader = _Loader(text)
         root = loader.get_single_node()
     except yaml.YAMLError as error:
-        raise SourceError([_syntax_problem(error, text, where, path)]) from error
+        raise ConfigError([_syntax_problem(error, text, where, path)]) from error
     except RecursionError as error:
-        raise SourceError([Problem(where(1), dotted(path), f"not readable: {_TOO_DEEP}")]) from error
+        raise ConfigError([Problem(where(1), dotted(path), f"not readable: {_TOO_DEEP}")]) from error
     if root is None:
         return None, {path: where(1)}
     structure = _Structure(where)
     structure.walk(root, path)
     if structure.problems:
-        raise SourceError(list(dict.fromkeys(structure.problems)))
+        raise ConfigError(list(dict.fromkeys(structure.problems)))
     try:
         return loader.construct_document(root), structure.origins
     except (yaml.YAMLError, ValueError, KeyError) as error:
         # What the error says may quote a value, and the key that it stands under is not known here.
         what = "not readable: a value that its tag does not allow, or a number of thousands of digits"
-        raise SourceError([Problem(where(1), dotted(path), what)]) from error
+        raise ConfigError([Problem(where(1), dotted(path), what)]) from error
 
 
 def _syntax_problem(error: yaml.YAMLError, text: str, where: Callable[[int], str], path: KeyPath) -> Problem:
@@ -165,14 +157,14 @@ def read_chain(path: str, children: tuple[str, ...] = ()) -> ConfigLayer:
         return layer
     stands_at = layer.origins[_EXTENDS,]
     if not isinstance(parent, str) or "\0" in parent:
-        raise SourceError([Problem(stands_at, _EXTENDS, "must name one file", "a chain of files extends one by one")])
+        raise ConfigError([Problem(stands_at, _EXTENDS, "must name one file", "a chain of files extends one by one")])
     parent_path = os.path.normpath(os.path.join(os.path.dirname(path), parent))
     chain = (*children, path)
     if any(os.path.realpath(parent_path) == os.path.realpath(file) for file in chain):
-        raise SourceError([Problem(stands_at, _EXTENDS, f"goes in a circle: {' -> '.join((*chain, parent_path))}")])
+        raise ConfigError([Problem(stands_at, _EXTENDS, f"goes in a circle: {' -> '.join((*chain, parent_path))}")])
     if len(chain) == _MAX_FILES:
         what = f"{_MAX_FILES} files extend each other up to here, and there are more"
-        raise SourceError([Problem(stands_at, _EXTENDS, what, "put some of them together")])
+        raise ConfigError([Problem(stands_at, _EXTENDS, what, "put some of them together")])
     _require_file(parent_path, where=stands_at, key=_EXTENDS)
     return merge(read_chain(parent_path, chain), layer)
 
@@ -191,7 +183,7 @@ def read_overrides(overrides: Iterable[str]) -> tuple[ConfigLayer, list[Problem]
             continue
         try:
             value, origins = read_yaml(text, lambda line: COMMAND_LINE, path)
-        except SourceError as error:
+        except ConfigError as error:
             problems.extend(error.problems)
             continue
         layer = merge(layer, _nested(path, value, origins))
@@ -217,17 +209,17 @@ def _read_file(path: str, children: tuple[str, ...]) -> ConfigLayer:
     try:
         content = files.read_bytes(path, _MAX_FILE_BYTES)
     except OSError as error:
-        raise SourceError([Problem(path, "", f"cannot be read: {error.strerror}")]) from error
+        raise ConfigError([Problem(path, "", f"cannot be read: {error.strerror}")]) from error
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise SourceError([Problem(f"{path}:{line}", "", "not UTF-8 text", "save the file as UTF-8")]) from error
+        raise ConfigError([Problem(f"{path}:{line}", "", "not UTF-8 text", "save the file as UTF-8")]) from error
     values, origins = read_yaml(text, lambda line: f"{path}:{line}")
     if values is None:
-        raise SourceError([Problem(path, "", "the file is empty")])
+        raise ConfigError([Problem(path, "", "the file is empty")])
     if not isinstance(values, dict):
-        raise SourceError([Problem(f"{path}:1", "", "the file must hold keys and values", "write `key: value` lines")])
+        raise ConfigError([Problem(f"{path}:1", "", "the file must hold keys and values", "write `key: value` lines")])
     return ConfigLayer(values, origins)
 
 
@@ -238,9 +230,9 @@ def _require_file(path: str, *, where: str, key: str) -> None:
     if os.path.isdir(path):
         inside = os.path.join(path, "config.yaml")
         fix = f'did you mean "{inside}"?' if os.path.isfile(inside) else "name a file"
-        raise SourceError([Problem(where, key, f"{subject}is a directory", fix)])
+        raise ConfigError([Problem(where, key, f"{subject}is a directory", fix)])
     folder, name = os.path.split(path)
     there = [file.name for file in Path(folder).glob("*.y*ml")] if os.path.isdir(folder or ".") else []
     near = difflib.get_close_matches(name, sorted(there), n=1)
     fix = f'did you mean "{os.path.join(folder, near[0])}"?' if near else ""
-    raise SourceError([Problem(where, key, f"{subject}does not exist", fix)])
+    raise ConfigError([Problem(where, key, f"{subject}does not exist", fix)])

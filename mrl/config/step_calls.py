@@ -27,7 +27,7 @@ class StepCall:
     when: str
     """`is_made` in words."""
     is_made: Callable[[Config], bool]
-    reads: Columns
+    reads: Columns = ("prompts", "responses")
     writes: Columns = ()
     optional: Columns = ()
     """Columns that it reads where they are there."""
@@ -73,7 +73,6 @@ RM_SCORE = StepCall(
     method="compute_rm_score",
     when="there is a reward model; after each generation, not in the order of the others",
     is_made=lambda config: bool(config.scoring_models()),
-    reads=("prompts", "responses"),
     writes=("rm_scores",),
 )
 TEACHER_LOG_PROB = StepCall(
@@ -81,7 +80,6 @@ TEACHER_LOG_PROB = StepCall(
     method="compute_teacher_log_prob",
     when="`algorithm.distillation.form` is `advantage` or `sampled`",
     is_made=lambda config: len(_taught(config)) == 1,
-    reads=("prompts", "responses"),
     writes=TEACHER_COLUMNS[:1],
 )
 TEACHER_TOP_K = StepCall(
@@ -89,7 +87,6 @@ TEACHER_TOP_K = StepCall(
     method="compute_teacher_top_k",
     when="`algorithm.distillation.form` is `top_k`",
     is_made=lambda config: "teacher_top_ids" in _taught(config),
-    reads=("prompts", "responses"),
     writes=TEACHER_COLUMNS[:3],
 )
 TEACHER_HIDDEN = StepCall(
@@ -97,7 +94,6 @@ TEACHER_HIDDEN = StepCall(
     method="compute_teacher_hidden",
     when="`algorithm.distillation.form` is `full`",
     is_made=lambda config: "teacher_hidden" in _taught(config),
-    reads=("prompts", "responses"),
     writes=("teacher_log_probs", "teacher_hidden"),
 )
 LOG_PROB = StepCall(
@@ -105,7 +101,6 @@ LOG_PROB = StepCall(
     method="compute_log_prob",
     when="several updates a step, KL in the reward, or a correction",
     is_made=needs_old_log_probs,
-    reads=("prompts", "responses"),
     writes=("old_log_probs",),
     optional=("response_mask", "rollout_log_probs", "staleness"),
 )
@@ -114,7 +109,6 @@ REF_LOG_PROB = StepCall(
     method="compute_ref_log_prob",
     when="`algorithm.kl.where` is not `none`",
     is_made=has_reference,
-    reads=("prompts", "responses"),
     writes=("ref_log_probs",),
 )
 VALUES = StepCall(
@@ -122,7 +116,6 @@ VALUES = StepCall(
     method="compute_values",
     when="there is a critic",
     is_made=lambda config: config.critic is not None,
-    reads=("prompts", "responses"),
     writes=("values",),
 )
 CRITIC_ADVANTAGES = StepCall(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from mrl.errors import Problem
+from mrl.errors import ConfigError, Problem
 from mrl.redaction import REDACTED, is_secret_key, redact_text
 
 KeyPath = tuple[str, ...]
@@ -94,6 +95,10 @@ class Secrets:
             text = text.replace(value, REDACTED)
         return redact_text(text)
 
+    def error(self, problems: Iterable[Problem]) -> ConfigError:
+        """Return the error of these problems, without secrets."""
+        return ConfigError([Problem(*map(self.hide, dataclasses.astuple(problem))) for problem in problems])
+
     def shown(self, path: KeyPath, value: Any) -> Any:
         """Return the value of a key as it may be shown."""
         if isinstance(value, bool) or value is None:
@@ -151,44 +156,37 @@ def _secret_variables(written: Any) -> list[str]:
 def interpolate(layer: ConfigLayer, otherwise: str) -> tuple[dict[str, Any], list[Problem], Secrets]:
     """Return the values of a merged layer, plain and resolved, the problems on the way to them, and which of them are
     secret. A key that cannot be resolved is a problem, and its value UNUSABLE."""
-    walk = _Walk(layer, otherwise)
-    values = walk.section(OmegaConf.create(layer.values), layer.values, ())
-    return values, walk.problems, find_secrets(walk.leaves)
+    problems: list[Problem] = []
+    leaves: list[tuple[KeyPath, Any, Any]] = []
 
-
-class _Walk:
-    def __init__(self, layer: ConfigLayer, otherwise: str) -> None:
-        self.problems: list[Problem] = []
-        self.leaves: list[tuple[KeyPath, Any, Any]] = []
-        self._layer = layer
-        self._otherwise = otherwise
-
-    def section(self, node: DictConfig, written: Any, path: KeyPath) -> dict[str, Any]:
+    def section(node: DictConfig, written: Any, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for name in written:
-            inner = (*path, name)
-            values[name] = UNUSABLE
+            inner, what = (*path, name), ""
             try:
-                values[name] = self._value(node[name], written[name], inner)
+                values[name] = value_of(node[name], written[name], inner)
             except MissingMandatoryValue:
-                self._report(inner, "??? stands for a value to be given")
+                what = "??? stands for a value to be given"
             except (OmegaConfBaseException, RecursionError) as error:
-                self._report(inner, f"cannot be resolved{_reason(error, is_confidential(inner, written[name]))}")
+                what = f"cannot be resolved{_reason(error, is_confidential(inner, written[name]))}"
+            if what:
+                values[name] = UNUSABLE
+                problems.append(Problem(layer.origin(inner, otherwise), dotted(inner), what))
         return values
 
-    def _value(self, value: Any, written: Any, path: KeyPath) -> Any:
+    def value_of(value: Any, written: Any, path: KeyPath) -> Any:
         if len(path) > MAX_LEVELS:
             raise RecursionError("the section holds itself")
         if isinstance(value, DictConfig):
             is_written = isinstance(written, dict)  # else it stands for a section that is written elsewhere
-            return self.section(value, written if is_written else OmegaConf.to_container(value, resolve=False), path)
+            return section(value, written if is_written else OmegaConf.to_container(value, resolve=False), path)
         if isinstance(value, ListConfig):
             value = OmegaConf.to_container(value, resolve=True)
-        self.leaves.append((path, written, value))
+        leaves.append((path, written, value))
         return value
 
-    def _report(self, path: KeyPath, what: str) -> None:
-        self.problems.append(Problem(self._layer.origin(path, self._otherwise), dotted(path), what))
+    values = section(OmegaConf.create(layer.values), layer.values, ())
+    return values, problems, find_secrets(leaves)
 
 
 def _reason(error: Exception, confidential: bool) -> str:

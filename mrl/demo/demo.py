@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from mrl.config.load import load_config, load_sft_config
+from mrl.config.load import load_config, load_config_of
 from mrl.config.schema import ClusterConfig
 from mrl.controller import ray_cluster
 from mrl.demo.model import make_model
@@ -168,7 +168,9 @@ def _warm_start(settings: DemoSettings, initial: Path, console: Console) -> Path
         if step % 40 == 0:
             console.print(f"  update {step}: loss {metrics['loss']:.3f}")
 
-    with open_run(load_sft_config(str(CONFIGS / settings.task.warm_up), values_of(settings, initial)), console) as run:
+    with open_run(
+        load_config_of("sft", str(CONFIGS / settings.task.warm_up), values_of(settings, initial)), console
+    ) as run:
         model = train_sft(run, on_update)
     if model is None:
         raise SetupError("the demo was asked to stop while its model was warmed up", fix="run it again")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from mrl.config.bounds import Count, Seconds, Text, matching
 from mrl.config.keys import convert
-from mrl.config.sources import SourceError, read_chain
+from mrl.config.sources import read_chain
 from mrl.config.values import interpolate
 from mrl.errors import ConfigError, Problem
 from mrl.redaction import is_secret_key, redact_text
@@ -73,11 +73,10 @@ def load_site(path: str) -> SiteConfig:
     """Return the cluster file, or raise all that is wrong with it."""
     try:
         layer = read_chain(path)
-    except SourceError as error:
-        if not Path(path).exists():
-            missing = Problem(path, "", "there is no such cluster file", _HOW)
-            raise ConfigError([missing]) from None
-        raise ConfigError(error.problems) from None
+    except ConfigError:
+        if Path(path).exists():
+            raise
+        raise ConfigError([Problem(path, "", "there is no such cluster file", _HOW)]) from None
     values, problems, secrets = interpolate(layer, path)
     site, mistakes = convert(SiteConfig, values, secrets, lambda key: layer.origin(key, path))
     problems += mistakes
@@ -87,6 +86,5 @@ def load_site(path: str) -> SiteConfig:
             where = layer.origin(("environment", name), path)
             problems.append(Problem(where, f"environment.{name}", "a secret must not stand in a file", fix))
     if site is None or problems:
-        hidden = [Problem(p.where, p.key, secrets.hide(p.what), secrets.hide(p.fix)) for p in problems]
-        raise ConfigError(hidden)
+        raise secrets.error(problems)
     return site

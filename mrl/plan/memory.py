@@ -179,7 +179,7 @@ def reference_host_bytes(subject: Planned[Any]) -> int:
     the policy's while those are in their place; none where its log-probs are computed once."""
     config: AnyConfig = subject.config
     per_rank = 2 * max(role.weights.parameters for role in role_stages(subject, "actor")) * has_reference(config)
-    return per_rank * min(config.cluster.devices_per_node, role_devices(config, "actor"))
+    return per_rank * _ranks_of_a_machine(config)
 
 
 def role_stages(subject: Planned[Any], role: str) -> tuple[Role, ...]:
@@ -265,7 +265,11 @@ def _host_bytes(config: Config, stages: Stages) -> int:
         per_rank += max(role.weights.checkpoint for role in of_role)
         if takes_turns and pools[name] == pools["actor"]:
             per_rank += max(role.weights.parameters + role.weights.optimizer for role in of_role)
-    return per_rank * min(config.cluster.devices_per_node, role_devices(config, "actor"))
+    return per_rank * _ranks_of_a_machine(config)
+
+
+def _ranks_of_a_machine(config: AnyConfig) -> int:
+    return min(config.cluster.devices_per_node, role_devices(config, "actor"))
 
 
 def gib(num_bytes: float) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mrl.cli.export import export_role
-from mrl.config.load import load_sft_config
+from mrl.config.load import load_config_of
 from mrl.errors import EngineError, SetupError
 
 pytestmark = pytest.mark.needs
@@ -32,7 +32,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(
 
     monkeypatch.setattr("mrl.trainer.checkpoints.find_checkpoint", lambda *_: checkpoint)
     monkeypatch.setattr("mrl.engine.checkpoint_files.export_checkpoint", read)
-    config = load_sft_config(LAPTOP_SFT, [f"model.path={model}"]).config
+    config = load_config_of("sft", LAPTOP_SFT, [f"model.path={model}"]).config
     with pytest.raises(SetupError if is_removed else type(error)) as caught:
         export_role(config, tmp_path, "3", "actor", None, tmp_path / "out")
     assert ("has removed this checkpoint meanwhile" in str(caught.value)) == is_removed

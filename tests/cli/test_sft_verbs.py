@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mrl.cli.main import main
-from mrl.config.load import load_any_config, load_config, load_config_of, load_sft_config
+from mrl.config.load import load_any_config, load_config, load_config_of
 from mrl.config.schema import Config
 from mrl.config.sft import SftConfig
 from mrl.demo.model import make_model
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.needs
 def test_the_keys_tell_which_kind_a_configuration_is() -> None:
     assert isinstance(load_any_config(SFT).config, SftConfig)
     assert isinstance(load_any_config(PPO).config, Config)
-    for load, path, verb in ((load_config, SFT, "sft"), (load_sft_config, PPO, "train")):
+    for load, path, verb in ((load_config, SFT, "sft"), (load_config_of, PPO, "train")):
         with pytest.raises(ConfigError) as caught:
             load(path)
         (problem,) = caught.value.problems
@@ -40,13 +40,16 @@ def test_the_keys_tell_which_kind_a_configuration_is() -> None:
 
 def test_a_run_that_never_resumes_is_not_restarted() -> None:
     with pytest.raises(ConfigError, match="a run that never resumes cannot be restarted"):
-        load_sft_config(SFT, ["training.max_restarts=1", "training.resume=never"])
+        load_config_of("sft", SFT, ["training.max_restarts=1", "training.resume=never"])
 
 
 def test_show_writes_what_loads_as_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", SFT, "training.steps=7"]) == 0
     (tmp_path / "shown.yaml").write_text(capsys.readouterr().out)
-    assert load_sft_config(str(tmp_path / "shown.yaml")).config == load_sft_config(SFT, ["training.steps=7"]).config
+    assert (
+        load_config_of("sft", str(tmp_path / "shown.yaml")).config
+        == load_config_of("sft", SFT, ["training.steps=7"]).config
+    )
     assert main(["show", SFT, SFT, "training.steps=7"]) == 0
     assert "+ training.steps: 7  # command line" in capsys.readouterr().out
 
@@ -90,7 +93,7 @@ def test_the_plan_is_that_of_the_actor_alone(capsys: pytest.CaptureFixture[str])
         *(f"actor.parallel.{axis}={getattr(actor.parallel, axis)}" for axis in ("tp", "pp", "cp")),
         f"actor.parallel.sequence_parallel={str(actor.parallel.sequence_parallel).lower()}",
     ]
-    sft = load_sft_config(SFT, overrides)
+    sft = load_config_of("sft", SFT, overrides)
     settings = {"megatron": actor.megatron, "optimizer": actor.optimizer, "ddp": actor.ddp}
     same = replace(sft.config, actor=replace(sft.config.actor, **settings, parallel=actor.parallel))
     update = update_phase(make_plan_input(replace(sft, config=same), None))
@@ -105,7 +108,7 @@ def test_the_plan_is_that_of_the_actor_alone(capsys: pytest.CaptureFixture[str])
 
 def test_a_machine_holds_the_ranks_their_work_and_a_checkpoint() -> None:
     model = "Qwen/Qwen2.5-0.5B-Instruct"
-    config = load_sft_config(SFT).config
+    config = load_config_of("sft", SFT).config
     plan = plan_machine(machine_plan_input(config, 0, model))
     ranks, checkpoint, _ = plan.processes
     assert (ranks.count, ranks.name) == (2, "actor")
@@ -113,7 +116,7 @@ def test_a_machine_holds_the_ranks_their_work_and_a_checkpoint() -> None:
     num_parameters = 494_032_768
     assert ranks.held > 16 * num_parameters // 2, "weights and gradients whole, the optimizer shared by two"
     assert checkpoint.most == pytest.approx(12 * num_parameters, rel=0.35)
-    shorter = load_sft_config(SFT, ["actor.max_tokens_per_device=512"]).config
+    shorter = load_config_of("sft", SFT, ["actor.max_tokens_per_device=512"]).config
     assert plan_machine(machine_plan_input(shorter, 0, model)).max_bytes < plan.max_bytes
 
 
@@ -149,7 +152,7 @@ def test_the_rows_and_the_model_are_checked(tmp_path: Path) -> None:
         f"data={{train: {{sums: null, talks: {source}}}, max_bad_rows: 1}}",
         "batch={rows_per_update: 4, messages: talk, loss_on: all}",
     ]
-    config = load_sft_config(SFT, overrides).config
+    config = load_config_of("sft", SFT, overrides).config
     (model,) = check_models(config)
     assert (model.verdict, model.about) == ("ok", "model of the actor")
     found = list(check_data(config, all_rows=True))
@@ -160,7 +163,7 @@ def test_the_rows_and_the_model_are_checked(tmp_path: Path) -> None:
         ("ok", "data.train"),
     ]
     assert "must end with a message of the assistant, not of user" in found[2].what
-    short = load_sft_config(SFT, [*overrides, "batch.max_response_tokens=4"]).config
+    short = load_config_of("sft", SFT, [*overrides, "batch.max_response_tokens=4"]).config
     (failed, *_) = [finding for finding in check_data(short, all_rows=False) if "max_response_tokens" in finding.what]
     assert failed.verdict == "fail"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from mrl.config.load import VERBS, Resolved, load_any_config, load_config, load_sft_config
+from mrl.config.load import VERBS, Resolved, load_any_config, load_config, load_config_of
 from mrl.config.model_rules import ModelShape, read_model_shape
 from mrl.config.schema import DeadlinesConfig, ParallelConfig
 from mrl.config.sources import read_yaml
@@ -265,13 +265,15 @@ def test_an_unknown_key_of_an_override_is_the_command_lines_mistake(valid: str, 
 def test_mistakes_in_an_sft_configuration(override: str, message: str) -> None:
     preset = Path(__file__).parents[2] / "configs" / "laptop-sft.yaml"
     with pytest.raises(ConfigError) as caught:
-        load_sft_config(str(preset), [override, *["data.train.sums.weight=1"] * override.startswith("training={")])
+        load_config_of(
+            "sft", str(preset), [override, *["data.train.sums.weight=1"] * override.startswith("training={")]
+        )
     assert message in str(caught.value)
 
 
 def test_sft_says_which_files_are_not_here() -> None:
     missing = "data.train={sums: {dataset: nowhere/rows.parquet}}"
-    warnings = load_sft_config("configs/laptop-sft.yaml", [missing]).warnings
+    warnings = load_config_of("sft", "configs/laptop-sft.yaml", [missing]).warnings
     assert 'data.train.sums: no file "nowhere/rows.parquet" on this machine' in warnings
 
 

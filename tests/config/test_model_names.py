@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from mrl.config.load import Resolved, load_config, load_sft_config
+from mrl.config.load import Resolved, load_config, load_config_of
 from mrl.config.model_names import in_directories, settle_models
 from mrl.config.run_directory import open_run_directory
 from mrl.config.schema import Config
@@ -122,6 +122,6 @@ def test_sft_names_one_model(cache: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     snapshot = make_hub_cache(cache, NAME, make_model(tmp_path / "made", 4))
     preset = Path(__file__).parents[2] / "configs" / "laptop-sft.yaml"
-    settled = settle_models(load_sft_config(str(preset), [f"model.path={NAME}"]))
+    settled = settle_models(load_config_of("sft", str(preset), [f"model.path={NAME}"]))
     assert settled.config.model.path == f"{NAME}@{snapshot.name}"
     assert in_directories(settled.config).model.path == str(snapshot)

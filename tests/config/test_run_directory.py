@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.load import Resolved, load_config, load_sft_config
+from mrl.config.load import Resolved, load_config, load_config_of
 from mrl.config.render import render
 from mrl.config.run_directory import open_run_directory, steps_in
 from mrl.config.schema import Config
@@ -160,7 +160,7 @@ def test_what_mrl_train_saved_is_not_gone_on_with_by_mrl_sft(valid: str, write: 
         (directory / "checkpoints" / "step-000004").mkdir(parents=True)
     began = (directory / "config.yaml").read_text()
     run = resolved.config.run
-    other = load_sft_config(LAPTOP_SFT, [f"run.name={run.name}", f"run.dir={run.dir}"])
+    other = load_config_of("sft", LAPTOP_SFT, [f"run.name={run.name}", f"run.dir={run.dir}"])
     with pytest.raises(ConfigError) as caught, open_run_directory(other, may_go_on=True):
         pass
     assert "a run of `mrl train` has checkpoints here, and `mrl sft` cannot go on from them" in str(caught.value)

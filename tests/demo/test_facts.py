@@ -13,7 +13,7 @@ import pytest
 
 from mrl.agents.conversation import Ids
 from mrl.agents.loop import Dialog, Dialogs, Opening
-from mrl.config.load import load_config, load_sft_config
+from mrl.config.load import load_config, load_config_of
 from mrl.config.schema import Config
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.sft_rows import open_sft_dataset
@@ -99,7 +99,7 @@ def test_a_third_of_the_lessons_is_right() -> None:
 
 def test_the_warm_up_learns_what_the_teacher_says_and_not_what_is_found(tokenizer: ChatTokenizer, model: Path) -> None:
     values = [f"run.dir={model}", f"model.path={model}", "cluster.devices_per_node=1", "placement.pools.laptop=1"]
-    config = load_sft_config(str(CONFIGS / SEARCH.warm_up), values).config
+    config = load_config_of("sft", str(CONFIGS / SEARCH.warm_up), values).config
     rows = open_sft_dataset(config.data.train, config, tokenizer)
     batch = rows.batch(range(0, len(rows), 997))
     responses, masks = batch["responses"].rows(), batch["response_mask"].rows()
