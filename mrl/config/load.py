@@ -104,7 +104,8 @@ def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved
     try:
         file_layer = read_chain(path)
     except ConfigError as error:
-        raise Secrets().error([*error.problems, *problems]) from None
+        problems[:0] = error.problems
+        raise Secrets().error(problems) from None
     layer = merge(file_layer, override_layer)
     kind = _kind_of(layer.values)
     if kind is not None and VERBS[kind] != VERBS[root]:
