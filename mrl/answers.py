@@ -11,7 +11,6 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def after_hashes(text: str) -> str | None:
-    """Return the line after the last `####`."""
     _, hashes, answer = text.rpartition("####")
     lines = answer.strip().splitlines()
     return lines[0].strip() if hashes and lines else None

@@ -175,6 +175,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def problem_list(problems: list[str]) -> str:
-    """Return the problems line by line, or as many of them as somebody will read."""
     rest = [f"and {len(problems) - _MAX_LISTED} more"] if len(problems) > _MAX_LISTED else []
     return "\n  - ".join(["", *problems[:_MAX_LISTED], *rest])

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 
 from mrl import files
 from mrl.errors import MrlError
@@ -24,25 +24,24 @@ from mrl.redaction import redact
 _MAX_BYTES = 4 << 30
 
 
+@dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class Event:
-    """Base of all events; `kind` is the name on the line."""
+    """Base of all events, which are frozen dataclasses; `kind` is the name on the line."""
 
     kind: ClassVar[str] = ""
     registry: ClassVar[dict[str, type[Event]]] = {}
 
     def __init_subclass__(cls, kind: str) -> None:
         cls.kind = kind
-        Event.registry[kind] = cls
+        Event.registry[kind] = dataclass(frozen=True)(cls)
 
 
-@dataclass(frozen=True)
 class RunStarted(Event, kind="run_started"):
     run: str
     version: str
 
 
-@dataclass(frozen=True)
 class EventsLost(Event, kind="events_lost"):
     """Events before this one that could not be written."""
 
@@ -50,7 +49,6 @@ class EventsLost(Event, kind="events_lost"):
     why: str
 
 
-@dataclass(frozen=True)
 class RunRestarted(Event, kind="run_restarted"):
     """`number` counts from the newest checkpoint, which is that of `step`; 0 is the beginning."""
 
@@ -59,14 +57,12 @@ class RunRestarted(Event, kind="run_restarted"):
     step: int
 
 
-@dataclass(frozen=True)
 class RayLost(Event, kind="ray_lost"):
     """The Ray of the run was lost, or a node of it, and the run with it."""
 
     why: str
 
 
-@dataclass(frozen=True)
 class NodeSilent(Event, kind="node_silent"):
     """A node did not answer for most of a heartbeat; it counts as lost when it has not for ten seconds more."""
 
@@ -75,20 +71,17 @@ class NodeSilent(Event, kind="node_silent"):
     seconds: float
 
 
-@dataclass(frozen=True)
 class PhaseBegin(Event, kind="phase_begin"):
     phase: str
     step: int
 
 
-@dataclass(frozen=True)
 class PhaseEnd(Event, kind="phase_end"):
     phase: str
     step: int
     seconds: float
 
 
-@dataclass(frozen=True)
 class PoolReady(Event, kind="pool_ready"):
     pool: str
     devices: int
@@ -96,7 +89,6 @@ class PoolReady(Event, kind="pool_ready"):
     seconds: float
 
 
-@dataclass(frozen=True)
 class NetworkChosen(Event, kind="network_chosen"):
     """Where the processes of a node listen, and what tells gloo and NCCL the same; `of_site` was set before mrl."""
 
@@ -107,7 +99,6 @@ class NetworkChosen(Event, kind="network_chosen"):
     of_site: dict[str, str]
 
 
-@dataclass(frozen=True)
 class WorkersStarted(Event, kind="workers_started"):
     role: str
     world_size: int
@@ -115,7 +106,6 @@ class WorkersStarted(Event, kind="workers_started"):
     seconds: float
 
 
-@dataclass(frozen=True)
 class ModelLoaded(Event, kind="model_loaded"):
     """A role's workers have built their model and read its weights."""
 
@@ -124,7 +114,6 @@ class ModelLoaded(Event, kind="model_loaded"):
     seconds: float
 
 
-@dataclass(frozen=True)
 class WorkerFault(Event, kind="worker_fault"):
     """A worker that died, raised, or went silent (`fault`: died | raised | silent | stopped)."""
 
@@ -137,7 +126,6 @@ class WorkerFault(Event, kind="worker_fault"):
     seconds_into_call: float
 
 
-@dataclass(frozen=True)
 class RanksReleased(Event, kind="ranks_released"):
     """Ranks whose processes were ended so that they would not stay in a collective for ever."""
 
@@ -146,7 +134,6 @@ class RanksReleased(Event, kind="ranks_released"):
     reason: str
 
 
-@dataclass(frozen=True)
 class ReplicaLost(Event, kind="replica_lost"):
     """A rollout replica that died, hung or failed; its unfinished samples are generated again."""
 
@@ -155,7 +142,6 @@ class ReplicaLost(Event, kind="replica_lost"):
     num_unfinished: int
 
 
-@dataclass(frozen=True)
 class ReplicaServes(Event, kind="replica_serves"):
     """A rollout replica that was new or late now holds the current weights."""
 
@@ -163,7 +149,6 @@ class ReplicaServes(Event, kind="replica_serves"):
     weight_version: int
 
 
-@dataclass(frozen=True)
 class EnginesCompared(Event, kind="engines_compared"):
     """Engines answered the same prompt, and the trainer scored what they answered."""
 
@@ -172,14 +157,12 @@ class EnginesCompared(Event, kind="engines_compared"):
     """Of log-probs; by the number of the engine."""
 
 
-@dataclass(frozen=True)
 class Retried(Event, kind="retried"):
     what: str
     attempt: int
     reason: str
 
 
-@dataclass(frozen=True)
 class Saved(Event, kind="saved"):
     what: str
     step: int
@@ -188,7 +171,6 @@ class Saved(Event, kind="saved"):
     seconds: float
 
 
-@dataclass(frozen=True)
 class SampleSkipped(Event, kind="sample_skipped"):
     """A sample that did not take part in an update, and why: never dropped in silence."""
 
@@ -197,7 +179,6 @@ class SampleSkipped(Event, kind="sample_skipped"):
     detail: str
 
 
-@dataclass(frozen=True)
 class Warned(Event, kind="warned"):
     """Something that works, but not as the user may believe (a skipped setting, a slow path)."""
 
@@ -229,7 +210,6 @@ class EventLog:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def write(self, event: Event) -> None:
-        """Append one event, with its secrets blanked out."""
         fields = redact(dataclasses.asdict(event))
         line = json.dumps({"time": time.time(), "pid": os.getpid(), "kind": event.kind, **fields}, ensure_ascii=False)
         with self._lock:

@@ -82,7 +82,6 @@ def neither(name: str) -> str:
 
 
 def is_offline() -> bool:
-    """Return whether HF_HUB_OFFLINE forbids to ask the hub."""
     from huggingface_hub import constants
 
     return constants.is_offline_mode()

@@ -39,7 +39,6 @@ def load_one(arguments: list[str]) -> Resolved[Any]:
 
 
 def warn_unchecked(resolved: Resolved[Any]) -> None:
-    """Say on standard error what could not be checked."""
     for warning in resolved.warnings:
         print(f"{resolved.path}: not checked: {warning}", file=sys.stderr)
 

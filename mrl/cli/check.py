@@ -46,7 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def findings(resolved: Resolved[Any], arguments: argparse.Namespace) -> Iterator[CheckResult]:
-    """Yield every check, the cheap ones first."""
     config = resolved.config
     yield from check_configuration(resolved)
     yield from check_batch(config)

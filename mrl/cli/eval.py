@@ -77,7 +77,6 @@ def _source(arguments: argparse.Namespace, of_run: bool) -> tuple[str, list[str]
 
 
 def _choices(arguments: argparse.Namespace) -> Iterator[list[str]]:
-    """Yield the overrides of each thing that is measured."""
     ks = _numbers("--k", arguments.k, int)
     several = [f"k={ks}", f"samples_per_prompt={max(ks)}"] if ks else []
     for temperature in _numbers("--temperatures", arguments.temperatures, float) or [None]:

@@ -44,7 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def explain(resolved: Resolved[Any], *, all_ranks: bool) -> Iterator[str]:
-    """Yield the explanation, line by line, without secrets."""
     config: AnyConfig = resolved.config
     batch = _batch(config) if isinstance(config, Config) else _sft_batch(config.batch)
     lines = [f"{resolved.path}", "", *batch, *_placement(config)]

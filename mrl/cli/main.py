@@ -49,7 +49,6 @@ EXIT_USAGE, EXIT_PIPE_CLOSED = 2, 141  # the last as a shell reports SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; return its exit code."""
     for stream in (sys.stdout, sys.stderr):  # what a terminal cannot show it is told by number
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

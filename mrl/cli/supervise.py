@@ -34,7 +34,6 @@ _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 def add_attempt(parser: argparse.ArgumentParser) -> None:
-    """Add what tells a run that it is watched."""
     parser.add_argument(ATTEMPT, action="store_true", help=argparse.SUPPRESS)
 
 

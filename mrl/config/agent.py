@@ -49,7 +49,6 @@ class EnvironmentConfig:
     """What the score is multiplied by that the environment itself gives; it is added to that of the functions."""
 
     def takes(self, data_source: str) -> bool:
-        """Return whether the prompts of a data source are its own."""
         return not self.sources or any(fnmatchcase(data_source, pattern) for pattern in self.sources)
 
     def full_turns(self, max_response_tokens: int) -> int | None:
@@ -102,7 +101,6 @@ class AgentConfig:
     """Environment variables for the environments; those of the run that may hold secrets are not handed on."""
 
     def name_for(self, data_source: str) -> str | None:
-        """Return what the environment is called that takes the prompts of a data source."""
         return next((name for name, each in self.environments.items() if each.takes(data_source)), None)
 
     def scores(self, data_source: str) -> bool:

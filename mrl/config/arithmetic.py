@@ -56,7 +56,6 @@ def longest_sample_tokens(limits: RolloutConfig | SftBatchConfig) -> int:
 
 
 def rows_per_step(config: AnyConfig) -> int:
-    """Return the samples of a step, or the rows of an update of SFT."""
     return config.batch.rows_per_update if isinstance(config, SftConfig) else samples_per_step(config.batch)
 
 

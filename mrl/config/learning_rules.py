@@ -24,7 +24,6 @@ _OF_MEANS = ("ipo_sum", "ipo_mean", *WITHOUT_REFERENCE)
 
 
 def check_learning_rules(config: AnyConfig) -> Iterator[Problem]:
-    """Yield every problem of validation, and of what is learned from."""
     if config.validation.every and not config.data.validation:
         yield problem("validation.every", "data.validation names no source", "add one, or validation.every=0")
     if config.validation.keep_best and not config.validation.every:
@@ -152,7 +151,6 @@ def _epochs(config: SftConfig) -> Iterator[Problem]:
 
 
 def _ranked(config: RankedConfig) -> Iterator[Problem]:
-    """Yield every problem of the batch, the columns and the loss of `mrl rm` and `mrl dpo`."""
     batch, limit, cp = config.batch, config.actor.max_tokens_per_device, config.actor.parallel.cp
     if batch.messages is not None:
         fix = "batch.messages=null; columns.chosen may hold whole conversations"

@@ -46,7 +46,6 @@ class Resolved(Generic[AnyTyped]):
         return self._layer.origin(path, "default") if holds(self._layer.values, path) else "default"
 
     def located(self, problem: Problem) -> Problem:
-        """Return a problem with where its key stands."""
         return dataclasses.replace(problem, where=self.origin(tuple(problem.key.split("."))))
 
 
@@ -81,7 +80,6 @@ def config_kind(path: str) -> AnyKind | None:
 
 
 def _kind_of(values: Mapping[str, Any]) -> AnyKind | None:
-    """Return which kind of configuration has these keys; None where they do not tell."""
     if values.keys() >= {"algorithm", "rollout"}:
         return Config
     batch = values.get("batch")

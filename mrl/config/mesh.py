@@ -54,7 +54,6 @@ class Mesh:
 
     @property
     def edp(self) -> int:
-        """Return the data-parallel size of the expert layers."""
         return self.world_size // (self.etp * self.ep * self.pp)
 
     def coordinates(self, rank: int) -> Coordinates:

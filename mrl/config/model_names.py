@@ -52,7 +52,6 @@ def in_directories(config: AnyTyped) -> AnyTyped:
 
 
 def rename_models(config: AnyTyped, names: Mapping[str, str]) -> AnyTyped:
-    """Return the same configuration with other names under these keys."""
     of_model = {key.removeprefix("model."): name for key, name in names.items() if key.startswith("model.")}
     changes: dict[str, Any] = {"model": dataclasses.replace(config.model, **of_model)}
     if isinstance(config, Config):

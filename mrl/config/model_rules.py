@@ -58,7 +58,6 @@ def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
 
 
 def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape) -> Iterator[Problem]:
-    """Yield every problem between a model and the layouts of the roles that begin with it."""
     for role in roles:
         model = config.model_roles()[role]
         yield from _layers(role, model, shape)
@@ -70,7 +69,6 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
 
 
 def unchecked(path: str, shape: ModelShape | None) -> Iterator[str]:
-    """Yield what the rules could not check, and why."""
     if shape is None:
         yield f'layers, heads and experts against the layouts: the files of "{path}" are not on this machine'
         return

@@ -68,7 +68,6 @@ def is_path(name: str) -> bool:
 
 
 def check_data(config: AnyConfig) -> Iterator[Problem]:
-    """Yield every problem of the sources, and of what makes text of their rows."""
     data = config.data
     if not data.train:
         yield problem("data.train", "there is no source of prompts", "data.train.sums.dataset=toy:addition")
@@ -112,7 +111,6 @@ def check_names(config: AnyConfig) -> Iterator[Problem]:
 
 
 def unchecked_data(config: AnyConfig) -> Iterator[str]:
-    """Yield the sources whose files are not on this machine."""
     for key, source in config.data.sources():
         if is_file(source) and not any(glob.iglob(source.dataset, recursive=True)):
             yield f'{key}: no file "{source.dataset}" on this machine'
@@ -127,7 +125,6 @@ def missing_modules(config: AnyConfig) -> Iterator[Problem]:
 
 
 def own_parts(config: AnyConfig) -> Iterator[tuple[str, str]]:
-    """Yield the keys that name a user's own part, with the name."""
     for key, _, name, _ in _known_names(config):
         if ":" in name:
             yield key, name

@@ -32,7 +32,6 @@ class Leaf:
 
 
 def leaves(resolved: Resolved[Any]) -> Iterator[Leaf]:
-    """Yield every value of a configuration, in the order of the schema."""
     hide = resolved.secrets.hide
     for path, value in leaves_of(dataclasses.asdict(resolved.config)):
         origin = " ".join(hide(resolved.origin(path)).split())

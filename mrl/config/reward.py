@@ -40,7 +40,6 @@ class RewardFunctionConfig:
     """Passed on to the function as keywords."""
 
     def scores(self, data_source: str) -> bool:
-        """Return whether the samples of a data source are its to score."""
         return not self.sources or any(fnmatchcase(data_source, pattern) for pattern in self.sources)
 
 
@@ -107,11 +106,9 @@ class RewardConfig:
     may hold secrets are not handed on."""
 
     def scores(self, data_source: str) -> bool:
-        """Return whether any function with a weight scores the samples of a data source."""
         return any(function.weight and function.scores(data_source) for function in self.functions.values())
 
     def told(self, environment: Mapping[str, str]) -> RewardConfig:
-        """Return the section with more variables for the functions."""
         return replace(self, environment={**self.environment, **environment})
 
 

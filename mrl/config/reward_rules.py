@@ -55,7 +55,6 @@ def _environments_score(config: Config) -> bool:
 
 
 def check_reward_rules(config: Config) -> Iterator[Problem]:
-    """Yield every problem of what scores."""
     functions, models = config.reward.functions, config.scoring_models()
     weights = [function.weight for function in functions.values()] + [model.weight for model in models.values()]
     if not functions and not models and not config.agent.environments:
@@ -93,7 +92,6 @@ def _unscored(config: Config) -> Iterator[Problem]:
 
 
 def _models(config: Config) -> Iterator[Problem]:
-    """Yield what cannot be of reward models."""
     models = config.scoring_models()
     for role, model in models.items():
         if model.running and (model.mean, model.std) != (0.0, 1.0):
@@ -231,7 +229,6 @@ def asks_own_engines(function: RewardFunctionConfig) -> bool:
 
 
 def _judge_engines(config: Config) -> Iterator[Problem]:
-    """Yield every problem between the section `judge`, its pool and the functions that ask it."""
     asking = [f"{key}.options" for key, function in config.reward_functions() if asks_own_engines(function)]
     if config.judge is None:
         for key in asking:

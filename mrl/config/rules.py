@@ -77,7 +77,6 @@ def _cluster(config: AnyConfig) -> Iterator[Problem]:
 
 
 def _roles_have_pools(config: AnyConfig) -> Iterator[Problem]:
-    """Each role that has a model has a pool, and each pool a role."""
     placement, models = config.placement, [*config.model_roles()]
     if isinstance(config, Config) and config.judge is not None:
         models.append(JUDGE)
@@ -217,7 +216,6 @@ def _micro_batches(config: Config) -> Iterator[Problem]:
 
 
 def room_of(limit: int, cp: int) -> str:
-    """Return in words what a micro-batch may hold."""
     return f"{limit} x cp {cp} = {limit * cp}" if cp > 1 else str(limit)
 
 

@@ -289,7 +289,6 @@ class DataConfig:
     """Prompts are not chats but text, which is encoded as it stands with what the tokenizer puts before a text."""
 
     def sources(self) -> Iterator[tuple[str, SourceConfig]]:
-        """Yield the key of each source, and the source."""
         for part, sources in (("train", self.train), ("validation", self.validation)):
             yield from ((f"data.{part}.{name}", source) for name, source in sources.items())
 

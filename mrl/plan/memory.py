@@ -144,7 +144,6 @@ class Role:
         return sum(item.num_bytes for item in (*self.all_items(), *(self.train or self.score)))
 
     def reserve(self) -> Item:
-        """Return what the process takes whatever it does."""
         return Item(self.name, RESERVE, ASSUMPTIONS.trainer_reserve_bytes, "assumed, for each trainer process")
 
 

@@ -40,7 +40,6 @@ class Planned(Generic[AnyTyped]):
     hardware: Hardware
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what rules and models say against the configuration."""
         yield from check_rules(self.config)
         for role, spec in self.specs.items():
             shape = ModelShape(

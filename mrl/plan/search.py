@@ -315,7 +315,6 @@ def _layouts(placed: PlanInput, spec: ModelSpec, role: str, devices: int) -> Ite
 
 
 def _engine_options(placed: PlanInput, lengths: Lengths) -> Iterator[Option]:
-    """Yield sizes of engines, and the share of a device that they may take."""
     roles = placed.config.placement.roles
     devices = placed.config.placement.pools[roles.get("rollout", roles["actor"])]
     shares = _OWN_UTILIZATIONS if "rollout" in roles else _UTILIZATIONS
@@ -358,7 +357,6 @@ def fits_on(resolved: Resolved[Config], num_nodes: int) -> list[str]:
 
 
 def found_lines(subject: PlanInput, wanted: Changes, result: Result) -> Iterator[str]:
-    """Yield what a search found: how long a step is, and what to write for it."""
     for one in result.found:
         rate, taken = f"{one.time.tokens_per_device_and_s:,.0f} tokens/s", gib(one.memory.fullest.num_bytes)
         yield f"{one.placement}: {one.time.seconds:.1f} s a step, {rate} a device, {taken} at the fullest"

@@ -134,12 +134,10 @@ class TimePlan:
 
     @property
     def tokens_per_device_and_s(self) -> float:
-        """Return the tokens of prompts and responses."""
         return self.num_tokens / self.seconds / self.num_devices
 
 
 def assumed_lengths(config: Config) -> Lengths:
-    """Return the means that are assumed where nobody says better."""
     prompt = ASSUMPTIONS.mean_prompt_share * config.rollout.max_prompt_tokens
     return Lengths(prompt, ASSUMPTIONS.mean_response_share * config.rollout.max_response_tokens)
 

@@ -67,7 +67,6 @@ def found_models(config: AnyConfig) -> Iterator[str]:
 
 
 def node_models(lacks: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Yield what nodes lack of the models that are here, by node."""
     for node, what in lacks.items():
         if what:
             yield warn("models", f"node {node}: {what}", "a run has such a node fetch them, if it can")
@@ -234,7 +233,6 @@ def _check_source(
 
 
 def _some_rows(dataset: RLHFDataset) -> list[Prompt | SkippedRow]:
-    """Return rows at even distances."""
     step = max(1, len(dataset) // _MAX_ROWS)
     return dataset.read([draw for row in range(0, len(dataset), step) for draw in dataset.draws(row, row + 1)])
 
@@ -289,7 +287,6 @@ def _answered(prompt: Prompt, form: str, tokenizer: ChatTokenizer) -> Sample:
 
 
 def _first_answer(truth: GroundTruth | None) -> str:
-    """Return one of the accepted answers."""
     match truth:
         case dict():
             return _first_answer(truth["target"])

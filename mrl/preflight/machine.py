@@ -221,7 +221,6 @@ def check_machines(config: AnyConfig) -> Iterator[CheckResult]:
 
 
 def check_slurm(config: AnyConfig) -> Iterator[CheckResult]:
-    """Check whether some partition has nodes enough, where Slurm is."""
     if shutil.which(_SINFO[0]) is None:
         yield skip("Slurm", "there is no sinfo on this machine")
         return
