@@ -42,13 +42,8 @@ class HubName:
     def parse(cls, name: str) -> HubName | None:
         """Return what a name means on the hub; None where a directory has it, or it cannot be one of the hub's."""
         repository, at, revision = name.partition("@")
-        if (
-            _directory(name) is not None
-            or not _REPOSITORY.fullmatch(repository)
-            or (at and not _REVISION.fullmatch(revision))
-        ):
-            return None
-        return cls(repository, revision) if at else cls(repository)
+        is_name = _REPOSITORY.fullmatch(repository) and (not at or _REVISION.fullmatch(revision))
+        return cls(repository, revision or "main") if is_name and _directory(name) is None else None
 
     def __str__(self) -> str:
         return self.repository if self.revision == "main" else f"{self.repository}@{self.revision}"
@@ -143,9 +138,8 @@ def dataset_file(repository: str, revision: str, path: str) -> Path:
     except (OSError, httpx.HTTPError, RuntimeError, ValueError) as error:
         missing = _not_here(hub, None, ())
         what, fix = (missing.what, missing.fix) if is_offline() else _explained(hub, error)
-        raise DataError(
-            what, where=f"{hub}: {path}", fix=f"{fix}; or name the files themselves: --from FILE ..."
-        ) from error
+        fix += "; or name the files themselves: --from FILE ..."
+        raise DataError(what, where=f"{hub}: {path}", fix=fix) from error
 
 
 def node_copy(directory: str, *, download: bool = False) -> Path:
@@ -192,13 +186,9 @@ def _cached(hub: HubName) -> tuple[Path | None, list[str]]:
 def _snapshot(hub: HubName, *, is_local: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    files, not_files = list(FILES), list(NOT_FILES)
+    name, revision, wanted, unwanted = hub.repository, hub.revision, [*FILES], [*NOT_FILES]
     found = snapshot_download(
-        hub.repository,
-        revision=hub.revision,
-        allow_patterns=files,
-        ignore_patterns=not_files,
-        local_files_only=is_local,
+        name, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted, local_files_only=is_local
     )
     return Path(found)
 

@@ -118,27 +118,23 @@ def _uneven(role: str, model: MegatronModelConfig, layers: int, ends: list[int])
 
 def _heads(key: str, tp: int, shape: ModelShape) -> Iterator[Problem]:
     if shape.heads is not None and shape.heads % tp:
-        yield problem(
-            key, f"{tp} does not divide {shape.heads} attention heads", nearest(key, near_divisors(tp, shape.heads))
-        )
+        what = f"{tp} does not divide {shape.heads} attention heads"
+        yield problem(key, what, nearest(key, near_divisors(tp, shape.heads)))
     elif shape.kv_heads is not None and shape.kv_heads % tp and tp % shape.kv_heads:
         what = f"{tp} is neither a divisor nor a multiple of {shape.kv_heads} key-value heads"
         yield problem(key, what, nearest(key, near_divisors(tp, shape.kv_heads)))
 
 
 def _experts(role: str, model: MegatronModelConfig, shape: ModelShape) -> Iterator[Problem]:
-    at, key = model.parallel, f"{role}.parallel.ep"
+    at, key = model.parallel, f"{role}.parallel"
     if shape.experts is None:
         for name, size in (("ep", at.ep), ("etp", at.etp)):
             if size > 1:
-                yield problem(
-                    f"{role}.parallel.{name}", f"{size}, but the model has no experts", f"{role}.parallel.{name}=1"
-                )
+                yield problem(f"{key}.{name}", f"{size}, but the model has no experts", f"{key}.{name}=1")
         return
     if shape.experts % at.ep:
-        yield problem(
-            key, f"{at.ep} does not divide {shape.experts} experts", nearest(key, near_divisors(at.ep, shape.experts))
-        )
+        fix = nearest(f"{key}.ep", near_divisors(at.ep, shape.experts))
+        yield problem(f"{key}.ep", f"{at.ep} does not divide {shape.experts} experts", fix)
     if at.tp > 1 and not at.sequence_parallel:
-        key = f"{role}.parallel.sequence_parallel"
-        yield problem(key, "a model with experts and tp > 1 needs it", f"{key}=true")
+        fix = f"{key}.sequence_parallel=true"
+        yield problem(f"{key}.sequence_parallel", "a model with experts and tp > 1 needs it", fix)

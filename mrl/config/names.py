@@ -11,10 +11,11 @@ import glob
 import importlib.util
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from mrl.config.rules import problem
 from mrl.config.schema import Config, SourceConfig
-from mrl.config.sft import AnyConfig, DpoConfig
+from mrl.config.sft import AnyConfig
 from mrl.errors import Problem, did_you_mean
 
 ADVANTAGES = (
@@ -141,28 +142,31 @@ def own_parts(config: AnyConfig) -> Iterator[tuple[str, str]]:
         yield from ((f"{key}.name", each.name) for key, each in config.reward_functions() if is_path(each.name))
 
 
+_KINDS: tuple[tuple[str, str, Collection[str]], ...] = (
+    ("data.sampler", "sampler", SAMPLERS),
+    ("algorithm.advantage", "advantage estimator", ADVANTAGES),
+    ("algorithm.loss.policy", "policy loss", POLICY_LOSSES),
+    ("algorithm.loss.aggregation", "loss aggregation", AGGREGATIONS),
+    ("algorithm.kl.in_reward", "KL estimator", KL_ESTIMATORS),
+    ("algorithm.kl.in_loss", "KL estimator", KL_ESTIMATORS),
+    ("algorithm.distillation.estimator", "KL estimator", KL_ESTIMATORS),
+    ("algorithm.correction.level", "importance ratio level", RATIO_LEVELS),
+    ("preference.loss", "preference loss", (*PREFERENCE_LOSSES, *OF_A_BATCH)),
+)
+
+
 def _known_names(config: AnyConfig) -> Iterator[tuple[str, str, str, Collection[str]]]:
+    """Yield keys that name a part, what kind of part it is, the name, and mrl's own words for such parts."""
     for number, name in enumerate(config.training.trackers):
         yield f"training.trackers.{number}", "tracker", name, TRACKERS
-    yield "data.sampler", "sampler", config.data.sampler, SAMPLERS
-    if isinstance(config, DpoConfig) and config.preference.loss not in OF_A_BATCH:
-        yield "preference.loss", "preference loss", config.preference.loss, PREFERENCE_LOSSES
-    if isinstance(config, Config):
-        yield from _algorithm_names(config)
-
-
-def _algorithm_names(config: Config) -> Iterator[tuple[str, str, str, Collection[str]]]:
-    algorithm, kl, loss = config.algorithm, config.algorithm.kl, config.algorithm.loss
-    yield "algorithm.advantage", "advantage estimator", algorithm.advantage, ADVANTAGES
-    yield "algorithm.loss.policy", "policy loss", loss.policy, POLICY_LOSSES
-    yield "algorithm.loss.aggregation", "loss aggregation", loss.aggregation, AGGREGATIONS
-    yield "algorithm.kl.in_reward", "KL estimator", kl.in_reward, KL_ESTIMATORS
-    yield "algorithm.kl.in_loss", "KL estimator", kl.in_loss, KL_ESTIMATORS
-    if algorithm.distillation is not None:
-        estimator = algorithm.distillation.estimator
-        yield "algorithm.distillation.estimator", "KL estimator", estimator, KL_ESTIMATORS
-    if algorithm.correction is not None:
-        yield "algorithm.correction.level", "importance ratio level", algorithm.correction.level, RATIO_LEVELS
+    for key, kind, known in _KINDS:
+        found: Any = config
+        for name in key.split("."):
+            found = getattr(found, name, None)
+        if found is not None:
+            yield key, kind, found, known
+    if not isinstance(config, Config):
+        return
     yield "rollout.engine", "rollout engine", config.rollout.engine, ENGINES
     for label, environment in config.agent.environments.items():
         key = f"agent.environments.{label}"

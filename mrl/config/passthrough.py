@@ -259,10 +259,7 @@ def _alternatives(node: ast.expr, alias: Alias) -> Iterator[Bound]:
         case ast.Name(id=name) | ast.Subscript(value=ast.Name(id=name)) if name in _MAPPINGS:
             yield _SECTION
         case ast.Name(id=name) if name in _PLAIN:
-            is_bool = name == "bool"
-            yield Bound(
-                name, lambda value: isinstance(value, _PLAIN[name]) and (is_bool or not isinstance(value, bool))
-            )
+            yield Bound(name, partial(_is_plain, name))
         case ast.Name(id=name) if found := alias(name):
             yield from _alternatives(ast.parse(found, mode="eval").body, alias)
         case _:

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from mrl.config.arithmetic import rows_per_step
 from mrl.config.load import AnyTyped
 from mrl.config.model_names import in_directories, model_names, rename_models
-from mrl.config.reward import RewardConfig
+from mrl.config.reward import JUDGE, RewardConfig
 from mrl.config.reward_rules import asks_own_engines
 from mrl.config.schema import Config, SourceConfig
 from mrl.config.sft import AnyConfig, SftConfig
@@ -42,21 +42,20 @@ _BYTES_PER_PARAMETER = 2  # published weights are bfloat16
 
 def check_models(config: AnyTyped) -> Iterator[CheckResult]:
     """Check the files of each role's model as a run does before it asks for a device: headers alone are read."""
-    for role in config.model_roles():
-        key, name = config.model_of(role)
+    named = {role: config.model_of(role) for role in config.model_roles()}
+    if isinstance(config, Config) and config.judge is not None:
+        named[JUDGE] = "judge.path", config.judge.path
+    for role, (key, name) in named.items():
         about = f"model of the {role}"
         try:
             directory = model_directory(name)
         except ModelError as error:
             yield _absent(about, name, error)
+            continue
+        if role == JUDGE:
+            yield ok(about, f"{directory}: vLLM reads it when the run starts")
         else:
             yield from guarded(about, _check(about, role, rename_models(config, {key: str(directory)}), directory))
-    if isinstance(config, Config) and config.judge is not None:
-        about, name = "model of the judge", config.judge.path
-        try:
-            yield ok(about, f"{model_directory(name)}: vLLM reads it when the run starts")
-        except ModelError as error:
-            yield _absent(about, name, error)
 
 
 def found_models(config: AnyConfig) -> Iterator[str]:
@@ -98,8 +97,6 @@ _MAX_NAMED = 3
 _FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<think>it is known</think> <answer>{}</answer>")
 """What the built-in rewards look for; a reward of the user's mostly wants one of them as well."""
 
-Look = Callable[[RLHFDataset], list[Prompt | SkippedRow]]
-
 
 def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
     """Check tokenizer, sources and rewards; without the tokenizer nothing else can be looked at."""
@@ -121,18 +118,16 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
         yield from guarded("reward_model", _check_reward_models(config, tokenizer))
         yield from guarded("teacher", _check_teacher(config, tokenizer))
     scored: dict[str, list[Prompt]] = {}
-    for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
-        for name, source in sources.items():
-            key = f"data.{part}.{name}"
-            scored[key] = []
-            look = _all_rows if all_rows else _some_rows
-            yield from guarded(key, _check_source(config, {key: source}, tokenizer, look, scored[key]))
+    for key, source in config.data.sources():
+        scored[key] = []
+        yield from guarded(key, _check_source(config, {key: source}, tokenizer, all_rows, scored[key]))
     yield from guarded("data.train", _check_number(config, tokenizer))
     if isinstance(config, SftConfig):
         return
     if config.agent.environments:
         yield from guarded("agent", check_agents(config, scored, tokenizer))
-    yield from guarded("rewards", _check_reward_sources(config))
+    case = "a pattern is compared with the whole name; case counts"
+    yield from guarded("rewards", (warn("rewards", warning, case) for warning in check_reward_sources(config)))
     if config.agent.environments:  # which may score what no function does
         scored = {
             key: [each for each in some if config.reward.scores(each.row.data_source)] for key, some in scored.items()
@@ -143,11 +138,6 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
         of_part = {key: prompts for key, prompts in scored.items() if key.startswith(f"data.{part}.")}
         others = bool(config.scoring_models() or config.agent.environments)
         yield from guarded("rewards", _check_rewards(reward, of_part, tokenizer, others))
-
-
-def _check_reward_sources(config: Config) -> Iterator[CheckResult]:
-    for warning in check_reward_sources(config):
-        yield warn("rewards", warning, "a pattern is compared with the whole name; case counts")
 
 
 def _check_ends(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
@@ -200,13 +190,17 @@ def _check_number(config: AnyConfig, tokenizer: ChatTokenizer) -> Iterator[Check
 
 
 def _check_source(
-    config: AnyConfig, source: Mapping[str, SourceConfig], tokenizer: ChatTokenizer, look: Look, scored: list[Prompt]
+    config: AnyConfig,
+    source: Mapping[str, SourceConfig],
+    tokenizer: ChatTokenizer,
+    all_rows: bool,
+    scored: list[Prompt],
 ) -> Iterator[CheckResult]:
     """Check the rows of one source; some of the usable ones go into `scored`."""
     (key,) = source
     dataset = _opened(config, source, tokenizer)
     limits = config.batch if isinstance(config, SftConfig) else config.rollout
-    found = look(dataset)
+    found = _rows(dataset, all_rows)
     prompts = [row for row in found if isinstance(row, Prompt)]
     scored += prompts[:: max(1, len(prompts) // _NUM_SCORED)][:_NUM_SCORED]
     unusable = [row for row in found if isinstance(row, SkippedRow)]
@@ -232,16 +226,12 @@ def _check_source(
         yield CheckResult(verdict, key, f"{len(errors) - _MAX_NAMED} more rows like these")
 
 
-def _some_rows(dataset: RLHFDataset) -> list[Prompt | SkippedRow]:
-    step = max(1, len(dataset) // _MAX_ROWS)
-    return dataset.read([draw for row in range(0, len(dataset), step) for draw in dataset.draws(row, row + 1)])
-
-
-def _all_rows(dataset: RLHFDataset) -> list[Prompt | SkippedRow]:
-    """Return every row that is no prompt, ids that occur twice included, and some that are one."""
-    bad = list(dataset.check())
-    known = {unusable.draw.number for unusable in bad}
-    return [*bad, *(row for row in _some_rows(dataset) if row.draw.number not in known)]
+def _rows(dataset: RLHFDataset, all_rows: bool) -> list[Prompt | SkippedRow]:
+    """Return rows at even distances; of all rows those as well that are no prompt, ids that occur twice included."""
+    bad = list(dataset.check()) if all_rows else []
+    known, step = {unusable.draw.number for unusable in bad}, max(1, len(dataset) // _MAX_ROWS)
+    some = dataset.read([draw for row in range(0, len(dataset), step) for draw in dataset.draws(row, row + 1)])
+    return [*bad, *(row for row in some if row.draw.number not in known)]
 
 
 def _check_rewards(

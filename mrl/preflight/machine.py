@@ -9,7 +9,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -229,15 +228,20 @@ def check_slurm(config: AnyConfig) -> Iterator[CheckResult]:
     except (OSError, subprocess.SubprocessError) as error:
         yield warn("Slurm", f"sinfo fails: {error}", "is the controller up?")
         return
-    cluster = config.cluster
-    kinds = [_read(line) for line in answer.stdout.splitlines() if line.count("|") == 5]
-    enough: dict[str, int] = {}
-    for kind in kinds:
-        devices = kind.gpus if cluster.device == "gpu" else kind.cpus
-        if kind.is_up and devices >= cluster.devices_per_node:
-            enough[kind.partition] = enough.get(kind.partition, 0) + kind.nodes
+    cluster, enough, limits = config.cluster, dict[str, int](), dict[str, str]()
+    for line in answer.stdout.splitlines():
+        if line.count("|") != 5:
+            continue
+        partition, state, counts, resources, cpus, limit = line.split("|")
+        name = partition.rstrip("*")
+        limits.setdefault(name, limit)
+        num_gpus = sum(map(int, _GPUS.findall(resources)))
+        devices = num_gpus if cluster.device == "gpu" else int(cpus.rstrip("+"))
+        if state == "up" and devices >= cluster.devices_per_node:
+            allocated, idle, *_ = counts.split("/")  # allocated / idle / other / total; others are down or drained
+            enough[name] = enough.get(name, 0) + int(allocated) + int(idle)
     fit = [
-        f"{name} ({nodes} such nodes, at most {_limit(kinds, name)})"
+        f"{name} ({nodes} such nodes, at most {limits[name]})"
         for name, nodes in enough.items()
         if nodes >= cluster.nodes
     ]
@@ -261,24 +265,3 @@ def _offer(config: AnyConfig, devices_of: dict[str, int], free: int) -> CheckRes
     if free < taken:
         return warn("Ray", what, "other work holds them; the run waits deadlines.resources_s and then fails")
     return ok("Ray", what)
-
-
-@dataclass(frozen=True)
-class _Nodes:
-    partition: str
-    is_up: bool
-    nodes: int
-    cpus: int
-    gpus: int
-    limit: str
-
-
-def _read(line: str) -> _Nodes:
-    partition, state, counts, resources, cpus, limit = line.split("|")
-    allocated, idle, *_ = counts.split("/")  # allocated / idle / other / total; the others are down or drained
-    gpus = sum(int(count) for count in _GPUS.findall(resources))
-    return _Nodes(partition.rstrip("*"), state == "up", int(allocated) + int(idle), int(cpus.rstrip("+")), gpus, limit)
-
-
-def _limit(kinds: list[_Nodes], partition: str) -> str:
-    return next(kind.limit for kind in kinds if kind.partition == partition)
