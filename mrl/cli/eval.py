@@ -21,8 +21,8 @@ from mrl.errors import SetupError
 from mrl.events import EventLog
 
 EXAMPLE = "mrl eval runs/laptop-ppo --checkpoint best --temperatures 0,0.6,1 --k 1,8"
-_MEASURED = ["validation.every=1", "validation.best_metric=null", "validation.keep_best=false"]
-_MEASURED += ["validation.save_samples=false"]
+_SAMPLING = ("greedy", "temperature", "top_p", "top_k", "samples_per_prompt")
+_MEASURED = [f"validation.{each}" for each in ("every=1", "best_metric=null", "keep_best=false", "save_samples=false")]
 _GREEDY = ["greedy=true", "samples_per_prompt=1", "k=[]", "temperature=1", "top_p=1", "top_k=0"]
 
 
@@ -45,14 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
     file, given = _source(arguments, of_run)
     chosen = [load_config(file, [*given, *each]) for each in _choices(arguments)]
     with _private_directory(Path(chosen[0].config.run.dir)) as directory:
-        checkpoint = _export(chosen[0], arguments, directory / "model") if of_run else None
-        figures = _evaluate(chosen, directory, directory / "model" if of_run else None)
+        model, checkpoint = directory / "model" if of_run else None, None
+        if model is not None:
+            checkpoint, _ = export_role(chosen[0].config, what, arguments.checkpoint or "latest", "actor", None, model)
+        figures = _evaluate(chosen, directory, model)
     results = []
     for each, found in zip(chosen, figures, strict=True):
-        v = each.config.validation
-        sampling = {
-            name: getattr(v, name) for name in ("greedy", "temperature", "top_p", "top_k", "samples_per_prompt")
-        }
+        sampling = {name: getattr(each.config.validation, name) for name in _SAMPLING}
         results.append({"sampling": sampling, "figures": found})
     output = Path(arguments.output) if arguments.output else what / "eval.json" if of_run else Path("eval.json")
     report = {"model": arguments.what, "checkpoint": checkpoint, "results": results}
@@ -105,11 +104,6 @@ def _private_directory(runs: Path) -> Iterator[Path]:
         shutil.rmtree(directory / "model", ignore_errors=True)
         if is_done or not any((directory / "logs").iterdir()):
             shutil.rmtree(directory)
-
-
-def _export(resolved: Resolved[Config], arguments: argparse.Namespace, model: Path) -> str:
-    which = arguments.checkpoint or "latest"
-    return export_role(resolved.config, Path(arguments.what), which, "actor", None, model)[0]
 
 
 def _evaluate(chosen: Sequence[Resolved[Config]], directory: Path, model: Path | None) -> list[dict[str, float]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +21,6 @@ from mrl.config.arithmetic import (
     updates_per_step,
 )
 from mrl.config.load import Resolved
-from mrl.config.mesh import Mesh
 from mrl.config.names import ENVIRONMENTS
 from mrl.config.reward import JUDGE
 from mrl.config.schema import Config
@@ -96,11 +94,7 @@ def _placement(config: AnyConfig) -> Iterator[str]:
     yield ""
     placed = sum(pools.values())
     yield f"Devices: {cluster.nodes} x {cluster.devices_per_node} = {present} {kind}, {placed} of them in pools"
-    rows = []
-    for pool, size in pools.items():
-        roles = [role for role, of in config.placement.roles.items() if of == pool]
-        rows.append((pool, str(size), _who(config, roles)))
-    yield from aligned(rows)
+    yield from aligned((pool, str(size), _who(config, pool)) for pool, size in pools.items())
     if isinstance(config, DpoConfig) and config.preference.reference == "once":
         yield "  The reference has no weights of its own (preference.reference: once): its log-probs are computed"
         yield "  before the first update, 4 bytes a response token in the run directory and in the driver's memory."
@@ -108,10 +102,10 @@ def _placement(config: AnyConfig) -> Iterator[str]:
         yield "  Below, nodes are counted within each pool; Ray names them when the run starts."
 
 
-def _who(config: AnyConfig, roles: list[str]) -> str:
+def _who(config: AnyConfig, pool: str) -> str:
     """Return the roles of a pool with those that live in their processes or beside them."""
     names = []
-    for role in roles:
+    for role in (role for role, of in config.placement.roles.items() if of == pool):
         names.append(role)
         if role == "actor" and isinstance(config, Config):
             names += [] if "rollout" in config.placement.roles else ["rollout"]
@@ -130,9 +124,10 @@ def _model_role(config: AnyConfig, role: str, *, all_ranks: bool) -> Iterator[st
         per, samples = "step", f"samples per step {samples_per_step(config.batch)}"
     chunks = f" ({model.parallel.vpp} model chunks each)" if model.parallel.vpp > 1 else ""
     sequence = ", sequence parallel" if model.parallel.sequence_parallel else ""
-    ranks = f"{mesh.world_size} ranks = tp {mesh.tp} x cp {mesh.cp} x dp {mesh.dp} x pp {mesh.pp}"
+    layout = f"{mesh.world_size} ranks = tp {mesh.tp} x cp {mesh.cp} x dp {mesh.dp} x pp {mesh.pp}"
     experts = f"; expert layers etp {mesh.etp} x ep {mesh.ep} x edp {mesh.edp} x pp {mesh.pp}"
-    yield f"{role}: {ranks}{chunks}{sequence}{experts if _has_expert_axes(mesh) else ''}"
+    has_experts = mesh.ep > 1 or mesh.etp > 1
+    yield f"{role}: {layout}{chunks}{sequence}{experts if has_experts else ''}"
     if role == "actor" and isinstance(config, Config) and has_reference(config):
         yield "  The reference model is this role's frozen copy: same processes, same layout."
     if role not in config.trained_roles():
@@ -146,33 +141,18 @@ def _model_role(config: AnyConfig, role: str, *, all_ranks: bool) -> Iterator[st
         (f"micro-batches per {per}, at most", needed, f"{share.max_micro_batches}"),
     ]
     yield from aligned(rows)
-    yield from _rank_table(mesh, config.cluster.devices_per_node, all_ranks=all_ranks)
-
-
-def _has_expert_axes(mesh: Mesh) -> bool:
-    return mesh.ep > 1 or mesh.etp > 1
-
-
-def _rank_table(mesh: Mesh, devices_per_node: int, *, all_ranks: bool) -> Iterator[str]:
-    axes = ["tp", "cp", "dp", "pp"] + (["etp", "ep", "edp"] if _has_expert_axes(mesh) else [])
-    ranks = [
-        {"rank": rank, "node": rank // devices_per_node, "device": rank % devices_per_node}
-        | {axis: dataclasses.asdict(mesh.coordinates(rank))[axis] for axis in axes}
-        for rank in range(mesh.world_size)
-    ]
-    yield from _table(["rank", "node", "device", *axes], ranks, all_ranks=all_ranks)
+    axes = ["tp", "cp", "dp", "pp", *(["etp", "ep", "edp"] if has_experts else [])]
+    places = map(mesh.coordinates, range(mesh.world_size))
+    ranks = [{axis: getattr(place, axis) for axis in axes} for place in places]
+    yield from _table(ranks, config.cluster.devices_per_node, all_ranks=all_ranks)
 
 
 def _rollout(config: Config, *, all_ranks: bool) -> Iterator[str]:
     devices, tp = rollout_devices(config), config.rollout.tp
     whose = "their own" if has_own_rollout_pool(config) else "the actor's"
     yield f"rollout: {num_engines(config)} engines of tp {tp} on {whose} {devices} devices"
-    here = config.cluster.devices_per_node
-    ranks = [
-        {"rank": rank, "node": rank // here, "device": rank % here, "engine": rank // tp, "tp": rank % tp}
-        for rank in range(devices)
-    ]
-    yield from _table(["rank", "node", "device", "engine", "tp"], ranks, all_ranks=all_ranks)
+    ranks = [{"engine": rank // tp, "tp": rank % tp} for rank in range(devices)]
+    yield from _table(ranks, config.cluster.devices_per_node, all_ranks=all_ranks)
 
 
 def _asynchrony(config: Config) -> Iterator[str]:
@@ -220,14 +200,13 @@ def _environment(name: str, config: Config) -> Iterator[str]:
     yield from aligned(rows)
 
 
-def _table(columns: Sequence[str], ranks: list[dict[str, int]], *, all_ranks: bool) -> Iterator[str]:
+def _table(places: Sequence[dict[str, int]], here: int, *, all_ranks: bool) -> Iterator[str]:
     """Yield one line per rank, or per node where that would be long; nodes are counted within the pool."""
-    groups = [[rank] for rank in ranks]
-    if len(ranks) > _MAX_TABLE_RANKS and not all_ranks:
-        nodes = sorted({rank["node"] for rank in ranks})
-        groups = [[rank for rank in ranks if rank["node"] == node] for node in nodes]
-    rows = [[_span(rank[column] for rank in group) for column in columns] for group in groups]
-    yield from aligned([columns, *rows])
+    ranks = [{"rank": rank, "node": rank // here, "device": rank % here, **at} for rank, at in enumerate(places)]
+    of_line = here if len(ranks) > _MAX_TABLE_RANKS and not all_ranks else 1
+    groups = [ranks[begin : begin + of_line] for begin in range(0, len(ranks), of_line)]
+    columns = list(ranks[0])
+    yield from aligned([columns, *([_span(rank[column] for rank in group) for column in columns] for group in groups)])
 
 
 def _span(values: Iterable[int]) -> str:

@@ -37,12 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ray.add_argument("--ship", action="append", default=[], metavar="PATH", help="more of your own code")
     ray.add_argument("--no-wait", action="store_true", help="leave once it is submitted")
     for each in (slurm, ray):
-        each.add_argument(
-            "--verb",
-            choices=("train", "check"),
-            default="train",
-            help="check: look at all nodes only",
-        )
+        verbs = ("train", "check")
+        each.add_argument("--verb", choices=verbs, default="train", help="check: look at all nodes only")
         add_config(each)
         each.add_argument("--dry-run", action="store_true", help="print everything, write and start nothing")
 

@@ -13,10 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 from mrl.children import die_with, listening
 from mrl.cli.interrupt import on_interrupt, what_is_kept
@@ -105,18 +103,14 @@ def supervise(
         newest = reached
         lost = {EXIT_NO_PLACE: "found no place", 1: "left with status 1"}.get(code, "lost a worker or a node")
         if code == EXIT_NO_PLACE and fallback:
-            command, lost, fallback = (
-                [*command, *fallback],
-                f"found no place, and goes on with {shlex.join(fallback)}",
-                (),
-            )
+            lost = f"found no place, and goes on with {shlex.join(fallback)}"
+            command, fallback = [*command, *fallback], ()
         why = f"was ended by {signal.Signals(-code).name}" if code < 0 else lost
         if num_restarts > max_restarts:
             print(f"the run {why}, and training.max_restarts={max_restarts} is used up", file=sys.stderr)
             return 128 - code if code < 0 else 1
-        print(
-            f"the run {why}: restart {num_restarts} of {max_restarts}, from step {newest}", file=sys.stderr, flush=True
-        )
+        going_on = f"restart {num_restarts} of {max_restarts}, from step {newest}"
+        print(f"the run {why}: {going_on}", file=sys.stderr, flush=True)
         _write(directory, RunRestarted(why, num_restarts, newest))
 
 
@@ -137,16 +131,7 @@ def _attempt(command: Sequence[str]) -> int:
     # What is sent to the group reaches the run once, from here. Whoever kills this process wants the run to end, and
     # one that saved first would hold its directory against the next.
     die = functools.partial(die_with, os.getpid())
-    with subprocess.Popen(command, start_new_session=True, preexec_fn=die) as run, _forwarding_to(run):
+    run = subprocess.Popen(command, start_new_session=True, preexec_fn=die)
+    # What asks the watcher to stop is meant for the run, which has a session of its own.
+    with run, listening(_FORWARDED, lambda number, frame: run.send_signal(number)):
         return run.wait()
-
-
-@contextmanager
-def _forwarding_to(run: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Send on what asks the watcher to stop: it is meant for the run, which has a session of its own."""
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        run.send_signal(number)
-
-    with listening(_FORWARDED, forward):
-        yield

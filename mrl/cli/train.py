@@ -31,9 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.replay:
         _replay(arguments)
     elif not arguments.config:
-        raise ConfigError(
-            [Problem("command line", "", "no configuration", "mrl train CONFIG, or mrl train --replay RUN")]
-        )
+        fix = "mrl train CONFIG, or mrl train --replay RUN"
+        raise ConfigError([Problem("command line", "", "no configuration", fix)])
     resolved = load_config(arguments.config, arguments.overrides)
     if (newest := finished(resolved, resolved.config.training.steps)) is not None:
         print(f"all {resolved.config.training.steps} steps are done; the newest checkpoint is {newest}")

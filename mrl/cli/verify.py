@@ -74,10 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _refusal(num_ranks: int, max_ranks: int, num_gpus: int | None) -> tuple[str, str] | None:
     """Return what so many ranks would be too many of, and what would do; nothing where they are not."""
     if num_gpus is not None and num_ranks > num_gpus:
-        return (
-            f"GPUs, one for each rank, and this machine has {num_gpus}",
-            "--device=cpu, without their kernels and NCCL",
-        )
+        what = f"GPUs, one for each rank, and this machine has {num_gpus}"
+        return what, "--device=cpu, without their kernels and NCCL"
     if num_ranks > max_ranks:
         return f"processes, and --max-ranks={max_ranks}", f"--max-ranks={num_ranks}"
     return None
