@@ -18,8 +18,7 @@ from mrl.cli.explain import explain
 from mrl.config.load import VERBS, Resolved
 from mrl.errors import SetupError
 from mrl.launch.ray_job import JobBundle, RayJob, make_job, pack, submit_command, submit_script, write_job_directory
-from mrl.launch.site import load_site
-from mrl.launch.slurm import CONFIG, SCRIPT, SlurmJob, job_files, render_script
+from mrl.launch.slurm import CONFIG, SCRIPT, SlurmJob, job_files, load_site, render_script
 from mrl.preflight.findings import check_planned_memory, refuse
 
 EXAMPLE = "mrl launch slurm configs/ppo-llama3.1-70b-8n8g.yaml --cluster launch/cluster-example.yaml --dry-run"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mrl
-from mrl.cli.interrupt import EXIT_INTERRUPTED, on_interrupt
+from mrl.cli.supervise import EXIT_INTERRUPTED, on_interrupt
 from mrl.errors import MrlError, did_you_mean
 from mrl.redaction import redact_text
 

@@ -1,6 +1,7 @@
-"""A process that watches a run, and starts it again after it lost a worker or a node; it loads nothing heavy.
+"""How a command ends: by Ctrl-C within seconds, and a run, once it has lost a worker or a node, to be started again.
 
-A loop inside the run would not do: when a cluster's head dies, Ray ends every process that has joined it.
+The process that watches a run loads nothing heavy. A loop inside the run would not do: when a cluster's head dies, Ray
+ends every process that has joined it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from mrl.children import die_with, listening
-from mrl.cli.interrupt import on_interrupt, what_is_kept
 from mrl.config.load import AnyTyped, Resolved, config_kind
 from mrl.config.run_directory import CHECKPOINTS, steps_in
 from mrl.errors import MrlError, PlacementError, WorkerDied, WorkerSilent
@@ -135,3 +138,51 @@ def _attempt(command: Sequence[str]) -> int:
     # What asks the watcher to stop is meant for the run, which has a session of its own.
     with run, listening(_FORWARDED, lambda number, frame: run.send_signal(number)):
         return run.wait()
+
+
+EXIT_INTERRUPTED = 130
+"""As a shell reports SIGINT."""
+_UNWINDS_S = 3.0
+_AGAIN_S = 0.5
+"""One Ctrl-C may come twice: from the terminal, and from a parent that forwards it."""
+
+
+@contextmanager
+def on_interrupt(say: Callable[[], str]) -> Iterator[None]:
+    """Unwind at the first Ctrl-C, for some seconds; end at once at the second.
+
+    Checkpoints are whole at any moment, and what keeps Ray and the reward workers ends them with this process.
+    """
+    if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None) or threading.current_thread() is not _MAIN:
+        yield
+        return
+    began: list[float] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if began:
+            if time.monotonic() - began[0] > _AGAIN_S:
+                os._exit(EXIT_INTERRUPTED)
+            return
+        began.append(time.monotonic())
+        os.write(2, f"\n{say()}\n".encode(errors="backslashreplace"))  # a print may be what it has interrupted
+        limit = threading.Timer(_UNWINDS_S, os._exit, [EXIT_INTERRUPTED])
+        limit.daemon = True
+        limit.start()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        if not began:
+            signal.signal(signal.SIGINT, before)
+
+
+_MAIN = threading.main_thread()
+
+
+def what_is_kept(directory: Path) -> str:
+    """Return where the same command goes on that has run in this directory."""
+    if not (steps := steps_in(directory / CHECKPOINTS)):
+        return f"{directory} has no checkpoint: the same command begins again"
+    return f"the newest checkpoint is that of step {steps[-1]}: the same command goes on from step {steps[-1] + 1}"

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from mrl import files
-from mrl.config.load import VERBS, Resolved, config_kind
+from mrl.config.load import MODELS_FILE, VERBS, Resolved, config_kind
 from mrl.config.render import render
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError, Problem
 
-CHECKPOINTS, MODELS_FILE = "checkpoints", "models.json"
+CHECKPOINTS = "checkpoints"
 _STEP = "step-"
 _DIGITS = re.compile(f"^{_STEP}([0-9]{{6,18}})$")
 _ASIDE, _LEASE = "attempt-", ".lease"

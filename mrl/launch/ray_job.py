@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl import files
-from mrl.config.load import Resolved
-from mrl.config.model_names import model_names
+from mrl.config.load import Resolved, model_names
 from mrl.config.names import is_file, own_parts
 from mrl.config.sft import AnyConfig
 from mrl.config.sources import read_chain, read_overrides

@@ -13,7 +13,7 @@ from typing import Any
 
 from mrl.algos.kl import AdaptiveKLController, FixedKLController, KLController
 from mrl.config.arithmetic import role_mesh
-from mrl.config.model_names import in_directories
+from mrl.config.load import in_directories
 from mrl.config.reward import RewardConfig
 from mrl.config.schema import Config
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext

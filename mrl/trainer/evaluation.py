@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from mrl.config.model_names import in_directories
+from mrl.config.load import in_directories
 from mrl.config.schema import Config
 from mrl.config.training import ValidationConfig
 from mrl.controller import RunContext

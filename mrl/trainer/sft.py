@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.arithmetic import role_mesh
-from mrl.config.model_names import in_directories
+from mrl.config.load import in_directories
 from mrl.config.names import SAMPLERS
 from mrl.config.run_directory import CHECKPOINTS, checkpoint_of
 from mrl.config.schema import BatchConfig

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cli.interrupt import EXIT_INTERRUPTED, what_is_kept
+from mrl.cli.supervise import EXIT_INTERRUPTED, what_is_kept
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # also in the background of a script
-from mrl.cli.interrupt import on_interrupt
+from mrl.cli.supervise import on_interrupt
 try:
     with on_interrupt(lambda: "step 7 is kept"):
         print("ready", flush=True)
@@ -55,7 +55,7 @@ def test_an_interrupted_command_ends_soon(unwinds: str, again_s: float | None, l
 def test_what_is_ignored_stays_ignored() -> None:
     """As in the background of a script."""
     program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-    program += "from mrl.cli.interrupt import on_interrupt\nwith on_interrupt(str):\n"
+    program += "from mrl.cli.supervise import on_interrupt\nwith on_interrupt(str):\n"
     program += "    print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout == "True\n"

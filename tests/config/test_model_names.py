@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from mrl.config.load import Resolved, load_config, load_config_of
-from mrl.config.model_names import in_directories, settle_models
+from mrl.config.load import Resolved, in_directories, load_config, load_config_of, settle_models
 from mrl.config.run_directory import open_run_directory
 from mrl.config.schema import Config
 from mrl.errors import ConfigError, ModelError

@@ -30,7 +30,7 @@ from mrl.data.sample_files import read_newest_samples
 from mrl.data.sources import open_source
 from mrl.errors import BadRow, DataError, MrlError, Problem
 from mrl.events import read_events
-from mrl.launch.site import load_site
+from mrl.launch.slurm import load_site
 from mrl.models.hf_config import HfConfig
 from mrl.models.hf_reader import HfReader
 from mrl.observe.metrics import read_metrics

@@ -32,7 +32,7 @@ from mrl.config.step_calls import STEP
 from mrl.config.values import KeyPath, dotted
 from mrl.data.prompt_loader import SAMPLERS
 from mrl.data.toy import TOY_TASKS
-from mrl.launch.site import SiteConfig
+from mrl.launch.slurm import SiteConfig
 from mrl.observe.trackers import KNOWN
 from tests.docs.blocks import ROOT, pages
 from tests.docs.pictures import IMAGES, PICTURES, SOLVED, recorded

@@ -15,8 +15,7 @@ from unittest.mock import patch
 from mrl.config.load import Resolved, load_config
 from mrl.config.schema import Config
 from mrl.launch.ray_job import make_job, pack, submit_command, submit_script
-from mrl.launch.site import load_site
-from mrl.launch.slurm import SlurmJob, render_script
+from mrl.launch.slurm import SlurmJob, load_site, render_script
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "launch" / "examples"

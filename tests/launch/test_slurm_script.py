@@ -16,8 +16,7 @@ from mrl.config.load import load_config
 from mrl.config.names import own_parts
 from mrl.errors import ConfigError
 from mrl.launch.ray_job import pack
-from mrl.launch.site import load_site
-from mrl.launch.slurm import SlurmJob, render_script
+from mrl.launch.slurm import SlurmJob, load_site, render_script
 from tests.launch.conftest import MAIN, ROOT, Place
 from tests.launch.examples import EXAMPLES, rendered
 
