@@ -17,7 +17,7 @@ from mrl.cli.arguments import add_config, load_one, split_arguments, warn_unchec
 from mrl.cli.explain import explain
 from mrl.config.load import VERBS, Resolved
 from mrl.errors import SetupError
-from mrl.launch.ray_job import JobBundle, RayJob, make_job, pack, submit_command, submit_script, write_job_directory
+from mrl.launch.ray_job import RayJob, make_job, pack, submit_command, submit_script, write_job_directory
 from mrl.launch.slurm import CONFIG, SCRIPT, SlurmJob, job_files, load_site, render_script
 from mrl.preflight.findings import check_planned_memory, refuse
 
@@ -50,19 +50,19 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{resolved.path}: {warning.about}: {warning.what} ({warning.fix})", file=sys.stderr)
     if arguments.verb == "train":
         arguments.verb = VERBS[type(resolved.config)]
-    bundle = pack(resolved, overrides)
-    return (_slurm if arguments.where == "slurm" else _ray)(arguments, resolved, bundle)
+    return (_slurm if arguments.where == "slurm" else _ray)(arguments, resolved, overrides)
 
 
-def _slurm(arguments: argparse.Namespace, resolved: Resolved[Any], bundle: JobBundle) -> int:
+def _slurm(arguments: argparse.Namespace, resolved: Resolved[Any], overrides: list[str]) -> int:
     config, site = resolved.config, load_site(arguments.cluster)
-    job = SlurmJob(config, site, job_files(config), Path.cwd(), arguments.verb, bundle.variables)
+    packed, variables = pack(resolved, overrides)
+    job = SlurmJob(config, site, job_files(config), Path.cwd(), arguments.verb, variables)
     script = render_script(job)
     if arguments.dry_run:
-        _show(resolved, [f"# {job.files / SCRIPT}", script, f"# {job.files / CONFIG}", bundle.text])
+        _show(resolved, [f"# {job.files / SCRIPT}", script, f"# {job.files / CONFIG}", packed])
         return 0
     job.files.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name, text in ((SCRIPT, script), (CONFIG, bundle.text)):
+    for name, text in ((SCRIPT, script), (CONFIG, packed)):
         files.write_text(job.files / name, text, mode=0o600)
     command = ["sbatch", "--parsable", str(job.files / SCRIPT)]
     if not arguments.submit:
@@ -86,13 +86,13 @@ def _sbatch(command: list[str]) -> str:
     return answer.stdout.strip().partition(";")[0]
 
 
-def _ray(arguments: argparse.Namespace, resolved: Resolved[Any], bundle: JobBundle) -> int:
-    job = make_job(resolved.config, bundle, arguments.ship)
+def _ray(arguments: argparse.Namespace, resolved: Resolved[Any], overrides: list[str]) -> int:
+    job = make_job(resolved, overrides, arguments.ship)
     lines = list(_travels(job))
     with tempfile.TemporaryDirectory() as directory:
         command = submit_command(arguments.address, Path(directory), arguments.verb, wait=not arguments.no_wait)
         if arguments.dry_run:
-            _show(resolved, [*lines, f"# {CONFIG}", bundle.text, submit_script(job, command)])
+            _show(resolved, [*lines, f"# {CONFIG}", job.config, submit_script(job, command)])
             return 0
         print("\n".join(lines), flush=True)
         write_job_directory(job, Path(directory))

@@ -26,9 +26,27 @@ from mrl.redaction import is_secret_key
 CONFIG, RUNTIME_ENVIRONMENT = "config.yaml", "runtime_environment.json"
 
 
+def pack(resolved: Resolved[Any], overrides: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Return the configuration as one file that no longer changes while its job waits, with `${oc.env:NAME}` as
+    written, and the environment variables that it takes values from. Secrets that are written out are an error."""
+    layer = merge(read_chain(resolved.path), read_overrides(overrides)[0])
+    problems = []
+    for path, written in leaves_of(layer.values):
+        shown = json.dumps(written, ensure_ascii=False)
+        is_secret = path in resolved.secrets.paths and "${oc.env:" not in shown and written is not None
+        if is_secret or resolved.secrets.hide(shown) != shown:
+            what, fix = "a secret would go into the files of the job", "take it from the environment: ${oc.env:NAME}"
+            problems.append(Problem(layer.origin(path, resolved.path), dotted(path), what, fix))
+    if problems:
+        raise ConfigError(problems)
+    text = json.dumps(layer.values, indent=2, ensure_ascii=False)  # JSON is YAML
+    return f"{text}\n", tuple(dict.fromkeys(ENVIRONMENT_VARIABLE.findall(text)))
+
+
 @dataclass(frozen=True)
 class RayJob:
-    bundle: JobBundle
+    config: str
+    """The text of the file."""
     code: tuple[Path, ...]
     """Files and packages of the user's, below the current directory."""
     environment: dict[str, str]
@@ -36,28 +54,27 @@ class RayJob:
     """Secret variables that must be there already where Ray runs."""
 
 
-def make_job(config: AnyConfig, bundle: JobBundle, further: Sequence[str]) -> RayJob:
+def make_job(resolved: Resolved[Any], overrides: Sequence[str], further: Sequence[str]) -> RayJob:
     """Return the job of a configuration. What would be looked for in the wrong place on the cluster is an error."""
+    config, (text, variables) = resolved.config, pack(resolved, overrides)
     if problems := list(_relative_paths(config)):
         raise ConfigError(problems)
     if os.environ.get("RAY_AUTH_MODE") != "token" and not config.cluster.allow_insecure_ray:
-        raise SetupError(
-            "the job would be submitted without token authentication",
-            fix="set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's token, or "
-            "cluster.allow_insecure_ray=true",
-        )
+        fix = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's token, or "
+        fix += "cluster.allow_insecure_ray=true"
+        raise SetupError("the job would be submitted without token authentication", fix=fix)
     modules = dict.fromkeys(name.partition(":")[0] for _, name in own_parts(config))
     code = [*filter(None, map(_own_code, modules)), *map(_below_here, further)]
-    secret = tuple(name for name in bundle.variables if is_secret_key(name))
-    environment = {name: os.environ[name] for name in bundle.variables if name not in secret}
-    return RayJob(bundle, tuple(dict.fromkeys(code)), environment, secret)
+    secret = tuple(name for name in variables if is_secret_key(name))
+    environment = {name: os.environ[name] for name in variables if name not in secret}
+    return RayJob(text, tuple(dict.fromkeys(code)), environment, secret)
 
 
 def write_job_directory(job: RayJob, directory: Path) -> None:
     """Lay out what travels: the job's working directory, and beside it what the runtime environment is."""
     working = directory / "job"
     working.mkdir()
-    (working / CONFIG).write_text(job.bundle.text, encoding="utf-8")
+    (working / CONFIG).write_text(job.config, encoding="utf-8")
     for path in job.code:
         (working / path.parent).mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -86,11 +103,13 @@ def submit_script(job: RayJob, command: Sequence[str]) -> str:
     """Return the command as a shell script with its reasons; `mrl launch ray` runs the same command without a shell."""
     shipped = ", ".join([CONFIG, *map(str, job.code)])
     variables = ", ".join(job.environment) or "none"
-    missing = f"\n#   to be set where Ray runs, as their names say that they are secret: {', '.join(job.missing)}"
-    shown = " \\\n  ".join(_by_option(command))
-    return (
-        f"{_SUBMIT}#   files: {shipped}\n#   variables: {variables}{missing if job.missing else ''}\n{_ENTRY}{shown}\n"
-    )
+    travels = f"#   files: {shipped}\n#   variables: {variables}\n"
+    if job.missing:
+        travels += f"#   to be set where Ray runs, as their names say that they are secret: {', '.join(job.missing)}\n"
+    end = command.index("--")
+    begin = next(number for number, word in enumerate(command) if word.startswith("--"))
+    lines = [shlex.join(command[:begin]), *map(shlex.quote, command[begin:end]), shlex.join(command[end:])]
+    return _SUBMIT + travels + _ENTRY + " \\\n  ".join(lines) + "\n"
 
 
 _SUBMIT = """\
@@ -107,15 +126,6 @@ _ENTRY = """
 # The entry point runs on the cluster, where `ray_address=auto` is the cluster itself. Without `--no-wait` this stays,
 # shows the run's words, and leaves with its exit code.
 """
-
-
-def _by_option(command: Sequence[str]) -> Iterator[str]:
-    """Yield the command, a line for its beginning, for each option, and for what follows them."""
-    end = command.index("--")
-    begin = next(number for number, word in enumerate(command) if word.startswith("--"))
-    yield shlex.join(command[:begin])
-    yield from map(shlex.quote, command[begin:end])
-    yield shlex.join(command[end:])
 
 
 def _own_code(module: str) -> Path | None:
@@ -147,29 +157,3 @@ def _relative_paths(config: AnyConfig) -> Iterator[Problem]:
         if not os.path.isabs(path):
             what = f'"{path}" is relative, and a job runs in a directory that Ray makes and removes'
             yield Problem("", key, what, f"{key}={os.path.abspath(path)}, if the nodes share that")
-
-
-@dataclass(frozen=True)
-class JobBundle:
-    """A configuration that no longer changes while its job waits: one file, with `${oc.env:NAME}` as written."""
-
-    text: str
-    variables: tuple[str, ...]
-    """The environment variables that it takes values from."""
-
-
-def pack(resolved: Resolved[Any], overrides: Sequence[str]) -> JobBundle:
-    """Return the file, what it extends and the overrides as one. Secrets are no part of it: written out, they are an
-    error."""
-    layer = merge(read_chain(resolved.path), read_overrides(overrides)[0])
-    problems = []
-    for path, written in leaves_of(layer.values):
-        shown = json.dumps(written, ensure_ascii=False)
-        is_secret = path in resolved.secrets.paths and "${oc.env:" not in shown and written is not None
-        if is_secret or resolved.secrets.hide(shown) != shown:
-            what, fix = "a secret would go into the files of the job", "take it from the environment: ${oc.env:NAME}"
-            problems.append(Problem(layer.origin(path, resolved.path), dotted(path), what, fix))
-    if problems:
-        raise ConfigError(problems)
-    text = json.dumps(layer.values, indent=2, ensure_ascii=False)  # JSON is YAML
-    return JobBundle(f"{text}\n", tuple(dict.fromkeys(ENVIRONMENT_VARIABLE.findall(text))))

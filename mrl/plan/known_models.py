@@ -132,6 +132,10 @@ def known_config(name: str) -> dict[str, Any]:
     """Return what a `config.json` of that model would hold, as far as planning reads it."""
     family, sizes = _SIZES[name]
     own = {"moe_intermediate_size": _EXPERT_SIZES[name]} if name in _EXPERT_SIZES else {}
-    return (
-        {"model_type": family, "hidden_act": "silu"} | _FAMILIES[family] | dict(zip(_ORDER, sizes, strict=True)) | own
-    )
+    return {
+        "model_type": family,
+        "hidden_act": "silu",
+        **_FAMILIES[family],
+        **dict(zip(_ORDER, sizes, strict=True)),
+        **own,
+    }

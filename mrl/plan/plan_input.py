@@ -42,9 +42,8 @@ class Planned(Generic[AnyTyped]):
     def problems(self) -> Iterator[Problem]:
         yield from check_rules(self.config)
         for role, spec in self.specs.items():
-            shape = ModelShape(
-                spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.moe.num_experts if spec.moe else None
-            )
+            num_experts = spec.moe.num_experts if spec.moe else None
+            shape = ModelShape(spec.num_layers, spec.num_heads, spec.num_kv_heads, num_experts)
             yield from check_model_rules(self.config, [role], shape)
 
     def check_layouts(self) -> None:
@@ -100,9 +99,8 @@ def make_plan_input(
         raise ConfigError([resolved.located(wrong)])
     specs = model_specs(config, model)
     device = hardware(hardware_name or config.cluster.hardware or DEFAULT)
-    fused = {
-        f"{role}.megatron": specs[role].fused_kernels() | model.megatron for role, model in config.model_roles().items()
-    }
+    roles = config.model_roles().items()
+    fused = {f"{role}.megatron": specs[role].fused_kernels() | model.megatron for role, model in roles}
     subject = Planned(config, specs, device).with_changes_unchecked(fused)
     if problems := list(subject.problems()):
         raise ConfigError([resolved.located(problem) for problem in problems])

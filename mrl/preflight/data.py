@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -114,8 +114,11 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
     yield ok("tokenizer", f"{len(tokenizer)} tokens, {form}")
     if isinstance(config, Config):
         yield from guarded("end tokens", _check_ends(config, tokenizer))
-        yield from guarded("reward_model", _check_reward_models(config, tokenizer))
-        yield from guarded("teacher", _check_teacher(config, tokenizer))
+        paths = {role: model.path for role, model in config.scoring_models().items()}
+        yield from guarded("reward_model", _check_tokens(check_reward_models(config, tokenizer), paths))
+    if isinstance(config, Config) and config.teacher is not None:
+        of_teacher = (("teacher", warning) for warning in check_teacher(config, tokenizer))
+        yield from guarded("teacher", _check_tokens(of_teacher, {"teacher": config.teacher.path}))
     scored: dict[str, list[Prompt]] = {}
     for key, source in config.data.sources():
         scored[key] = []
@@ -154,20 +157,12 @@ def _check_ends(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResul
     yield ok("end tokens", ", ".join(ends)) if ends else warn("end tokens", "nothing but its length ends a response")
 
 
-def _check_reward_models(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
-    warnings = list(check_reward_models(config, tokenizer))
-    yield from (warn(role, warning) for role, warning in warnings)
-    for role, model in config.scoring_models().items():
-        if role not in dict(warnings):
-            yield ok(role, f"{model.path} reads the policy's tokens")
-
-
-def _check_teacher(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
-    if config.teacher is not None:
-        warnings = list(check_teacher(config, tokenizer))
-        yield from (warn("teacher", warning) for warning in warnings)
-        if not warnings:
-            yield ok("teacher", f"{config.teacher.path} reads the policy's tokens")
+def _check_tokens(warnings: Iterable[tuple[str, str]], paths: Mapping[str, str]) -> Iterator[CheckResult]:
+    """Say of models that score or teach, by role, whether they read the policy's tokens."""
+    found = list(warnings)
+    yield from (warn(role, warning) for role, warning in found)
+    warned = dict(found)
+    yield from (ok(role, f"{path} reads the policy's tokens") for role, path in paths.items() if role not in warned)
 
 
 def _opened(config: AnyConfig, sources: Mapping[str, SourceConfig], tokenizer: ChatTokenizer) -> RLHFDataset:

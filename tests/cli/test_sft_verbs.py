@@ -31,9 +31,9 @@ pytestmark = pytest.mark.needs
 def test_the_keys_tell_which_kind_a_configuration_is() -> None:
     assert isinstance(load_any_config(SFT).config, SftConfig)
     assert isinstance(load_any_config(PPO).config, Config)
-    for load, path, verb in ((load_config, SFT, "sft"), (load_config_of, PPO, "train")):
+    for asked, path, verb in (("train", SFT, "sft"), ("sft", PPO, "train")):
         with pytest.raises(ConfigError) as caught:
-            load(path)
+            load_config_of(asked, path)
         (problem,) = caught.value.problems
         assert (problem.fix, "is a configuration of" in problem.what) == (f"mrl {verb} {path}", True)
 

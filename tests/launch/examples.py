@@ -40,7 +40,7 @@ def slurm_script() -> str:
     resolved = _preset()
     files = HOME / "runs" / f"{resolved.config.run.name}.launch"
     site = load_site(str(ROOT / "launch" / "cluster-example.yaml"))
-    return render_script(SlurmJob(resolved.config, site, files, HOME, "train", pack(resolved, ()).variables))
+    return render_script(SlurmJob(resolved.config, site, files, HOME, "train", pack(resolved, ())[1]))
 
 
 def ray_script() -> str:
@@ -49,7 +49,7 @@ def ray_script() -> str:
     python = patch.object(sys, "executable", str(HOME / ".venv/bin/python"))
     with tempfile.TemporaryDirectory() as here, chdir(here), patch.dict(os.environ, RAY_AUTH_MODE="token"), python:
         Path("my_rewards.py").touch()
-        job = make_job(resolved.config, pack(resolved, ABSOLUTE), ())
+        job = make_job(resolved, ABSOLUTE, ())
         command = submit_command("http://127.0.0.1:8265", Path("DIRECTORY"), "train", wait=False)
         return submit_script(job, command)
 

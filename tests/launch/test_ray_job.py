@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.launch.ray_job import RUNTIME_ENVIRONMENT, JobBundle, RayJob, write_job_directory
+from mrl.launch.ray_job import RUNTIME_ENVIRONMENT, RayJob, write_job_directory
 
 
 def test_secrets_beside_the_code_stay_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +20,7 @@ def test_secrets_beside_the_code_stay_here(tmp_path: Path, monkeypatch: pytest.M
         (package / name).write_text("x")
     (tmp_path / "elsewhere.txt").write_text("secret")
     (package / "link.txt").symlink_to(tmp_path / "elsewhere.txt")
-    job = RayJob(JobBundle("run: {}\n", ()), (Path("mine"),), {"MODEL": "m"}, ())
+    job = RayJob("run: {}\n", (Path("mine"),), {"MODEL": "m"}, ())
     out = tmp_path / "out"
     out.mkdir()
     write_job_directory(job, out)

@@ -138,12 +138,12 @@ def test_the_configuration_that_travels_is_the_same_and_holds_no_secret(
     monkeypatch.setenv("MODEL", "some/model")
     overrides = ["model.path=${oc.env:MODEL}", "reward.environment.JUDGE_API_KEY=${oc.env:JUDGE_API_KEY}"]
     resolved = load_config(str(ROOT / "configs" / "laptop-dapo.yaml"), overrides)
-    bundle = pack(resolved, overrides)
-    assert bundle.variables == ("MODEL", "JUDGE_API_KEY")
-    assert "very-secret-value" not in bundle.text
-    (tmp_path / "config.yaml").write_text(bundle.text)
+    text, variables = pack(resolved, overrides)
+    assert variables == ("MODEL", "JUDGE_API_KEY")
+    assert "very-secret-value" not in text
+    (tmp_path / "config.yaml").write_text(text)
     assert load_config(str(tmp_path / "config.yaml")).config == resolved.config
-    assert json.loads(bundle.text)["actor"]["optimizer"] == {"lr": 1e-6}
+    assert json.loads(text)["actor"]["optimizer"] == {"lr": 1e-6}
     written = ["reward.environment.JUDGE_API_KEY=very-secret-value"]
     with pytest.raises(
         ConfigError, match=r"reward\.environment\.JUDGE_API_KEY: a secret would go into the files"
