@@ -23,9 +23,8 @@ def load_attribute(path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and not module_name.startswith(error.name):
             raise  # the module exists; something that it imports does not
-        raise NameUnknown(
-            f'no module "{module_name}" (from "{path}")', fix="is it installed, or on PYTHONPATH?"
-        ) from error
+        what = f'no module "{module_name}" (from "{path}")'
+        raise NameUnknown(what, fix="is it installed, or on PYTHONPATH?") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [name for name in vars(found) if not name.startswith("_")]
@@ -58,10 +57,8 @@ class Registry(Generic[T]):
             return self._entries[name]
         if ":" in name:
             return load_attribute(name)  # type: ignore[no-any-return]
-        raise NameUnknown(
-            f'unknown {self.kind} "{name}"',
-            fix=f"{did_you_mean(name, self._entries)} Or name your own as package.module:attribute.",
-        )
+        fix = f"{did_you_mean(name, self._entries)} Or name your own as package.module:attribute."
+        raise NameUnknown(f'unknown {self.kind} "{name}"', fix=fix)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

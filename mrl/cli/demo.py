@@ -37,9 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     task = TASKS[arguments.task]
     algorithm, steps = arguments.algorithm or next(iter(task.algorithms)), arguments.steps or task.steps
     if algorithm not in task.algorithms:
-        raise SetupError(
-            f"{arguments.task} is not learned by {algorithm}", fix=f"--algorithm {', '.join(task.algorithms)}"
-        )
+        known = ", ".join(task.algorithms)
+        raise SetupError(f"{arguments.task} is not learned by {algorithm}", fix=f"--algorithm {known}")
     from mrl.demo.demo import DemoSettings, run_demo
     from mrl.observe.console import Console  # with what follows it loads torch and Ray
     from mrl.observe.metrics import read_metrics

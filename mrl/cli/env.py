@@ -48,19 +48,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def collect(timeout_s: float) -> dict[str, Any]:
     with ThreadPoolExecutor() as threads:
-        usable = dict(zip(_PROBES, threads.map(lambda code: probe(code, timeout_s), _PROBES.values()), strict=True))
+        tried = threads.map(lambda code: failure(code, timeout_s), _PROBES.values())
+        usable = {name: {"usable": not why, "why": why} for name, why in zip(_PROBES, tried, strict=True)}
     return {
         "mrl": {"version": mrl.__version__, "revision": git_revision(Path(mrl.__file__).parent.parent)},
         "versions": versions(),
         "devices": {"cpu": cpu_model(), "usable_cpus": usable_cpus(), "memory_bytes": memory_bytes(), "gpus": gpus()},
         "usable": usable,
     }
-
-
-def probe(code: str, timeout_s: float) -> dict[str, Any]:
-    """Return whether a piece of Python runs in a new process, and otherwise the last line of what it said."""
-    why = failure(code, timeout_s)
-    return {"usable": not why, "why": why}
 
 
 def describe(report: dict[str, Any]) -> Iterator[str]:
@@ -78,6 +73,5 @@ def describe(report: dict[str, Any]) -> Iterator[str]:
         shown[f"GPU {index}"] = f"{gpu['name']}, {memory}, driver {gpu['driver']}"
     yield from aligned((shown if devices["gpus"] else shown | {"GPUs": "none"}).items())
     yield "\nusable"
-    yield from aligned(
-        (name, "yes" if found["usable"] else f"no: {found['why']}") for name, found in report["usable"].items()
-    )
+    usable = report["usable"].items()
+    yield from aligned((name, "yes" if found["usable"] else f"no: {found['why']}") for name, found in usable)

@@ -27,9 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not (directory / "config.yaml").is_file():
         raise SetupError(f"{directory} is not the directory of a run: it lacks config.yaml")
     config = load_any_config(str(directory / "config.yaml")).config
-    step, number = export_role(
-        config, directory, arguments.checkpoint, arguments.role, arguments.dtype, Path(arguments.out)
-    )
+    role, dtype, out = arguments.role, arguments.dtype, Path(arguments.out)
+    step, number = export_role(config, directory, arguments.checkpoint, role, dtype, out)
     print(f"{arguments.out}: {number} tensors of {step}")
     return 0
 

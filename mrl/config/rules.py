@@ -166,9 +166,8 @@ def _engines(config: Config) -> Iterator[Problem]:
         yield from stays_in_a_node("rollout.tp", tp, devices, here)
         pool = f"the {devices} devices of the pool of the {role}"
         if replicas is None and devices % tp:
-            yield problem(
-                "rollout.tp", f"{tp} does not divide {pool}", nearest("rollout.tp", near_divisors(tp, devices))
-            )
+            fix = nearest("rollout.tp", near_divisors(tp, devices))
+            yield problem("rollout.tp", f"{tp} does not divide {pool}", fix)
         elif replicas is not None and replicas * tp > devices:
             fix = f"rollout.replicas={devices // tp}" if devices >= tp else f"rollout.tp={devices}"
             yield problem("rollout.replicas", f"{replicas} engines of {tp} devices do not fit on {pool}", fix)

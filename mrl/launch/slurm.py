@@ -151,10 +151,8 @@ def _options(job: SlurmJob) -> Iterator[str]:
         yield "mem=0"
     yield "# The queue, as the cluster file names it; the time is that of one attempt."
     yield f"time={site.time}"
-    yield from (
-        f"{name}={value}" for name, value in (("account", site.account), ("partition", site.partition)) if value
-    )
-    yield from (f"{name}={value}" for name, value in site.sbatch.items())
+    queue = {"account": site.account, "partition": site.partition}
+    yield from (f"{name}={value}" for name, value in (queue | site.sbatch).items() if value)
     yield "# Where it runs and writes; an attempt that goes on writes below the one before."
     yield f"chdir={job.submitted_in}"
     yield f"output={job.files}/job-%j.log"

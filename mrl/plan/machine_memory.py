@@ -148,9 +148,8 @@ def _engines(subject: PlanInput) -> Processes:
     cache = (space or parts["cache"]) * (config.rollout.engine == "vllm")
     held = tp * (parts["weights"] + cache) + (tp + (tp > 1)) * ASSUMPTIONS.cpu_engine_bytes
     packed = spec.vocab * spec.hidden * ITEM_BYTES[config.actor.dtype] * spec.tied  # the head, once more
-    return Processes(
-        "engines", num_engines(config), held, 0, tp * (parts["work space"] + _bucket_bytes(subject)) + packed
-    )
+    spare = tp * (parts["work space"] + _bucket_bytes(subject)) + packed
+    return Processes("engines", num_engines(config), held, 0, spare)
 
 
 def _bucket_bytes(subject: PlanInput) -> int:

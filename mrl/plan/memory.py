@@ -234,9 +234,8 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
         beside = [item for item in awake if item.what == RESERVE]  # asleep
     buckets = Item("rollout", "buckets", engine.bucket_bytes, "twice sync.bucket_bytes, or two of the largest tensor")
     if has_own_rollout_pool(config) and rollout_pool(config) == pool:
-        receiver = Item(
-            "rollout", "receiver", ASSUMPTIONS.trainer_reserve_bytes, "assumed, of the process that takes weights"
-        )
+        origin = "assumed, of the process that takes weights"
+        receiver = Item("rollout", "receiver", ASSUMPTIONS.trainer_reserve_bytes, origin)
         yield Phase("weights", pool, (*awake, receiver, buckets))
         yield Phase("rollout", pool, (*awake, receiver))
     elif rollout_pool(config) == pool:

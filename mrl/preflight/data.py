@@ -207,10 +207,9 @@ def _check_source(
     else:
         yield fail(key, f"{seen}: none is a usable prompt", "see the lines below")
     if dropped := [row.num_tokens for row in unusable if row.error is None]:
-        what = (
-            f"{len(dropped)} of {len(found)} prompts are too long and will be dropped; the longest has {max(dropped)}"
-        )
-        yield warn(key, f"{what} tokens", "raise max_prompt_tokens, if they matter")
+        what = f"{len(dropped)} of {len(found)} prompts are too long and will be dropped"
+        longest = f"the longest has {max(dropped)} tokens"
+        yield warn(key, f"{what}; {longest}", "raise max_prompt_tokens, if they matter")
     errors = [row.error for row in unusable if row.error is not None]
     bad = [error for error in errors if isinstance(error, BadRow)]
     verdict: Verdict = "fail" if len(errors) > len(bad) or len(bad) > config.data.max_bad_rows else "warn"

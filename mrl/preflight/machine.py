@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +112,11 @@ def check_nodes(
         for finding in _check_node(config, node, expected):
             nodes_of.setdefault(finding, []).append(node["node"])
     for finding, names in nodes_of.items():
-        who = (
-            names[0] if len(names) == 1 else f"{len(names)} nodes ({', '.join(names[:4])}{', ...' * (len(names) > 4)})"
-        )
-        where = "" if finding.verdict == "ok" and len(names) == len(facts) else f"{who}: "
-        yield CheckResult(finding.verdict, finding.about, f"{where}{finding.what}", finding.fix)
+        if finding.verdict == "ok" and len(names) == len(facts):
+            yield finding
+            continue
+        several = f"{len(names)} nodes ({', '.join(names[:4])}{', ...' * (len(names) > 4)})"
+        yield replace(finding, what=f"{several if len(names) > 1 else names[0]}: {finding.what}")
 
 
 def _check_node(config: AnyConfig, node: Mapping[str, Any], expected: Mapping[str, str]) -> Iterator[CheckResult]:
@@ -178,12 +179,9 @@ def _gpus(config: AnyConfig, gpus: Sequence[Sequence[str]], versions: Mapping[st
         return fail("GPUs", f"{what}; cluster.devices_per_node is {wanted}", fix)
     named = config.cluster.hardware
     if named is not None and any(named.partition("-")[0] not in name.lower() for name, _ in gpus):
-        return warn(
-            "GPUs", f"{what}; cluster.hardware is {named}, and the plan is for those", "mrl plan --hardware NAME"
-        )
-    return CheckResult(
-        "ok" if nccl else "warn", "GPUs", what, "" if nccl else "mrl env says whether torch has it built in"
-    )
+        what += f"; cluster.hardware is {named}, and the plan is for those"
+        return warn("GPUs", what, "mrl plan --hardware NAME")
+    return ok("GPUs", what) if nccl else warn("GPUs", what, "mrl env says whether torch has it built in")
 
 
 # --- several machines -------------------------------------------------------------------------------------------------

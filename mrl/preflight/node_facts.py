@@ -132,9 +132,8 @@ def git_revision(checkout: Path) -> str | None:
     """Return the commit of a checkout, marked where files differ from it; None outside a checkout."""
     if not (checkout / ".git").exists():
         return None
-    revision = _first_output(
-        "git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"
-    )
+    describe = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    revision = _first_output("git", "-C", str(checkout), *describe)
     return revision.strip() if revision else None
 
 

@@ -521,5 +521,6 @@ def test_as_many_bad_rows_as_are_allowed_are_a_warning(num_bad: int, verdict: st
     tokenizer: Any = None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "open_dataset", lambda *_: [good, *bad])
-        found = list(data._check_source(config, source, tokenizer, lambda dataset: dataset, []))
+        patch.setattr(data, "_rows", lambda dataset, all_rows: dataset)
+        found = list(data._check_source(config, source, tokenizer, False, []))
     assert {each.verdict for each in found if "is empty" in each.what} == {verdict}

@@ -12,22 +12,23 @@ import pytest
 
 from mrl.cli import env
 from mrl.cli.main import main
+from mrl.libraries import failure
 from mrl.preflight import node_facts
 from mrl.preflight.node_facts import memory_bytes
 
 
 def test_a_probe_says_yes_only_when_the_code_ran() -> None:
-    assert env.probe("import json", timeout_s=30) == {"usable": True, "why": ""}
+    assert failure("import json", timeout_s=30) == ""
 
 
 def test_a_probe_gives_the_last_line_of_the_failure() -> None:
-    found = env.probe("import no_such_library", timeout_s=30)
-    assert found == {"usable": False, "why": "ModuleNotFoundError: No module named 'no_such_library'"}
+    why = failure("import no_such_library", timeout_s=30)
+    assert why == "ModuleNotFoundError: No module named 'no_such_library'"
 
 
 def test_a_probe_survives_a_crash_and_a_hang() -> None:
-    assert env.probe("import os; os.abort()", timeout_s=30) == {"usable": False, "why": "exit status -6"}
-    assert env.probe("import time; time.sleep(60)", timeout_s=0.3) == {"usable": False, "why": "no answer within 0.3 s"}
+    assert failure("import os; os.abort()", timeout_s=30) == "exit status -6"
+    assert failure("import time; time.sleep(60)", timeout_s=0.3) == "no answer within 0.3 s"
 
 
 def test_versions_are_those_installed() -> None:
