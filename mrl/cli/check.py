@@ -10,16 +10,7 @@ from typing import Any
 from mrl.cli.arguments import add_config, load_one
 from mrl.config.hardware import DEFAULT, HARDWARE
 from mrl.config.load import Resolved
-from mrl.preflight.findings import (
-    CheckResult,
-    check_batch,
-    check_columns,
-    check_configuration,
-    check_memory,
-    check_own_parts,
-    guarded,
-    skip,
-)
+from mrl.preflight.findings import CheckResult, check_offline, check_own_parts, guarded, skip
 
 EXAMPLE = "mrl check configs/laptop-ppo.yaml --offline"
 EXIT_FAILED = 2
@@ -39,18 +30,16 @@ def run(arguments: argparse.Namespace) -> int:
     counts: Counter[str] = Counter()
     for finding in findings(resolved, arguments):
         counts[finding.verdict] += 1
-        for line in lines_of(finding):
-            print(resolved.secrets.hide(line), flush=True)
+        fix = f"\n      fix: {finding.fix}" if finding.fix else ""
+        line = f"{finding.verdict:<4}  {finding.about}: {finding.what}{fix}"
+        print(resolved.secrets.hide(line), flush=True)
     print("\n" + ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("ok", "warn", "fail", "skip")))
     return EXIT_FAILED if counts["fail"] else 0
 
 
 def findings(resolved: Resolved[Any], arguments: argparse.Namespace) -> Iterator[CheckResult]:
     config = resolved.config
-    yield from check_configuration(resolved)
-    yield from check_batch(config)
-    yield from check_columns(config)
-    yield from guarded("memory", check_memory(resolved, arguments.hardware))
+    yield from check_offline(resolved, arguments.hardware)
     if arguments.offline:
         yield skip("data, machines", "--offline looks at the configuration alone")
         return
@@ -64,9 +53,3 @@ def findings(resolved: Resolved[Any], arguments: argparse.Namespace) -> Iterator
     yield from guarded("disk", check_disk(config))
     yield from guarded("machines", check_machines(config))
     yield from check_slurm(config)
-
-
-def lines_of(finding: CheckResult) -> Iterator[str]:
-    yield f"{finding.verdict:<4}  {finding.about}: {finding.what}"
-    if finding.fix:
-        yield f"      fix: {finding.fix}"

@@ -59,12 +59,15 @@ def refuse(path: str, findings: Iterable[CheckResult]) -> list[CheckResult]:
     return [finding for finding in seen if finding.verdict == "warn"]
 
 
-def check_configuration(resolved: Resolved[Any]) -> Iterator[CheckResult]:
-    """Yield what loading has shown: it would have stopped at anything wrong."""
+def check_offline(resolved: Resolved[Any], hardware_name: str | None) -> Iterator[CheckResult]:
+    """Yield what the configuration alone says, and what loading has shown: it would have stopped at anything wrong."""
     num_keys = len(list(leaves_of(dataclasses.asdict(resolved.config))))
     yield ok("configuration", f"{num_keys} values in range, and every rule between them holds")
     for warning in resolved.warnings:
         yield skip("configuration", warning, "run this where it is" if "on this machine" in warning else "")
+    yield from check_batch(resolved.config)
+    yield from check_columns(resolved.config)
+    yield from guarded("memory", check_memory(resolved, hardware_name))
 
 
 def check_own_parts(config: AnyConfig) -> Iterator[CheckResult]:
