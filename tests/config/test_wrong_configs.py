@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
+import mrl
 from mrl.config.load import load_config
 from mrl.config.reward_rules import reward_functions
 from mrl.errors import ConfigError
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 CASES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("wrong_configs.yaml").read_text())
 MODELS = {
     "short": {"num_hidden_layers": 6, "num_attention_heads": 12, "max_position_embeddings": 300},
@@ -210,3 +213,17 @@ def test_a_chain_of_thousands_of_files_ends_soon(write: Callable[..., str]) -> N
         write(f"extends: c{number + 1}.yaml\n", f"c{number}.yaml")
     with pytest.raises(ConfigError, match=r"c49\.yaml:1: extends: 50 files extend each other up to here"):
         load_config("c0.yaml")
+
+
+@pytest.mark.parametrize("name", [name for name in reward_functions() if name not in ("judge", "math_verify")])
+def test_an_option_may_have_its_functions_own_default(name: str, valid: str, write: Callable[..., str]) -> None:
+    """What a function takes when nothing is said may be said."""
+    tree = ast.parse((Path(mrl.__file__).parent / "rewards" / "functions" / f"{name}.py").read_text())
+    (score,) = (node for node in tree.body if isinstance(node, FUNCTIONS) and node.name == "score")
+    with_default = score.args.args[len(score.args.args) - len(score.args.defaults) :]
+    defaults = zip(with_default, score.args.defaults, strict=True)
+    options = {option.arg: ast.literal_eval(default) for option, default in defaults}
+    required = {option: 64 for option, is_required in reward_functions()[name].items() if is_required}
+    given = {**options, **required} | ({"target_tokens": 32} if name == "length" else {})
+    given |= {"buffer_tokens": 32} if name == "overlong" else {"url": "http://host"} if name == "http" else {}
+    load_config(write(valid), [f"reward.functions.own={json.dumps({'name': name, 'options': given})}"])
