@@ -13,7 +13,7 @@ from typing import Any
 
 from mrl.config.judge import JudgeOptions
 from mrl.config.keys import convert
-from mrl.config.reward import RewardFunctionConfig, label_of
+from mrl.config.reward import BUILT_IN, RewardFunctionConfig, label_of
 from mrl.config.rules import problem
 from mrl.config.schema import Config, SourceConfig
 from mrl.config.sft import AnyConfig
@@ -78,22 +78,27 @@ def _sources(config: AnyConfig) -> Iterator[tuple[str, SourceConfig]]:
 
 
 @cache
+def _sources_of_functions() -> Mapping[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    nodes = [node for file in _FUNCTIONS.glob("*.py") for node in ast.parse(file.read_text(encoding="utf-8")).body]
+    return {node.name: node for node in nodes if isinstance(node, _FUNCTION) and node.name in BUILT_IN}
+
+
+@cache
 def reward_functions() -> Mapping[str, Mapping[str, bool]]:
     """Return each function that mrl brings along with its options, and whether they must be given, read from its
     source."""
-    return {file.stem: _signature(file) for file in sorted(_FUNCTIONS.glob("*.py")) if file.stem != "__init__"}
+    return {name: _signature(function) for name, function in sorted(_sources_of_functions().items())}
 
 
 def gives_answers(name: str) -> bool:
     """Return whether a function says which answer it judged; of one that mrl does not bring along it may be so."""
-    return name not in reward_functions() or '"answer"' in (_FUNCTIONS / f"{name}.py").read_text(encoding="utf-8")
+    function = _sources_of_functions().get(name)
+    return function is None or ast.unparse(function.returns or ast.Tuple([])) in ("dict[str, float | str]", "Any")
 
 
-def _signature(file: Path) -> dict[str, bool]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    (score,) = (node for node in tree.body if isinstance(node, _FUNCTION) and node.name == "score")
-    _, *options = score.args.args  # the first is the sample
-    num_required = len(options) - len(score.args.defaults)
+def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, bool]:
+    _, *options = function.args.args  # the first is the sample
+    num_required = len(options) - len(function.args.defaults)
     return {option.arg: number < num_required for number, option in enumerate(options)}
 
 

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from mrl.children import adopt_orphans, children, describe_status, end_group, reap
 from mrl.config.agent import AgentConfig
-from mrl.config.reward import RewardConfig
+from mrl.config.reward import BUILT_IN, RewardConfig
 from mrl.errors import MrlError
 from mrl.rewards.clock import WorkerClock
 from mrl.rewards.messages import (
@@ -37,7 +37,7 @@ from mrl.rewards.messages import (
 )
 from mrl.rewards.outcome import FailureKind, failure_reply
 from mrl.rewards.side_by_side import Running, too_late
-from mrl.rewards.worker import is_built_in, load_reward_function, run_worker
+from mrl.rewards.worker import load_reward_function, run_worker
 
 _BEAT_S = 1.0
 _SWEEP_S = 0.01
@@ -363,7 +363,7 @@ def reward_workers(told: bytes) -> tuple[RewardConfig | AgentConfig, RunWorker]:
     """Return the workers of the section `reward`; load what is mrl's own so that they need not."""
     config = config_from_json(told)
     for label, function in config.functions.items():
-        if is_built_in(function.name):
+        if function.name in BUILT_IN:
             with contextlib.suppress(MrlError, ImportError):  # the first worker meets the same error, and says so
                 load_reward_function(label, function)
 

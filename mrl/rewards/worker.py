@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mrl.children import adopt_orphans, die_with
-from mrl.config.reward import RewardConfig, RewardFunctionConfig
+from mrl.config.reward import BUILT_IN, RewardConfig, RewardFunctionConfig
 from mrl.errors import MrlError, NameUnknown, SetupError
 from mrl.registry import load_attribute
 from mrl.rewards.messages import MAX_REPLY_BYTES, MAX_SAMPLE_BYTES, FrameReader, control, frame, to_json
@@ -60,21 +60,12 @@ class RewardFunction:
         return [(numbers_of(each), answer_of(each)) for each in results]
 
 
-def is_built_in(name: str) -> bool:
-    """Return whether the function is mrl's own; any other name is `package.module:function`."""
-    return ":" not in name
-
-
-def _path(name: str) -> str:
-    return f"mrl.rewards.functions.{name}:score" if is_built_in(name) else name
-
-
 def load_reward_function(label: str, config: RewardFunctionConfig) -> RewardFunction:
-    """Load a function and try its options; a built-in one is `score` in the module of its name."""
+    """Load a function and try its options."""
     try:
-        function = load_attribute(_path(config.name))
+        function = load_attribute(BUILT_IN.get(config.name, config.name))
     except ModuleNotFoundError as error:
-        if not is_built_in(config.name):
+        if config.name not in BUILT_IN:
             raise
         raise SetupError(f"it needs {error.name}, which is not installed", fix='pip install "mrl[math]"') from error
     if not callable(function):
@@ -149,7 +140,7 @@ def _load(label: str, config: RewardFunctionConfig) -> RewardFunction | str:
     """Return the function, after the `warm_up()` of its module: what it imports late is not charged to a sample."""
     try:
         function = load_reward_function(label, config)
-        warm_up = getattr(sys.modules[_path(config.name).partition(":")[0]], "warm_up", None)
+        warm_up = getattr(sys.modules[BUILT_IN.get(config.name, config.name).partition(":")[0]], "warm_up", None)
         if warm_up is not None:
             warm_up()
         return function

@@ -34,7 +34,7 @@ from mrl.launch.site import load_site
 from mrl.models.hf_config import HfConfig
 from mrl.models.hf_reader import HfReader
 from mrl.observe.metrics import read_metrics
-from mrl.rewards.functions import judge
+from mrl.rewards.functions import services
 from tests.data.conftest import OpenDataset, data_config, good_row, jsonl
 
 LIMIT_S = 30  # what waits for ever reaches any; a busy machine takes seconds for megabytes
@@ -122,7 +122,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "weights": in_model("model.safetensors", weights),
     "index": in_model("model.safetensors.index.json", weights),
     "template file": lambda path: load_tokenizer("model", data_config("rows.jsonl", template_file=str(path))),
-    "judge's template": lambda path: judge._template(str(path)),
+    "judge's template": lambda path: services._template(str(path)),
     "metrics": lambda path: read_metrics(path),
     "events": lambda path: list(read_events(path)),
     "samples": lambda path: read_newest_samples(path.rename("step-000001.parquet").parent, 1),

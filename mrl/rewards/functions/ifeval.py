@@ -11,7 +11,7 @@ from mrl.errors import RewardError, did_you_mean
 from mrl.rewards.sample import Sample
 
 
-def score(sample: Sample, share: bool = False) -> dict[str, float]:
+def ifeval(sample: Sample, share: bool = False) -> dict[str, float]:
     """1 where the response follows every instruction, else 0; with `share`, the share of those that it follows.
 
     `extra_info` has `instruction_id_list` and `kwargs`, one dictionary for each, as the published rows. The checks are
