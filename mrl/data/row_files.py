@@ -114,7 +114,8 @@ _DAMAGED = (pa.ArrowException, OSError, UnicodeDecodeError)  # of pages, footers
 class ParquetFile:
     """One parquet file, of which only the named columns are read."""
 
-    def __init__(self, path: Path, columns: list[str]) -> None:
+    def __init__(self, path: Path, columns: list[str], optional: str = "") -> None:
+        """Open it; the column `optional` is read where it is there."""
         self._path = path
         try:
             files.check_regular(path)
@@ -123,8 +124,13 @@ class ParquetFile:
         except _DAMAGED as error:
             reason = str(error).splitlines()[0]
             raise DataError(f"not a readable parquet file: {reason}", where=str(path)) from error
-        self._columns = list(dict.fromkeys(column.partition(".")[0] for column in columns))
-        self._check_columns(columns)
+        known = _dotted_names(self._file.schema_arrow)
+        for column in columns:
+            if column not in known:
+                fix = f"name it in the source's columns, or set it to null ({did_you_mean(column, known)})"
+                raise DataError(f"there is no column `{column}`", where=str(path), fix=fix)
+        read = [*columns, optional] if optional in known else columns
+        self._columns = list(dict.fromkeys(column.partition(".")[0] for column in read))
         metadata = self._file.metadata
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         if negative := [size for size in sizes if size < 0]:
@@ -156,13 +162,6 @@ class ParquetFile:
             return self._groups[group].row(index - self._starts[group])
         except UnicodeDecodeError as error:
             raise BadRow(f"text that is not UTF-8: {error.reason}", where=self.where(index)) from error
-
-    def _check_columns(self, columns: list[str]) -> None:
-        known = _dotted_names(self._file.schema_arrow)
-        for column in columns:
-            if column not in known:
-                fix = f"name it in the source's columns, or set it to null ({did_you_mean(column, known)})"
-                raise DataError(f"there is no column `{column}`", where=str(self._path), fix=fix)
 
     def _decode(self, group: int) -> _MappedRows:
         try:

@@ -12,8 +12,8 @@ import yaml
 from mrl.config.load import load_config_of
 from mrl.config.schema import ColumnsConfig, SourceConfig
 from mrl.data.chat import load_tokenizer
-from mrl.data.ranked_rows import RankedParser
-from mrl.data.sft_rows import open_sft_dataset
+from mrl.data.learned_rows import read_ranked
+from mrl.data.rlhf_dataset import open_sft_dataset
 from mrl.errors import BadRow, DataError
 from tests.data.conftest import jsonl
 
@@ -93,7 +93,7 @@ BAD_PAIRS: dict[str, object] = {
 def test_bad_pair(case: str) -> None:
     columns = ColumnsConfig(data_source=None, ability=None, ground_truth=None, extra_info=None, label="margin")
     with pytest.raises(BadRow) as caught:
-        RankedParser(columns, "pairs").parse(BAD_PAIRS[case], "rows.jsonl:2")
+        read_ranked(columns, "pairs", BAD_PAIRS[case], "rows.jsonl:2")
     assert str(caught.value) == MESSAGES[case].rstrip("\n")
 
 

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from mrl.config.schema import RolloutConfig
-from mrl.data.chat import ChatTokenizer, PromptEncoder, compare_tokenizer, load_tokenizer, prompt_encoder
+from mrl.data.chat import ChatTokenizer, compare_tokenizer, load_tokenizer
+from mrl.data.conversation import PromptEncoder, prompt_encoder
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.data.rows import PromptRow
 from mrl.errors import BadRow, DataError

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from mrl.config.load import load_config
 from mrl.data.prepare import find_sources, prepare
 from mrl.data.published import PUBLISHED, Published
-from mrl.data.rows import PromptRow, RowParser
+from mrl.data.rows import PromptRow, read_prompt
 from mrl.data.sources import open_source
 from mrl.errors import DataError
 from mrl.files import sha256
@@ -43,8 +43,7 @@ def prompts_of(preset: str, part: str) -> list[PromptRow]:
     prompts = []
     for name, source in (data.train if part == "train" else data.validation).items():
         rows = open_source(source)
-        parser = RowParser(source.columns, name)
-        prompts += [parser.parse(rows.row(index), rows.where(index)) for index in range(len(rows))]
+        prompts += [read_prompt(source.columns, name, rows.row(index), rows.where(index)) for index in range(len(rows))]
     return prompts
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from mrl.config.load import load_config_of
 from mrl.config.schema import ColumnsConfig, SourceConfig
 from mrl.data.chat import ChatTokenizer
-from mrl.data.ranked_rows import RankedParser
+from mrl.data.learned_rows import read_ranked
+from mrl.data.rlhf_dataset import open_sft_dataset
 from mrl.data.rows import PromptRow
-from mrl.data.sft_rows import open_sft_dataset
 from mrl.data.toy import addition
 from mrl.errors import DataError
 from mrl.protocol import DataProto
@@ -29,13 +31,17 @@ def said(content: str) -> dict[str, str]:
 
 def parsed(row: dict[str, Any], **columns: Any) -> PromptRow:
     plain: dict[str, Any] = {"data_source": None, "ability": None, "ground_truth": None, "extra_info": None}
-    return RankedParser(ColumnsConfig(**(plain | columns)), "pairs").parse(row, "rows.jsonl:1")
+    return read_ranked(ColumnsConfig(**(plain | columns)), "pairs", row, "rows.jsonl:1")
 
 
-def batch_of(rows: list[dict[str, Any]], tokenizer: ChatTokenizer, **columns: Any) -> DataProto:
+def batch_of(
+    rows: list[dict[str, Any]], tokenizer: ChatTokenizer, file: str = "rows.jsonl", **columns: Any
+) -> DataProto:
     Path("rows.jsonl").write_bytes(jsonl(*rows))
+    if file == "rows.parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
     config = load_config_of("rm", str(LAPTOP_RM)).config
-    source = SourceConfig(dataset="rows.jsonl", columns=ColumnsConfig(data_source=None, ability=None, **columns))
+    source = SourceConfig(dataset=file, columns=ColumnsConfig(data_source=None, ability=None, **columns))
     return open_sft_dataset({"s": source}, config, tokenizer).batch(range(len(rows)))
 
 
@@ -111,6 +117,19 @@ def test_responses_with_numbers_alone_are_groups_of_one(here: Path, tokenizer: C
     sizes = group_sizes(batch)
     assert sizes is not None
     assert (sizes.tolist(), batch["label"].tolist()) == ([1, 1, 1], [0.0, 0.25, 0.5])
+
+
+def test_pairs_of_a_parquet_file(here: Path, tokenizer: ChatTokenizer) -> None:
+    """Of texts behind a prompt, or of conversations, which hold their prompt themselves."""
+    pairs: list[dict[str, Any]] = [
+        {"prompt": "1+1?", "chosen": "2", "rejected": "3", "margin": 1.0},
+        {"chosen": [USER, said("2")], "rejected": [USER, said("3")], "margin": 1.0},
+    ]
+    for pair in pairs:
+        batch = batch_of([pair], tokenizer, "rows.parquet", label="margin")
+        texts = [tokenizer.decode(each.tolist()) for each in batch["responses"].rows()]
+        assert (texts, batch["label"].tolist()) == (["2<|end|>", "3<|end|>"], [1.0, 0.0])
+        assert "1+1?" in tokenizer.decode(next(iter(batch["prompts"].rows())).tolist())
 
 
 def test_rows_without_ranks_stand_for_themselves() -> None:

@@ -13,9 +13,10 @@ import pytest
 from mrl.config.schema import ColumnsConfig, DataConfig, SourceConfig
 from mrl.config.sft import SftBatchConfig
 from mrl.data.chat import ChatTokenizer
-from mrl.data.conversation import ConversationEncoder
+from mrl.data.conversation import PromptEncoder
+from mrl.data.learned_rows import read_conversation
+from mrl.data.rlhf_dataset import RLHFDataset, open_sft_dataset
 from mrl.data.rows import PromptRow
-from mrl.data.sft_rows import MessageParser, SftDataset, open_sft_dataset
 from mrl.errors import BadRow, DataError
 from tests.data.conftest import jsonl
 
@@ -29,7 +30,7 @@ TALK = [
 
 def parse(raw: Any) -> PromptRow:
     columns = ColumnsConfig(prompt="talk", data_source=None, ability=None, ground_truth=None, extra_info=None)
-    return MessageParser(columns, "made").parse(raw, "made: row 0")
+    return read_conversation(columns, "made", raw, "made: row 0")
 
 
 @pytest.mark.parametrize(("talk", "answer"), [(TALK, "4"), (TALK[:2], "2")], ids=["long", "short"])
@@ -53,7 +54,7 @@ def test_a_conversation_ends_with_the_assistant() -> None:
     assert str(caught.value) == "made: row 0: column `talk` must end with a message of the assistant, not of user"
 
 
-def dataset_of(rows: list[Any], tokenizer: ChatTokenizer, here: Path, **batch: Any) -> SftDataset:
+def dataset_of(rows: list[Any], tokenizer: ChatTokenizer, here: Path, **batch: Any) -> RLHFDataset:
     (here / "rows.jsonl").write_bytes(jsonl(*rows))
     columns = ColumnsConfig(data_source=None, ability=None, ground_truth="answer", extra_info=None)
     limits = {"rows_per_update": 1, "max_prompt_tokens": 64, "max_response_tokens": 64} | batch
@@ -118,7 +119,7 @@ def test_a_source_without_answers_is_refused(tokenizer: ChatTokenizer, here: Pat
 
 
 def test_raw_text_is_ended_by_the_end_of_the_tokenizer(tokenizer: ChatTokenizer) -> None:
-    encoder = ConversationEncoder(tokenizer, {}, raw_text=True)
+    encoder = PromptEncoder(tokenizer, {}, raw_text=True)
     row = PromptRow(tuple(TALK[:1]), "s", None, None, {}, None, "here", tuple(TALK[1:2]))
     answer = encoder.answer(row, "1+1?", [])
     assert (tokenizer.decode(answer.ids), answer.is_learned) == ("2<|end|>", [True, True])

@@ -16,7 +16,7 @@ from mrl.agents.loop import Dialog, Dialogs, Opening
 from mrl.config.load import load_config, load_sft_config
 from mrl.config.schema import Config
 from mrl.data.chat import ChatTokenizer, load_tokenizer
-from mrl.data.sft_rows import open_sft_dataset
+from mrl.data.rlhf_dataset import open_sft_dataset
 from mrl.demo.demo import CONFIGS, DemoSettings, demo_yaml
 from mrl.demo.facts import HOPS, KEYS, Facts, Lessons, QuestionMark, part_of, questions
 from mrl.demo.model import make_model

@@ -15,8 +15,8 @@ from mrl.config.load import load_config, load_config_of
 from mrl.config.schema import BatchConfig
 from mrl.data.chat import load_tokenizer
 from mrl.data.prompt_loader import PromptLoader
+from mrl.data.rlhf_dataset import open_sft_dataset
 from mrl.data.sample_files import write_samples
-from mrl.data.sft_rows import open_sft_dataset
 from mrl.data.toy import addition
 from mrl.demo import demo, preferences
 from mrl.demo.demo import DemoResult, DemoSettings, learn_from_preferences
