@@ -18,7 +18,7 @@ from mrl.config.load import load_config, load_sft_config
 from mrl.config.schema import ClusterConfig
 from mrl.controller import ray_cluster
 from mrl.demo.model import make_model
-from mrl.demo.preferences import JudgeSettings, sample_policy, train_judged
+from mrl.demo.preferences import sample_policy, train_judged
 from mrl.demo.tasks import MAX_WARM_START, RIGHT_PAIRS, SUMS, DemoTask
 from mrl.errors import SetupError
 from mrl.observe.console import Console
@@ -121,7 +121,7 @@ def learn_from_preferences(
     values = values_of(settings, model)
     samples = timed(seconds, "samples", lambda: sample_policy(values, settings.directory))
     console.print("mrl rm on pairs of a right and a wrong answer")
-    judge, right = timed(seconds, "rm", lambda: train_judged(samples, JudgeSettings(), values, console))
+    judge, right = timed(seconds, "rm", lambda: train_judged(samples, values, console))
     result = learn(settings, model, console, seconds, judge=judge)
     return result if result.figures is None else replace(result, figures={**result.figures, RIGHT_PAIRS: right})
 

@@ -22,7 +22,7 @@ from mrl.controller import RayClassWithInitArgs, RayWorkerGroup
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.prompt_loader import PromptLoader, SkipLog, one_pass
 from mrl.data.rlhf_dataset import open_sft_dataset
-from mrl.data.sample_files import write_samples
+from mrl.data.row_files import write_samples
 from mrl.dtypes import torch_dtype
 from mrl.errors import DataError
 from mrl.events import EventLog

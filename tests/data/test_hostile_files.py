@@ -25,8 +25,7 @@ from mrl.config.model_rules import read_model_shape
 from mrl.config.schema import SourceConfig
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.rlhf_dataset import Prompt, SkippedRow
-from mrl.data.row_files import ParquetFile
-from mrl.data.sample_files import read_newest_samples
+from mrl.data.row_files import ParquetFile, read_newest_samples
 from mrl.data.sources import open_source
 from mrl.errors import BadRow, DataError, MrlError, Problem
 from mrl.events import read_events
