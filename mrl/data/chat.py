@@ -24,8 +24,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.mo
 
 
 class ChatTokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
-
     chat_template: Any
     eos_token_id: int | None
     added_tokens_decoder: Mapping[int, Any]

@@ -51,8 +51,6 @@ class Exercise:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file at the data set's commit."""
-
     path: str
     sha256: str
     num_rows: int

@@ -32,8 +32,6 @@ Overlong = Literal["error", "drop", "left", "right", "middle"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that is ready for the model."""
-
     draw: Draw
     row: PromptRow
     text: str
@@ -89,7 +87,6 @@ class RLHFDataset:
         return to_batch(prompts)
 
     def read(self, draws: Sequence[Draw]) -> list[Prompt | SkippedRow]:
-        """Return what each draw gives, in order."""
         parsed: list[tuple[Draw, PromptRow, str] | SkippedRow] = []
         for draw in draws:
             try:
@@ -159,7 +156,6 @@ class RLHFDataset:
 def open_dataset(
     sources: Mapping[str, SourceConfig], data: DataConfig, rollout: RolloutConfig, tokenizer: ChatTokenizer
 ) -> RLHFDataset:
-    """Return the prompts of `sources`: the training or the validation ones of `data`."""
     opened: dict[str, tuple[RawRows, ReadRow]] = {
         name: (open_source(source), partial(read_prompt, source.columns, name)) for name, source in sources.items()
     }

@@ -44,7 +44,11 @@ class JsonlFile:
             raise DataError("the file is UTF-16 text", where=str(path), fix="save it as UTF-8")
         self._starts = self._find_lines(len(UTF8_MARK) if start == UTF8_MARK else 0)
         if self._read(self._size - 1, 1) != b"\n":
-            self._check_last_line()
+            try:
+                self.row(len(self) - 1)
+            except BadRow as error:
+                what = f"the last line is cut off: {error.what}"
+                raise DataError(what, where=error.where, fix="copy or write the file again") from error
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -81,13 +85,6 @@ class JsonlFile:
             position += count
         found = np.concatenate(starts)
         return found if found[-1] == self._size else np.append(found, self._size)
-
-    def _check_last_line(self) -> None:
-        try:
-            self.row(len(self) - 1)
-        except BadRow as error:
-            what = f"the last line is cut off: {error.what}"
-            raise DataError(what, where=error.where, fix="copy or write the file again") from error
 
     def _read(self, begin: int, count: int) -> bytes:
         # Reads at a position do not move the file's own, so threads may share it.
@@ -194,7 +191,6 @@ class _MappedRows:
         self._starts = starts
 
     def row(self, index: int) -> Any:
-        """Return the columns of a row as Python objects."""
         batch = bisect_right(self._starts, index) - 1
         return self._batches.get_batch(batch).slice(index - self._starts[batch], 1).to_pylist()[0]
 

@@ -74,7 +74,6 @@ def read_prompt(columns: ColumnsConfig, source_name: str, raw: object, where: st
 
 
 def describe(value: object) -> str:
-    """Return what a value is, in a few words."""
     match value:
         case None:
             return "null"
@@ -198,7 +197,6 @@ class Cells:
         return messages
 
     def message(self, message: object, place: str) -> Message:
-        """Return a message of role and content."""
         if not isinstance(message, dict):
             raise self.bad(place, f"must be an object with role and content, not {describe(message)}")
         for name in ("role", "content"):

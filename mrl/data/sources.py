@@ -57,8 +57,6 @@ class MadeRows:
 
 
 class ManyFiles:
-    """The rows of several files, one file after another."""
-
     def __init__(self, files: Sequence[RawRows]) -> None:
         self._files = files
         self._starts = list(accumulate((len(file) for file in files), initial=0))

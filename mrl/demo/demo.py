@@ -48,8 +48,6 @@ validation: {{every: {every}}}
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """What `mrl demo` can be asked for."""
-
     directory: Path
     seed: int = 1
     algorithm: str = "ppo"
@@ -66,8 +64,6 @@ class DemoSettings:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """How it went."""
-
     before: float
     figures: Mapping[str, float] | None
     """Of the last validation; None where it was told to stop before the end."""
@@ -104,7 +100,6 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
 
 
 def warm_model(settings: DemoSettings, console: Console, seconds: dict[str, float]) -> Path:
-    """A new model after its SFT."""
     task = settings.task
     console.print(f"making a model of {task.num_layers} layers that knows nothing")
     initial = settings.directory / "initial"
@@ -134,7 +129,6 @@ def learn(
     overrides: Sequence[str] = (),
     judge: Path | None = None,
 ) -> DemoResult:
-    """Train a warmed-up model by rewards, which may be those of a reward model."""
     task = settings.task
     config = settings.directory / "demo.yaml"
     text = demo_yaml(settings, model, config)

@@ -20,8 +20,6 @@ OVER_OPTIMIZED = "The reward model is over-optimized"
 
 @dataclass(frozen=True)
 class HealthFinding:
-    """A suspicion and its evidence."""
-
     title: str
     evidence: str
 

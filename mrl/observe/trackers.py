@@ -115,8 +115,6 @@ KNOWN: dict[str, type[Tracker]] = {
 
 
 class TrackerThread:
-    """A tracker that works in a thread of its own."""
-
     def __init__(self, name: str, kind: type[Tracker], made_from: Sequence[Any]) -> None:
         self.name = name
         self._num_unsent = 0

@@ -74,21 +74,14 @@ class _Traced(Coroutine[Any, Any, Any]):
             self._running.ticket = 0
 
 
-def serve_side_by_side(
-    channel: socket.socket, limits: RewardConfig | AgentConfig, running: Running, answer: Answer
-) -> None:
-    """Answer each frame as its coroutines are done, until the channel closes or it is time for a fresh process."""
-    threading.stack_size(_STACK_BYTES)
-    asyncio.run(_Server(channel, limits, running, answer).run())
+class SideBySide:
+    """Answers each frame as its coroutines are done, until the channel closes or it is time for a fresh process."""
 
-
-class _Server:
     def __init__(
         self, channel: socket.socket, limits: RewardConfig | AgentConfig, running: Running, answer: Answer
     ) -> None:
         self._channel, self._running, self._answer = channel, running, answer
         self._limits = limits
-        self._max_samples = limits.samples_per_worker
         self._reader = FrameReader(MAX_SAMPLE_BYTES)
         self._jobs: set[asyncio.Task[None]] = set()
         self._open: set[int] = set()  # tickets that go on
@@ -96,13 +89,17 @@ class _Server:
         self._home, self._own = os.getcwd(), os.getpid()
         self._is_leaving = False
 
-    async def run(self) -> None:
+    def serve(self) -> None:
+        threading.stack_size(_STACK_BYTES)
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         self._end: asyncio.Future[None] = loop.create_future()
         loop.set_task_factory(self._make_task)
         loop.set_default_executor(ThreadPoolExecutor(self._limits.concurrency))  # `asyncio.to_thread` has few
         loop.add_reader(self._channel, self._read)
-        for _ in range(min(self._limits.concurrency, self._max_samples)):
+        for _ in range(min(self._limits.concurrency, self._limits.samples_per_worker)):
             self._grant()
         await self._end
 
@@ -145,7 +142,7 @@ class _Server:
             return
         self._open.discard(ticket)
         self._num_answered += 1
-        self._is_leaving |= self._num_granted >= self._max_samples or reply.get("failure") == "memory"
+        self._is_leaving |= self._num_granted >= self._limits.samples_per_worker or reply.get("failure") == "memory"
         if len(self._jobs) == 1 and not self._open:
             clean_up(self._home)  # what was started for other samples runs for them
         if not self._is_leaving:

@@ -8,14 +8,14 @@ with everything below it, when the run that started it does.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
-import selectors
+import select
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NoReturn
 
 from mrl.children import adopt_orphans, children, describe_status, end_group, reap
@@ -55,7 +55,6 @@ class WorkerHandle:
 
     def __init__(self, limits: RewardConfig | AgentConfig, run_worker: RunWorker, max_reply_bytes: int) -> None:
         self.channel, theirs = socket.socketpair()
-        self.descriptor = self.channel.fileno()
         supervisor = os.getpid()
         self._running = Running()
         self.pid = os.fork()
@@ -144,8 +143,6 @@ class WorkerHandle:
 
 
 class Supervisor:
-    """One loop over the run's pipes and the workers' channels."""
-
     def __init__(
         self,
         limits: RewardConfig | AgentConfig,
@@ -165,14 +162,12 @@ class Supervisor:
         self._lost: dict[int, str] = {}
         """Tickets that would go on in a worker that has ended, and how it did: the answer to their next frame."""
         self._outgoing = bytearray()
-        self._selector = selectors.DefaultSelector()
         self._is_closing = False
         self._has_orphans = False
         self._failed_starts = 0
         self._last_beat = self._next_hand_out = time.monotonic()
         for pipe in (_STDIN, _STDOUT):
             os.set_blocking(pipe, False)
-        self._watch(_STDIN, selectors.EVENT_READ, self._read_run)
 
     def run(self) -> None:
         """Work until the run closes its end, or is gone."""
@@ -181,9 +176,7 @@ class Supervisor:
             while len(self._workers) < self._limits.num_workers and self._failed_starts < _MAX_FAILED_STARTS:
                 self._workers.add(WorkerHandle(self._limits, self._run_worker, self._max_reply_bytes))
             self._dispatch()
-            self._set_watches()
-            for key, _ in self._selector.select(self._wait_s()):
-                key.data()
+            self._listen()
             self._check_clocks()
             self._reap_orphans()
             self._beat()
@@ -194,22 +187,18 @@ class Supervisor:
             self._reap_orphans()
             time.sleep(_SWEEP_S)
 
-    def _set_watches(self) -> None:
-        """Listen to every worker, and write where there is something to write."""
-        self._watch(_STDOUT, selectors.EVENT_WRITE if self._outgoing else 0, self._write_run)
+    def _listen(self) -> None:
+        """Wait for what is to be read, and to be written where there is something to write, and handle it."""
+        poll, handlers = select.poll(), {_STDIN: self._read_run}
+        poll.register(_STDIN, select.POLLIN)
+        if self._outgoing:
+            poll.register(_STDOUT, select.POLLOUT)
+            handlers[_STDOUT] = self._write_run
         for worker in self._workers:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.is_writing else 0)
-            self._watch(worker.descriptor, events, functools.partial(self._read_worker, worker))
-
-    def _watch(self, descriptor: int, events: int, handle: Callable[[], None]) -> None:
-        """Call `handle` on these events of a descriptor; on none, where `events` is 0."""
-        watched = self._selector.get_map().get(descriptor)
-        if watched is None and events:
-            self._selector.register(descriptor, events, handle)
-        elif watched is not None and not events:
-            self._selector.unregister(descriptor)
-        elif watched is not None and watched.events != events:
-            self._selector.modify(descriptor, events, handle)
+            poll.register(worker.channel, select.POLLIN | (select.POLLOUT if worker.is_writing else 0))
+            handlers[worker.channel.fileno()] = partial(self._read_worker, worker)
+        for descriptor, _ in poll.poll(1000 * self._wait_s()):
+            handlers[descriptor]()
 
     # --- the run ------------------------------------------------------------------------------------------------
 
@@ -317,7 +306,6 @@ class Supervisor:
                 self._abort(to_json({"problems": [what]}))
 
     def _stop_worker(self, worker: WorkerHandle) -> None:
-        self._watch(worker.descriptor, 0, self._reap_orphans)
         self._workers.discard(worker)
         worker.end()
         self._has_orphans = True
@@ -366,11 +354,7 @@ def reward_workers(told: bytes) -> tuple[RewardConfig | AgentConfig, RunWorker]:
         if function.name in BUILT_IN:
             with contextlib.suppress(MrlError, ImportError):  # the first worker meets the same error, and says so
                 load_reward_function(label, function)
-
-    def run(channel: socket.socket, supervisor: int, running: Running) -> NoReturn:
-        run_worker(channel, config, supervisor, running)
-
-    return config, run
+    return config, partial(run_worker, config)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,28 +30,22 @@ from mrl.registry import load_attribute
 from mrl.rewards.messages import MAX_REPLY_BYTES, MAX_SAMPLE_BYTES, FrameReader, control, frame, to_json
 from mrl.rewards.outcome import BadResult, FailureKind, answer_of, failure_reply, numbers_of
 from mrl.rewards.sample import Sample, is_group
-from mrl.rewards.side_by_side import Running, clean_up, serve_side_by_side
+from mrl.rewards.side_by_side import Running, SideBySide, clean_up
 
 _MAX_FILE_BYTES = 256 << 20
 
 
-WaitFor = Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
-"""How the result of an `async def` function is had."""
-
-
 @dataclass(frozen=True)
 class RewardFunction:
-    """A loaded reward function with what the configuration says about it."""
-
     label: str
     config: RewardFunctionConfig
     function: Callable[..., Any]
 
-    async def scores(self, samples: list[Sample], wait_for: WaitFor) -> list[tuple[dict[str, float], str | None]]:
+    async def scores(self, samples: list[Sample], *, in_loop: bool) -> list[tuple[dict[str, float], str | None]]:
         """Return the numbers and the answer of each sample: of a group, or of the one that there is."""
         result = self.function(samples if self.config.group else samples[0], **self.config.options)
         if inspect.iscoroutine(result):
-            result = await wait_for(result)
+            result = await result if in_loop else asyncio.run(result)
         results = result if self.config.group else [result]
         if not isinstance(results, list | tuple) or len(results) != len(samples):
             size = f" of length {len(results)}" if isinstance(results, list | tuple) else ""
@@ -78,35 +72,28 @@ def load_reward_function(label: str, config: RewardFunctionConfig) -> RewardFunc
     return RewardFunction(label, config, function)
 
 
-def run_worker(channel: socket.socket, config: RewardConfig, supervisor: int, running: Running) -> NoReturn:
+def run_worker(config: RewardConfig, channel: socket.socket, supervisor: int, running: Running) -> NoReturn:
     """Score what comes through the channel until it closes; never returns into the supervisor's code."""
     status = 1
     try:
-        functions = _start(channel, config, supervisor)
-        if functions:
-            if config.concurrency == 1:
-                channel.sendall(control(ready=True))
-                _serve(channel, functions, config)
-            else:
-                serve_side_by_side(channel, config, running, partial(_score_beside, functions, config.memory_bytes))
+        loaded: list[RewardFunction | str] = []
+        try:
+            contain_process(channel, config.memory_bytes, supervisor)
+            loaded += [_load(label, function) for label, function in config.functions.items()]
+        except OSError as error:
+            loaded.append(f"a reward worker cannot take on its limits: {error}")
+        functions = [each for each in loaded if isinstance(each, RewardFunction)]
+        if problems := [each for each in loaded if isinstance(each, str)]:
+            channel.sendall(control(problems=problems))
+        elif config.concurrency == 1:
+            channel.sendall(control(ready=True))
+            _serve(channel, functions, config)
+            status = 0
+        else:
+            SideBySide(channel, config, running, partial(score_job, functions, config.memory_bytes)).serve()
             status = 0
     finally:
         os._exit(status)
-
-
-def _start(channel: socket.socket, config: RewardConfig, supervisor: int) -> list[RewardFunction]:
-    """Return the functions, loaded within the limits; where that cannot be, none, after every reason was told."""
-    try:
-        contain_process(channel, config.memory_bytes, supervisor)
-    except OSError as error:
-        channel.sendall(control(problems=[f"a reward worker cannot take on its limits: {error}"]))
-        return []
-    loaded = [_load(label, function) for label, function in config.functions.items()]
-    problems = [problem for problem in loaded if isinstance(problem, str)]
-    if problems:
-        channel.sendall(control(problems=problems))
-        return []
-    return [function for function in loaded if isinstance(function, RewardFunction)]
 
 
 def contain_process(channel: socket.socket, memory_bytes: int, supervisor: int) -> None:
@@ -165,30 +152,17 @@ def _serve(channel: socket.socket, functions: list[RewardFunction], config: Rewa
 
 
 def score_sample(functions: list[RewardFunction], body: bytes, memory_bytes: int) -> dict[str, Any]:
-    """Return what is said of a sample or a group that is alone in this process; a coroutine gets a loop of its own."""
-
-    async def alone(result: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run(result)
-
+    """Return what `score_job` does of what is alone in this process; a coroutine gets a loop of its own."""
     try:
-        score_job(functions, memory_bytes, body, alone).send(None)
+        score_job(functions, memory_bytes, 0, body, in_loop=False).send(None)
     except StopIteration as done:
         reply: dict[str, Any] = done.value
         return reply
     raise AssertionError("nothing else in it waits")
 
 
-async def _score_beside(functions: list[RewardFunction], memory_bytes: int, ticket: int, body: bytes) -> dict[str, Any]:
-    """Return what `score_job` does beside others, where a coroutine is waited for as it is."""
-
-    async def wait_for(result: Coroutine[Any, Any, Any]) -> Any:
-        return await result
-
-    return await score_job(functions, memory_bytes, body, wait_for)
-
-
 async def score_job(
-    functions: list[RewardFunction], memory_bytes: int, body: bytes, wait_for: WaitFor
+    functions: list[RewardFunction], memory_bytes: int, ticket: int, body: bytes, *, in_loop: bool = True
 ) -> dict[str, Any]:
     """Return what the functions say about a sample, or about each of a group, or how they failed, ready to be sent."""
     begin, label = time.monotonic(), ""
@@ -201,7 +175,7 @@ async def score_job(
                 continue
             label = function.label
             # Each gets its own copies: what one does to its samples the next one does not see.
-            found = await function.scores(Sample.all_from_json(body), wait_for)
+            found = await function.scores(Sample.all_from_json(body), in_loop=in_loop)
             for score, (numbers, answer) in zip(scores, found, strict=True):
                 score["value"] += function.config.weight * numbers["score"]
                 if answer is not None and not score.get("answer"):

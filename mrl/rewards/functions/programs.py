@@ -72,8 +72,6 @@ def code(
 
 
 class _Judge:
-    """Runs one program against its tests."""
-
     def __init__(self, program: str, limits: Limits, tolerance: float) -> None:
         self._program = program
         self._limits = limits
@@ -82,8 +80,8 @@ class _Judge:
 
     def verdicts(self, tests: StdinTests | PythonTests) -> Generator[str]:
         """Yield what became of each test in turn; tests that the program has left itself no time for are not run."""
-        if isinstance(tests, StdinTests):
-            for given, expected in tests.pairs:
+        if not isinstance(tests, PythonTests):
+            for given, expected in tests:
                 verdict = self._printed(given, expected)
                 yield verdict
                 if verdict == "syntax" or self._left_s <= 0:
@@ -145,14 +143,8 @@ _KNOWN = (
 )
 
 
-@dataclass(frozen=True)
-class StdinTests:
-    """What a program reads and what it must print."""
-
-    pairs: Sequence[tuple[str, str]]
-
-    def __len__(self) -> int:
-        return len(self.pairs)
+StdinTests = list[tuple[str, str]]
+"""What a program reads and what it must print."""
 
 
 @dataclass(frozen=True)
@@ -245,14 +237,14 @@ def _tests(given: Any, extra: Mapping[str, Any], taken: slice) -> StdinTests | P
             if name:
                 return _of_calls(name, inputs[taken], outputs[taken])
             pairs = zip(inputs[taken], outputs[taken], strict=True)
-            return StdinTests([(_joined(given), _joined(output)) for given, output in pairs])
+            return [(_joined(given), _joined(output)) for given, output in pairs]
         case {"test_list": list(asserts)}:
             setup = ast.parse(given.get("test_setup_code") or "").body
             return _of_statements(setup, [ast.parse(test).body for test in asserts[taken]])
         case {"test": str(text)}:
             return _of_text(text, given.get("entry_point") or extra.get("entry_point"), taken)
         case [{"input": _, "output": _}, *_]:
-            return StdinTests([(_joined(pair["input"]), _joined(pair["output"])) for pair in given[taken]])
+            return [(_joined(pair["input"]), _joined(pair["output"])) for pair in given[taken]]
         case [str(), *_]:
             return _tests({"test_list": given}, extra, taken)
     raise ValueError("they have none of the known forms")

@@ -45,8 +45,6 @@ _DIRECT_OPENER = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyH
 
 @dataclass(frozen=True)
 class Service:
-    """Where to post to, and how patiently."""
-
     url: str
     timeout_s: float
     attempts: int
