@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import math
 import os
 import resource
 import socket
@@ -28,7 +27,7 @@ from mrl.config.reward import BUILT_IN, RewardConfig, RewardFunctionConfig
 from mrl.errors import MrlError, NameUnknown, SetupError
 from mrl.registry import load_attribute
 from mrl.rewards.messages import MAX_REPLY_BYTES, MAX_SAMPLE_BYTES, FrameReader, control, frame, to_json
-from mrl.rewards.outcome import BadResult, FailureKind, answer_of, failure_reply, numbers_of
+from mrl.rewards.outcome import BadResult, Failure, FailureKind, Score, answer_of, failure_reply, numbers_of, sum_of
 from mrl.rewards.sample import Sample, is_group
 from mrl.rewards.side_by_side import Running, SideBySide, clean_up
 
@@ -41,8 +40,8 @@ class RewardFunction:
     config: RewardFunctionConfig
     function: Callable[..., Any]
 
-    async def scores(self, samples: list[Sample], *, in_loop: bool) -> list[tuple[dict[str, float], str | None]]:
-        """Return the numbers and the answer of each sample: of a group, or of the one that there is."""
+    async def scores(self, samples: list[Sample], *, in_loop: bool) -> list[Score]:
+        """Return its share in the score of each sample: of a group, or of the one that there is."""
         result = self.function(samples if self.config.group else samples[0], **self.config.options)
         if inspect.iscoroutine(result):
             result = await result if in_loop else asyncio.run(result)
@@ -51,7 +50,12 @@ class RewardFunction:
             size = f" of length {len(results)}" if isinstance(results, list | tuple) else ""
             what = f"the result is of type {type(results).__name__}{size}, not a list of {len(samples)} results"
             raise BadResult(what)
-        return [(numbers_of(each), answer_of(each)) for each in results]
+        return [self._share(each) for each in results]
+
+    def _share(self, result: Any) -> Score:
+        numbers = numbers_of(result)
+        parts = {self.label if name == "score" else f"{self.label}/{name}": numbers[name] for name in numbers}
+        return Score(self.config.weight * numbers["score"], parts, 0.0, answer_of(result))
 
 
 def load_reward_function(label: str, config: RewardFunctionConfig) -> RewardFunction:
@@ -169,24 +173,25 @@ async def score_job(
     kind: FailureKind
     try:
         samples = Sample.all_from_json(body)
-        scores: list[dict[str, Any]] = [{"value": 0.0, "parts": {}} for _ in samples]
+        shares: list[list[Score]] = [[] for _ in samples]
         for function in functions:
             if function.config.group != is_group(body) or not function.config.scores(samples[0].data_source):
                 continue
             label = function.label
             # Each gets its own copies: what one does to its samples the next one does not see.
             found = await function.scores(Sample.all_from_json(body), in_loop=in_loop)
-            for score, (numbers, answer) in zip(scores, found, strict=True):
-                score["value"] += function.config.weight * numbers["score"]
-                if answer is not None and not score.get("answer"):
-                    score["answer"] = answer
-                for name, number in numbers.items():
-                    score["parts"][label if name == "score" else f"{label}/{name}"] = number
-        if not all(math.isfinite(score["value"]) for score in scores):
-            raise BadResult("the weighted sum is not a finite number")
+            for of_sample, share in zip(shares, found, strict=True):
+                of_sample.append(share)
+        scores = []
+        for of_sample in shares:
+            score = sum_of(of_sample)
+            if isinstance(score, Failure):
+                raise BadResult(score.detail)
+            told = {"value": score.value, "parts": score.parts, "answer": score.answer}
+            scores.append({name: value for name, value in told.items() if value is not None})
         reply = {"scores": scores, "seconds": time.monotonic() - begin}
         if (size := len(to_json(reply))) > MAX_REPLY_BYTES:
-            num_parts = sum(len(score["parts"]) for score in scores)
+            num_parts = sum(len(share.parts) for of_sample in shares for share in of_sample)
             raise BadResult(f"the {num_parts} parts of all functions take {size} bytes; at most {MAX_REPLY_BYTES}")
         return reply
     except BadResult as error:

@@ -36,7 +36,7 @@ def jsonl(*rows: object) -> bytes:
 
 @pytest.fixture(scope="session")
 def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from mrl.data.toy_tokenizer import save_toy_tokenizer
+    from mrl.demo.model import save_toy_tokenizer
 
     directory = tmp_path_factory.mktemp("tokenizer")
     save_toy_tokenizer(directory)

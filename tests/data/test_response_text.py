@@ -12,7 +12,7 @@ from mrl.config.schema import DataConfig
 from mrl.data.chat import load_tokenizer
 from mrl.data.conversation import PromptEncoder, ResponseEncoder
 from mrl.data.rows import PromptRow
-from mrl.data.toy_tokenizer import save_toy_tokenizer
+from mrl.demo.model import save_toy_tokenizer
 from mrl.errors import BadRow
 
 BEGIN, TURN, END = "<s>", "<turn>", "</turn>"

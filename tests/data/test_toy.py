@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mrl.config.schema import SourceConfig
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.toy import TOY_TASKS, addition
-from mrl.data.toy_tokenizer import save_toy_tokenizer
+from mrl.demo.model import save_toy_tokenizer
 from mrl.errors import DataError
 from tests.data.conftest import OpenDataset
 
