@@ -151,4 +151,4 @@ def agent_workers(told: bytes) -> tuple[AgentConfig, RunWorker]:
 
 
 if __name__ == "__main__":
-    supervise(agent_workers, may_go_on=True, max_reply_bytes=MAX_ANSWER_BYTES + 1024)
+    supervise(agent_workers, MAX_ANSWER_BYTES + 1024)

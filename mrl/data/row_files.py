@@ -136,7 +136,7 @@ class ParquetFile:
         self._starts = np.cumsum([0, *sizes]).tolist()
         if not len(self):
             raise DataError("the file has no rows", where=str(path))
-        self._groups: dict[int, _MappedRows] = {}
+        self._groups: dict[int, pa.Table] = {}
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -157,42 +157,35 @@ class ParquetFile:
         if group not in self._groups:
             self._groups[group] = self._decode(group)
         try:
-            return self._groups[group].row(index - self._starts[group])
+            return self._groups[group].slice(index - self._starts[group], 1).to_pylist()[0]
         except UnicodeDecodeError as error:
             raise BadRow(f"text that is not UTF-8: {error.reason}", where=self.where(index)) from error
 
-    def _decode(self, group: int) -> _MappedRows:
+    def _decode(self, group: int) -> pa.Table:
         try:
             batches = self._file.iter_batches(BATCH_ROWS, row_groups=[group], columns=self._columns)
-            return _MappedRows(batches, self._starts[group + 1] - self._starts[group])
+            return _mapped(batches, self._starts[group + 1] - self._starts[group])
         except _DAMAGED as error:
             reason = str(error).splitlines()[0]
             rows = f"rows {self._starts[group]} to {self._starts[group + 1] - 1}"
             raise DataError(f"{rows} cannot be read: {reason}", where=str(self._path)) from error
 
 
-class _MappedRows:
-    """Decoded rows in a file without a name, mapped into memory."""
-
-    def __init__(self, batches: Iterable[pa.RecordBatch], num_rows: int) -> None:
-        with tempfile.NamedTemporaryFile(prefix="mrl-rows-") as file:
-            starts = [0]
-            writer = None
-            for batch in batches:
-                writer = writer or pa.ipc.new_file(file, batch.schema)
-                writer.write_batch(batch)
-                starts.append(starts[-1] + batch.num_rows)
-            if writer is None or starts[-1] != num_rows:
-                raise pa.ArrowInvalid(f"{starts[-1]} rows are there, not {num_rows}")
-            writer.close()
-            file.flush()
-            self._batches = pa.ipc.open_file(pa.memory_map(file.name))
-        pa.default_memory_pool().release_unused()  # what decoding took, which Arrow would keep for later
-        self._starts = starts
-
-    def row(self, index: int) -> Any:
-        batch = bisect_right(self._starts, index) - 1
-        return self._batches.get_batch(batch).slice(index - self._starts[batch], 1).to_pylist()[0]
+def _mapped(batches: Iterable[pa.RecordBatch], num_rows: int) -> pa.Table:
+    """Return decoded rows out of a file without a name, mapped into memory."""
+    with tempfile.NamedTemporaryFile(prefix="mrl-rows-") as file:
+        writer, num_written = None, 0
+        for batch in batches:
+            writer = writer or pa.ipc.new_file(file, batch.schema)
+            writer.write_batch(batch)
+            num_written += batch.num_rows
+        if writer is None or num_written != num_rows:
+            raise pa.ArrowInvalid(f"{num_written} rows are there, not {num_rows}")
+        writer.close()
+        file.flush()
+        table = pa.ipc.open_file(pa.memory_map(file.name)).read_all()
+    pa.default_memory_pool().release_unused()  # what decoding took, which Arrow would keep for later
+    return table
 
 
 def _dotted_names(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:

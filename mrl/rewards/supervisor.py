@@ -74,12 +74,8 @@ class WorkerHandle:
         self.clock = WorkerClock(self.pid)
         """Runs since it was last waited for, while it has none."""
         self._reader = FrameReader(max_reply_bytes)
-        self._outgoing = bytearray()
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether the channel was too full for the whole sample."""
-        return bool(self._outgoing)
+        self.outgoing = bytearray()
+        """What the channel was too full for."""
 
     @property
     def limit_s(self) -> float:
@@ -118,13 +114,13 @@ class WorkerHandle:
         else:
             self.num_wanted -= 1
         self.clocks[ticket] = WorkerClock(self.pid)
-        self._outgoing += frame(ticket, body)
+        self.outgoing += frame(ticket, body)
         self.write()
 
     def write(self) -> None:
         """Send as much as the channel takes."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # reading tells of the end
-            del self._outgoing[: self.channel.send(self._outgoing)]
+            del self.outgoing[: self.channel.send(self.outgoing)]
 
     def read(self) -> Iterator[tuple[int, bytes]] | None:
         """Return the frames that have come; None where the worker has closed its end."""
@@ -148,13 +144,10 @@ class Supervisor:
         limits: RewardConfig | AgentConfig,
         run_worker: RunWorker,
         reader: FrameReader,
-        *,
-        may_go_on: bool = False,
-        max_reply_bytes: int = MAX_REPLY_BYTES,
+        max_reply_bytes: int,
     ) -> None:
-        self._limits = limits
-        self._run_worker = run_worker
-        self._may_go_on, self._max_reply_bytes = may_go_on, max_reply_bytes
+        self._limits, self._is_of_agents = limits, isinstance(limits, AgentConfig)
+        self._run_worker, self._max_reply_bytes = run_worker, max_reply_bytes
         self._reader = reader
         self._parent = os.getppid()
         self._queue: deque[tuple[int, bytes]] = deque()
@@ -195,7 +188,7 @@ class Supervisor:
             poll.register(_STDOUT, select.POLLOUT)
             handlers[_STDOUT] = self._write_run
         for worker in self._workers:
-            poll.register(worker.channel, select.POLLIN | (select.POLLOUT if worker.is_writing else 0))
+            poll.register(worker.channel, select.POLLIN | (select.POLLOUT if worker.outgoing else 0))
             handlers[worker.channel.fileno()] = partial(self._read_worker, worker)
         for descriptor, _ in poll.poll(1000 * self._wait_s()):
             handlers[descriptor]()
@@ -242,7 +235,7 @@ class Supervisor:
                 self._next_hand_out = begin + 1 / self._limits.max_samples_per_s
 
     def _read_worker(self, worker: WorkerHandle) -> None:
-        if worker.is_writing:
+        if worker.outgoing:
             worker.write()
         try:
             frames = worker.read()
@@ -262,7 +255,7 @@ class Supervisor:
             self._outgoing += frame(ticket, body)
             del worker.clocks[ticket]
             worker.clock.restart()
-            if self._may_go_on and body.startswith(GOES_ON):
+            if self._is_of_agents and body.startswith(GOES_ON):
                 worker.open.add(ticket)
         elif worker.has_room:
             said = json.loads(body)
@@ -301,7 +294,7 @@ class Supervisor:
         if not worker.clocks and not worker.started and self._failed_starts < _MAX_FAILED_STARTS:
             self._failed_starts += 1
             if self._failed_starts == _MAX_FAILED_STARTS:
-                whose = "agent" if isinstance(self._limits, AgentConfig) else "reward"
+                whose = "agent" if self._is_of_agents else "reward"
                 what = f"no {whose} worker can be started, {_MAX_FAILED_STARTS} in a row failed: {detail}"
                 self._abort(to_json({"problems": [what]}))
 
@@ -330,10 +323,7 @@ class Supervisor:
 
 
 def supervise(
-    workers: Callable[[bytes], tuple[RewardConfig | AgentConfig, RunWorker]],
-    *,
-    may_go_on: bool = False,
-    max_reply_bytes: int = MAX_REPLY_BYTES,
+    workers: Callable[[bytes], tuple[RewardConfig | AgentConfig, RunWorker]], max_reply_bytes: int = MAX_REPLY_BYTES
 ) -> None:
     """Read what the run tells first, and keep the workers that it means until the run closes its end."""
     reader = FrameReader(MAX_SAMPLE_BYTES)
@@ -344,7 +334,7 @@ def supervise(
             return
         frames += reader.feed(data)
     limits, run_worker = workers(frames[0][1])
-    Supervisor(limits, run_worker, reader, may_go_on=may_go_on, max_reply_bytes=max_reply_bytes).run()
+    Supervisor(limits, run_worker, reader, max_reply_bytes).run()
 
 
 def reward_workers(told: bytes) -> tuple[RewardConfig | AgentConfig, RunWorker]:

@@ -62,8 +62,16 @@ class Service:
                 fix = "add it to reward.environment"
                 raise RewardError(f"{self.key_variable} is not set for reward workers", fix=fix)
             headers["Authorization"] = f"Bearer {os.environ[self.key_variable]}"
+        request = urllib.request.Request(self.url, json.dumps(question).encode(), headers)
         try:
-            return self._ask(urllib.request.Request(self.url, json.dumps(question).encode(), headers))
+            for attempt in range(self.attempts):
+                try:
+                    return _posted(request, self)
+                except _NoAnswer as error:
+                    reason = error
+                if attempt + 1 < self.attempts:
+                    time.sleep(self.backoff_s * 2**attempt)
+            raise RewardError(f"gave no answer in {self.attempts} attempts; the last: {reason}")
         except RewardError as error:
             raise RewardError(self.hide(f"{self.url.partition('?')[0]} {error.what}")) from None
 
@@ -71,16 +79,6 @@ class Service:
         """Return the text without the key, which a service may have sent back."""
         key = os.environ.get(self.key_variable or "")
         return text.replace(key, REDACTED) if key else text
-
-    def _ask(self, request: urllib.request.Request) -> Any:
-        for attempt in range(self.attempts):
-            try:
-                return _posted(request, self)
-            except _NoAnswer as error:
-                reason = error
-            if attempt + 1 < self.attempts:
-                time.sleep(self.backoff_s * 2**attempt)
-        raise RewardError(f"gave no answer in {self.attempts} attempts; the last: {reason}")
 
 
 def _posted(request: urllib.request.Request, service: Service) -> Any:
