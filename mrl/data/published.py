@@ -132,16 +132,14 @@ def _search_r1(raw: object, where: str) -> Exercise:
 
 def _countdown(raw: object, where: str) -> Exercise:
     match raw:
-        case {"nums": list(numbers), "target": target} if _are_whole(target, *numbers) and len(numbers) > 1:
+        case {"nums": list(numbers), "target": target} if (
+            all(type(each) is int for each in (target, *numbers)) and len(numbers) > 1
+        ):
             listed = ", ".join(map(str, numbers))
             question = f"Make {target} of the numbers {listed}, each used exactly once, with +, -, *, / and ()."
             key = (target, *sorted(numbers))
             return Exercise(f"{question} {TAGGED}", str(target), "arithmetic", key, {"numbers": numbers})
     raise BadRow("a row must have `nums`, two or more whole numbers, and `target`, one", where=where)
-
-
-def _are_whole(*values: object) -> bool:
-    return all(type(value) is int for value in values)
 
 
 def _parsed(read: ReadRow, raw: object, where: str) -> tuple[PromptRow, str, str]:

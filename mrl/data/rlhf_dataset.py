@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,15 +78,6 @@ class RLHFDataset:
     def sizes(self) -> dict[str, int]:
         return {name: len(rows) for name, (rows, _) in self._sources.items()}
 
-    def batch(self, indices: Sequence[int]) -> DataProto:
-        """Return the prompts of these rows, counted over all sources; a row that gives none is an error."""
-        prompts = []
-        for found in self.read([self._draw_of(index) for index in indices]):
-            if isinstance(found, SkippedRow):
-                raise found.error or self._too_long(found)
-            prompts.append(found)
-        return to_batch(prompts)
-
     def read(self, draws: Sequence[Draw]) -> list[Prompt | SkippedRow]:
         parsed: list[tuple[Draw, PromptRow, str] | SkippedRow] = []
         for draw in draws:
@@ -136,21 +128,13 @@ class RLHFDataset:
         return answer
 
     def draws(self, begin: int, end: int) -> list[Draw]:
-        """Return the rows from `begin` to before `end`, or to the last, each as if drawn in its first epoch."""
-        return [self._draw_of(index) for index in range(begin, min(end, len(self)))]
-
-    def _draw_of(self, index: int) -> Draw:
-        if not 0 <= index < len(self):
-            raise DataError(f"there is no row {index}: the sources have {len(self)}")
-        number = next(number for number, start in enumerate(self._starts[1:]) if index < start)
-        return Draw(index, list(self._sources)[number], 0, index - self._starts[number])
-
-    def _too_long(self, found: SkippedRow) -> DataError:
-        where = self._sources[found.draw.source][0].where(found.draw.row)
-        return DataError(
-            f"the prompt has {found.num_tokens} tokens; at most {self._max_prompt_tokens}, and longer ones are dropped",
-            where=where,
-        )
+        """Return the rows from `begin` to before `end`, counted over all sources, or to the last, each as if drawn in
+        its first epoch."""
+        draws, names = [], list(self._sources)
+        for index in range(begin, min(end, len(self))):
+            source = bisect_right(self._starts, index) - 1
+            draws.append(Draw(index, names[source], 0, index - self._starts[source]))
+        return draws
 
 
 def open_dataset(

@@ -254,7 +254,7 @@ class Supervisor:
                 raise FrameError("an answer that nobody asked for")
             self._outgoing += frame(ticket, body)
             del worker.clocks[ticket]
-            worker.clock.restart()
+            worker.clock = WorkerClock(worker.pid)
             if self._is_of_agents and body.startswith(GOES_ON):
                 worker.open.add(ticket)
         elif worker.has_room:

@@ -15,7 +15,7 @@ from mrl.data.chat import load_tokenizer
 from mrl.data.learned_rows import read_ranked
 from mrl.data.rlhf_dataset import open_sft_dataset
 from mrl.errors import BadRow, DataError
-from tests.data.conftest import jsonl
+from tests.data.conftest import batch_of, jsonl
 
 MESSAGES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("bad_pairs.yaml").read_text())
 LAPTOP_RM = Path(__file__).parents[2] / "configs" / "laptop-rm.yaml"
@@ -123,7 +123,7 @@ def test_bad_tokens(case: str, here: Path, tokenizer_directory: Path, config: An
     Path("rows.jsonl").write_bytes(jsonl(BAD_TOKENS[case]))
     sources = {"s": SourceConfig(dataset="rows.jsonl", columns=ColumnsConfig(data_source=None, ability=None))}
     with pytest.raises(DataError) as caught:
-        open_sft_dataset(sources, config, load_tokenizer("made")).batch([0])
+        batch_of(open_sft_dataset(sources, config, load_tokenizer("made")), [0])
     assert str(caught.value) == MESSAGES[case].rstrip("\n")
 
 

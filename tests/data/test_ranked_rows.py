@@ -19,7 +19,7 @@ from mrl.data.toy import addition
 from mrl.errors import DataError
 from mrl.protocol import DataProto
 from mrl.trainer.role_client import group_sizes
-from tests.data.conftest import jsonl
+from tests.data.conftest import batch_of, jsonl
 
 LAPTOP_RM = Path(__file__).parents[2] / "configs" / "laptop-rm.yaml"
 USER, SYSTEM = {"role": "user", "content": "1+1?"}, {"role": "system", "content": "Add."}
@@ -34,7 +34,7 @@ def parsed(row: dict[str, Any], **columns: Any) -> PromptRow:
     return read_ranked(ColumnsConfig(**(plain | columns)), "pairs", row, "rows.jsonl:1")
 
 
-def batch_of(
+def ranked_batch(
     rows: list[dict[str, Any]], tokenizer: ChatTokenizer, file: str = "rows.jsonl", **columns: Any
 ) -> DataProto:
     Path("rows.jsonl").write_bytes(jsonl(*rows))
@@ -42,7 +42,7 @@ def batch_of(
         pq.write_table(pa.Table.from_pylist(rows), file)
     config = load_config_of("rm", str(LAPTOP_RM)).config
     source = SourceConfig(dataset=file, columns=ColumnsConfig(data_source=None, ability=None, **columns))
-    return open_sft_dataset({"s": source}, config, tokenizer).batch(range(len(rows)))
+    return batch_of(open_sft_dataset({"s": source}, config, tokenizer), range(len(rows)))
 
 
 def test_texts_follow_the_prompt() -> None:
@@ -97,7 +97,7 @@ def test_each_response_is_a_row_behind_its_prompt(here: Path, tokenizer: ChatTok
         {"prompt": "1+1?", "chosen": "2", "rejected": ["3", "44"], "margin": [2, 1, 0]},
         {"prompt": "2+3?", "chosen": "5", "rejected": "55", "margin": 0.25},
     ]
-    batch = batch_of(rows, tokenizer, label="margin")
+    batch = ranked_batch(rows, tokenizer, label="margin")
     assert [tokenizer.decode(each.tolist()) for each in batch["responses"].rows()] == [
         f"{text}<|end|>" for text in ("2", "3", "44", "5", "55")
     ]
@@ -113,7 +113,7 @@ def test_each_response_is_a_row_behind_its_prompt(here: Path, tokenizer: ChatTok
 
 def test_responses_with_numbers_alone_are_groups_of_one(here: Path, tokenizer: ChatTokenizer) -> None:
     rows = [{"prompt": "1+1?", "chosen": str(number), "score": number / 4} for number in range(3)]
-    batch = batch_of(rows, tokenizer, rejected=None, label="score")
+    batch = ranked_batch(rows, tokenizer, rejected=None, label="score")
     sizes = group_sizes(batch)
     assert sizes is not None
     assert (sizes.tolist(), batch["label"].tolist()) == ([1, 1, 1], [0.0, 0.25, 0.5])
@@ -126,7 +126,7 @@ def test_pairs_of_a_parquet_file(here: Path, tokenizer: ChatTokenizer) -> None:
         {"chosen": [USER, said("2")], "rejected": [USER, said("3")], "margin": 1.0},
     ]
     for pair in pairs:
-        batch = batch_of([pair], tokenizer, "rows.parquet", label="margin")
+        batch = ranked_batch([pair], tokenizer, "rows.parquet", label="margin")
         texts = [tokenizer.decode(each.tolist()) for each in batch["responses"].rows()]
         assert (texts, batch["label"].tolist()) == (["2<|end|>", "3<|end|>"], [1.0, 0.0])
         assert "1+1?" in tokenizer.decode(next(iter(batch["prompts"].rows())).tolist())

@@ -18,7 +18,7 @@ from mrl.data.learned_rows import read_conversation
 from mrl.data.rlhf_dataset import RLHFDataset, open_sft_dataset
 from mrl.data.rows import PromptRow
 from mrl.errors import BadRow, DataError
-from tests.data.conftest import jsonl
+from tests.data.conftest import batch_of, jsonl
 
 TALK = [
     {"role": "user", "content": "1+1?"},
@@ -64,7 +64,9 @@ def dataset_of(rows: list[Any], tokenizer: ChatTokenizer, here: Path, **batch: A
 
 def test_every_answer_is_ended_as_the_template_ends_it(tokenizer: ChatTokenizer, here: Path) -> None:
     answers = ["four", "4", "4 and more"]
-    batch = dataset_of([{"prompt": "2+2?", "answer": answer} for answer in answers], tokenizer, here).batch([0, 1, 2])
+    batch = batch_of(
+        dataset_of([{"prompt": "2+2?", "answer": answer} for answer in answers], tokenizer, here), [0, 1, 2]
+    )
     ended = [row.tolist() for row in batch["responses"].rows()]
     assert [tokenizer.decode(ids) for ids in ended] == [f"{answer}<|end|>" for answer in answers]
     assert [tokenizer.decode(row.tolist()) for row in batch["prompts"].rows()] == [
@@ -76,7 +78,7 @@ def test_every_answer_is_ended_as_the_template_ends_it(tokenizer: ChatTokenizer,
 @pytest.mark.parametrize("loss_on", ["last", "all"])
 def test_all_answers_or_the_last(loss_on: str, tokenizer: ChatTokenizer, here: Path) -> None:
     talk = [{"role": "assistant", "content": "hi"}, *TALK]
-    batch = dataset_of([{"talk": talk}], tokenizer, here, messages="talk", loss_on=loss_on).batch([0])
+    batch = batch_of(dataset_of([{"talk": talk}], tokenizer, here, messages="talk", loss_on=loss_on), [0])
     ids, mask = batch.values("responses"), batch.values("response_mask")
     (prompt,) = batch["prompts"].rows()
     greeted = "<|assistant|>hi<|end|><|user|>1+1?<|end|><|assistant|>"
@@ -92,9 +94,9 @@ def test_all_answers_or_the_last(loss_on: str, tokenizer: ChatTokenizer, here: P
 
 def test_an_answer_may_be_as_long_as_allowed_with_its_end(tokenizer: ChatTokenizer, here: Path) -> None:
     rows = [{"prompt": "1?", "answer": "1"}, {"prompt": "2?", "answer": "1234"}]
-    dataset_of(rows, tokenizer, here, max_response_tokens=5).batch([0, 1])
+    batch_of(dataset_of(rows, tokenizer, here, max_response_tokens=5), [0, 1])
     with pytest.raises(DataError) as caught:
-        dataset_of(rows, tokenizer, here, max_response_tokens=4).batch([0, 1])
+        batch_of(dataset_of(rows, tokenizer, here, max_response_tokens=4), [0, 1])
     assert not isinstance(caught.value, BadRow), "it is not skipped as a row that is mended"
     assert str(caught.value) == (
         "rows.jsonl:2: the answer has 5 tokens; batch.max_response_tokens is 4\n"
@@ -108,14 +110,14 @@ def test_conversations_of_a_parquet_file(tokenizer: ChatTokenizer, here: Path) -
     config: Any = SimpleNamespace(data=DataConfig(train={}), batch=limits)
     columns = ColumnsConfig(data_source=None, ability=None, extra_info=None)
     sources = {"s": SourceConfig(dataset="rows.parquet", columns=columns)}
-    batch = open_sft_dataset(sources, config, tokenizer).batch([0])
+    batch = batch_of(open_sft_dataset(sources, config, tokenizer), [0])
     assert tokenizer.decode(batch.values("responses").tolist()) == "4<|end|>"
 
 
 def test_a_source_without_answers_is_refused(tokenizer: ChatTokenizer, here: Path) -> None:
     rows = dataset_of([{"prompt": "1?"}], tokenizer, here)
     with pytest.raises(BadRow, match="there is no column `answer`"):
-        rows.batch([0])
+        batch_of(rows, [0])
 
 
 def test_raw_text_is_ended_by_the_end_of_the_tokenizer(tokenizer: ChatTokenizer) -> None:
