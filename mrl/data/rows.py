@@ -100,9 +100,10 @@ class Cells:
 
     def names(self, columns: ColumnsConfig, source_name: str) -> dict[str, Any]:
         """Return what every row has beside its messages."""
+        ability = columns.ability
         return {
             "data_source": self.text(columns.data_source, "data_source") if columns.data_source else source_name,
-            "ability": self.optional_text(columns.ability, "ability") if columns.ability else None,
+            "ability": self.text(ability, "ability") if ability and self.at(ability, "ability") is not None else None,
             "id": self.id(columns.id) if columns.id else None,
             "where": self.where,
         }
@@ -152,9 +153,6 @@ class Cells:
         if not value.strip():
             raise self.bad(column, "is blank")
         return value
-
-    def optional_text(self, column: str, key: str) -> str | None:
-        return None if self.at(column, key) is None else self.text(column, key)
 
     def extra_info(self, column: str) -> dict[str, Any]:
         value = self.at(column, "extra_info")

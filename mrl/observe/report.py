@@ -134,8 +134,13 @@ _WIDTH, _HEIGHT, _MARGIN = 340, 140, 34
 def _curves(runs: Mapping[str, Lines]) -> str:
     """Draw what changes; what is the same in every step of every run stands in one line below."""
     drawn, constant = [], []
-    for name in _names(runs):
-        points = {run: _points(lines, name) for run, lines in runs.items()}
+    measured = dict.fromkeys(name for lines in runs.values() for line in lines for name in line)
+    validated = [name for name in measured if name.startswith("val/") and not name.endswith("/prompts")]
+    for name in [*_TITLES, *validated]:
+        points = {
+            run: [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+            for run, lines in runs.items()
+        }
         values = {value for of_run in points.values() for _, value in of_run}
         title = _TITLES.get(name, name)
         if len(values) > 1 or any(len(of_run) == 1 for of_run in points.values()):
@@ -144,15 +149,6 @@ def _curves(runs: Mapping[str, Lines]) -> str:
             constant.append(f"{title} {values.pop():.4g}")
     same = f"<p>The same in every step: {escape(', '.join(constant))}.</p>" if constant else ""
     return f'<div class="curves">{"".join(drawn)}</div>{same}'
-
-
-def _names(runs: Mapping[str, Lines]) -> list[str]:
-    measured = dict.fromkeys(name for lines in runs.values() for line in lines for name in line)
-    return [*_TITLES, *(name for name in measured if name.startswith("val/") and not name.endswith("/prompts"))]
-
-
-def _points(lines: Lines, name: str) -> Points:
-    return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
 
 
 def _curve(title: str, runs: Mapping[str, Points]) -> str:

@@ -87,11 +87,6 @@ class WorkerHandle:
         return _TURN_S if self.started else self._limits.start_limit_s
 
     @property
-    def has_room(self) -> bool:
-        """Whether it may say that it wants one more."""
-        return self.num_wanted + len(self.clocks) + len(self.open) < self._limits.concurrency
-
-    @property
     def look_in_s(self) -> float:
         return min(clock.look_in_s(self.limit_s) for clock in self.clocks.values() or [self.clock])
 
@@ -257,7 +252,7 @@ class Supervisor:
             worker.clock = WorkerClock(worker.pid)
             if self._is_of_agents and body.startswith(GOES_ON):
                 worker.open.add(ticket)
-        elif worker.has_room:
+        elif worker.num_wanted + len(worker.clocks) + len(worker.open) < self._limits.concurrency:
             said = json.loads(body)
             if "problems" in said:
                 self._abort(body)
