@@ -82,6 +82,7 @@ class SideBySide:
     ) -> None:
         self._channel, self._running, self._answer = channel, running, answer
         self._limits = limits
+        self._max_samples = limits.samples_per_worker
         self._reader = FrameReader(MAX_SAMPLE_BYTES)
         self._jobs: set[asyncio.Task[None]] = set()
         self._open: set[int] = set()  # tickets that go on
@@ -99,7 +100,7 @@ class SideBySide:
         loop.set_task_factory(self._make_task)
         loop.set_default_executor(ThreadPoolExecutor(self._limits.concurrency))  # `asyncio.to_thread` has few
         loop.add_reader(self._channel, self._read)
-        for _ in range(min(self._limits.concurrency, self._limits.samples_per_worker)):
+        for _ in range(min(self._limits.concurrency, self._max_samples)):
             self._grant()
         await self._end
 
@@ -142,7 +143,7 @@ class SideBySide:
             return
         self._open.discard(ticket)
         self._num_answered += 1
-        self._is_leaving |= self._num_granted >= self._limits.samples_per_worker or reply.get("failure") == "memory"
+        self._is_leaving |= self._num_granted >= self._max_samples or reply.get("failure") == "memory"
         if len(self._jobs) == 1 and not self._open:
             clean_up(self._home)  # what was started for other samples runs for them
         if not self._is_leaving:

@@ -141,7 +141,8 @@ class Supervisor:
         reader: FrameReader,
         max_reply_bytes: int,
     ) -> None:
-        self._limits, self._is_of_agents = limits, isinstance(limits, AgentConfig)
+        self._limits = limits
+        self._is_of_agents = isinstance(limits, AgentConfig)
         self._run_worker, self._max_reply_bytes = run_worker, max_reply_bytes
         self._reader = reader
         self._parent = os.getppid()
