@@ -20,7 +20,7 @@ from benchmarks.harness import Benchmark, parser
 from benchmarks.rewards import MARKER, marked_processes
 from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.events import EventLog
-from mrl.rewards.functions.code import score
+from mrl.rewards.functions.programs import code
 from mrl.rewards.manager import RewardManager
 from mrl.rewards.outcome import Score
 from tests.rewards.programs import ATTACKS, ENDLESS, HUNGRY, LIMITS, RIGHT, WRONG, Case, Outside, hostile
@@ -79,7 +79,7 @@ def measure_cost(bench: Benchmark, directory: Path) -> None:
         sample, seconds = case.sample(1, outside), []
         for _ in range(REPEATS):
             begin = time.perf_counter()
-            score(sample)
+            code(sample)
             seconds.append(time.perf_counter() - begin)
         bench.row(
             kind=f"{case.name}, {name}",

@@ -29,7 +29,7 @@ from mrl.config.schema import BatchConfig, DataConfig, RolloutConfig, SourceConf
 from mrl.data.chat import load_tokenizer
 from mrl.data.prompt_loader import PromptLoader
 from mrl.data.rlhf_dataset import open_dataset
-from mrl.data.toy_tokenizer import save_toy_tokenizer
+from mrl.demo.model import save_toy_tokenizer
 from mrl.events import EventLog
 
 NUM_ROWS = 1_000_000

@@ -90,7 +90,7 @@ def make_model(scene: Scene, directory: Path) -> Path:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from mrl.data.toy_tokenizer import save_toy_tokenizer
+    from mrl.demo.model import save_toy_tokenizer
 
     path = directory / f"model-{scene.name}"
     sizes = scene.model

@@ -12,8 +12,7 @@ import torch
 
 from benchmarks.gpu_training import ON_GPU
 from benchmarks.harness import Benchmark
-from mrl.data.toy_tokenizer import save_toy_tokenizer
-from mrl.demo.model import make_model
+from mrl.demo.model import make_model, save_toy_tokenizer
 from mrl.observe.metrics import read_metrics
 from mrl.plan.known_models import model_values
 from mrl.verify.layout import make_random

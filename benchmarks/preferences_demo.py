@@ -27,7 +27,7 @@ from benchmarks.harness import Benchmark, parser
 from mrl.config.load import load_config, load_config_of
 from mrl.controller import ray_cluster
 from mrl.demo.demo import CONFIGS, DemoResult, DemoSettings, learn, timed, values_of, warm_model
-from mrl.demo.preferences import JudgeSettings, sample_policy, train_judged
+from mrl.demo.preferences import sample_policy, train_judged
 from mrl.demo.tasks import MAX_WARM_START, PREFERENCES, RIGHT_PAIRS
 from mrl.events import EventLog
 from mrl.observe.console import Console
@@ -38,10 +38,12 @@ from mrl.trainer.run import open_run
 from mrl.trainer.sft import train_sft
 
 MINUTES = 7.0
-GAMED = JudgeSettings(errors=0.3, problems=300)
-RUNS: dict[str, tuple[JudgeSettings, list[str]]] = {
-    "judged": (JudgeSettings(), []),
-    "shuffled": (JudgeSettings(errors=0.5), []),
+Judge = tuple[float, int | None]
+"""Share of the pairs that it has the wrong way round, and of how many problems it sees answers; None is of all."""
+GAMED: Judge = (0.3, 300)
+RUNS: dict[str, tuple[Judge, list[str]]] = {
+    "judged": ((0.0, None), []),
+    "shuffled": ((0.5, None), []),
     "gamed": (GAMED, ["algorithm.kl.where=none"]),
     "gamed with KL": (GAMED, ["algorithm.kl.coef=0.3"]),
 }
@@ -93,7 +95,7 @@ def main() -> int:
 def _runs_of(directory: Path, seed: int, steps: int, names: list[str]) -> Rows:
     directory.mkdir()
     console, rows = Console(steps, quiet=True), Rows()
-    judges: dict[JudgeSettings, tuple[Path, float]] = {}
+    judges: dict[Judge, tuple[Path, float]] = {}
     first = DemoSettings(directory, seed, "grpo", steps=steps, task=PREFERENCES)
     with ray_cluster(first.cluster):
         begun: dict[str, float] = {}
@@ -109,7 +111,7 @@ def _runs_of(directory: Path, seed: int, steps: int, names: list[str]) -> Rows:
             settings, seconds = replace(first, directory=here), dict(begun)
             if judge not in judges:
                 again = [*values, f"run.dir={here}"]
-                judges[judge] = timed(seconds, "rm", partial(train_judged, samples, judge, again, console))
+                judges[judge] = timed(seconds, "rm", partial(train_judged, samples, again, console, *judge))
             result = learn(settings, model, console, seconds, changes, judges[judge][0])
             rows[name] = _row(name, seed, result, judges[judge][1], here / PREFERENCES.run)
             _show(rows[name])

@@ -44,7 +44,7 @@ def make_large(directory: Path) -> Path:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from mrl.data.toy_tokenizer import save_toy_tokenizer
+    from mrl.demo.model import save_toy_tokenizer
 
     config = Qwen3Config(
         vocab_size=save_toy_tokenizer(directory), hidden_size=512, intermediate_size=1792, num_hidden_layers=8,

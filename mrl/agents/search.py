@@ -16,7 +16,7 @@ from typing import Any
 from mrl.agents.environment import Done, Environment, Observation, Start, Task, Turn
 from mrl.agents.formats import search_r1_documents
 from mrl.errors import AgentError, RewardError
-from mrl.rewards.http_post import Service
+from mrl.rewards.functions.services import Service
 
 _TOGETHER_S = 0.005
 _MAX_QUERIES = 256

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 from mrl.agents.environment import Answer, Done, Environment, Observation, Start, Task, Turn, from_json, to_json
@@ -20,7 +21,7 @@ from mrl.errors import MrlError, NameUnknown
 from mrl.registry import load_attribute
 from mrl.rewards.messages import control
 from mrl.rewards.outcome import BadResult, FailureKind, failure_reply
-from mrl.rewards.side_by_side import Running, serve_side_by_side
+from mrl.rewards.side_by_side import Running, SideBySide
 from mrl.rewards.supervisor import RunWorker, supervise
 from mrl.rewards.worker import contain_process, describe
 
@@ -117,7 +118,7 @@ def load_environment(label: str, config: EnvironmentConfig) -> Make:
     return make
 
 
-def run_worker(channel: socket.socket, config: AgentConfig, supervisor: int, running: Running) -> NoReturn:
+def run_worker(config: AgentConfig, channel: socket.socket, supervisor: int, running: Running) -> NoReturn:
     """Answer what comes through the channel until it closes; never returns into the supervisor's code."""
     status = 1
     try:
@@ -133,7 +134,7 @@ def run_worker(channel: socket.socket, config: AgentConfig, supervisor: int, run
         if problems:
             channel.sendall(control(problems=problems))
         else:
-            serve_side_by_side(channel, config, running, Environments(makers, config.memory_bytes).answer)
+            SideBySide(channel, config, running, Environments(makers, config.memory_bytes).answer).serve()
             status = 0
     finally:
         os._exit(status)
@@ -146,12 +147,8 @@ def agent_workers(told: bytes) -> tuple[AgentConfig, RunWorker]:
         tools = {name: ToolConfig(**tool) for name, tool in each.pop("tools").items()}
         environments[label] = EnvironmentConfig(**each, tools=tools)
     config = AgentConfig(environments=environments, **values)
-
-    def run(channel: socket.socket, supervisor: int, running: Running) -> NoReturn:
-        run_worker(channel, config, supervisor, running)
-
-    return config, run
+    return config, partial(run_worker, config)
 
 
 if __name__ == "__main__":
-    supervise(agent_workers, may_go_on=True, max_reply_bytes=MAX_ANSWER_BYTES + 1024)
+    supervise(agent_workers, MAX_ANSWER_BYTES + 1024)

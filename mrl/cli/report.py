@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def write_report(directory: Path, out: Path | None = None) -> Path:
     metrics, config = _files(directory)
-    from mrl.data.sample_files import read_newest_samples
+    from mrl.data.row_files import read_newest_samples
     from mrl.observe.metrics import read_metrics
     from mrl.observe.report import render_report
 

@@ -21,6 +21,17 @@ from mrl.config.bounds import (
     matching,
 )
 
+_FILES = {
+    "ifeval": ("ifeval",),
+    "math": ("countdown", "dapo", "digits", "gsm8k", "math"),
+    "programs": ("code",),
+    "services": ("http", "judge"),
+    "symbolic": ("math_verify", "prime"),
+    "text": ("exact_match", "f1", "format", "length", "multiple_choice", "overlong", "search_r1"),
+}
+BUILT_IN = {name: f"mrl.rewards.functions.{file}:{name}" for file, names in _FILES.items() for name in names}
+"""Where each of mrl's own reward functions is; any other name is `package.module:function`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunctionConfig:

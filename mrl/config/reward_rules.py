@@ -15,33 +15,39 @@ from mrl.config.agent import EnvironmentConfig
 from mrl.config.bounds import Bound
 from mrl.config.keys import convert
 from mrl.config.names import TEXT_FORMATS, is_path
-from mrl.config.reward import JUDGE, JudgeOptions, RewardFunctionConfig, label_of
+from mrl.config.reward import BUILT_IN, JUDGE, JudgeOptions, RewardFunctionConfig, label_of
 from mrl.config.rules import near_multiples, nearest, problem, stays_in_a_node
 from mrl.config.schema import Config
 from mrl.config.values import Secrets
 from mrl.errors import Problem, did_you_mean
 
 _FUNCTIONS = Path(__file__).parents[1] / "rewards" / "functions"
+_FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@cache
+def _sources_of_functions() -> Mapping[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    nodes = [node for file in _FUNCTIONS.glob("*.py") for node in ast.parse(file.read_text(encoding="utf-8")).body]
+    return {node.name: node for node in nodes if isinstance(node, _FUNCTION) and node.name in BUILT_IN}
 
 
 @cache
 def reward_functions() -> Mapping[str, Mapping[str, bool]]:
     """Return each function that mrl brings along with its options, and whether they must be given, read from its
     source."""
-    return {file.stem: _signature(file) for file in sorted(_FUNCTIONS.glob("*.py")) if file.stem != "__init__"}
-
-
-def _signature(file: Path) -> dict[str, bool]:
-    tree, kinds = ast.parse(file.read_text(encoding="utf-8")), (ast.FunctionDef, ast.AsyncFunctionDef)
-    (score,) = (node for node in tree.body if isinstance(node, kinds) and node.name == "score")
-    _, *options = score.args.args  # the first is the sample
-    num_required = len(options) - len(score.args.defaults)
-    return {option.arg: number < num_required for number, option in enumerate(options)}
+    return {name: _signature(function) for name, function in sorted(_sources_of_functions().items())}
 
 
 def gives_answers(name: str) -> bool:
     """Return whether a function says which answer it judged; of one that mrl does not bring along it may be so."""
-    return name not in reward_functions() or '"answer"' in (_FUNCTIONS / f"{name}.py").read_text(encoding="utf-8")
+    function = _sources_of_functions().get(name)
+    return function is None or ast.unparse(function.returns or ast.Tuple([])) in ("dict[str, float | str]", "Any")
+
+
+def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, bool]:
+    _, *options = function.args.args  # the first is the sample
+    num_required = len(options) - len(function.args.defaults)
+    return {option.arg: number < num_required for number, option in enumerate(options)}
 
 
 def is_measured(config: Config) -> bool:

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from mrl import files
 from mrl.config.schema import DataConfig, RolloutConfig
 from mrl.data.chat_template import ChatTemplate, TemplateFailure, chat_template
-from mrl.data.rows import PromptRow
-from mrl.errors import BadRow, DataError, ModelError
+from mrl.errors import DataError, ModelError
 from mrl.hub import check_files
 
 _MEND = "mend the template, or name another by data.template_file"
@@ -26,8 +24,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.mo
 
 
 class ChatTokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
-
     chat_template: Any
     eos_token_id: int | None
     added_tokens_decoder: Mapping[int, Any]
@@ -92,50 +88,6 @@ def different_tokens(policy: ChatTokenizer, other: ChatTokenizer) -> str:
     return f"{len(different)} of the policy's {len(mine)} tokens have other ids or none: {shown}"
 
 
-class PromptEncoder:
-    """Render prompts with the chat template, or take their text as it is, and encode them."""
-
-    def __init__(
-        self, tokenizer: ChatTokenizer, template_options: Mapping[str, Any], *, raw_text: bool = False
-    ) -> None:
-        self._tokenizer, self._raw_text = tokenizer, raw_text
-        self._options = dict(template_options)
-        self._control = control_tokens(tokenizer)
-
-    def render(self, row: PromptRow) -> str:
-        """Return the prompt as the model reads it, up to where its answer begins."""
-        for index, message in enumerate((*row.messages, *row.said)):
-            if found := self._control.search(message["content"]):
-                what = f'message {index} ({message["role"]}) holds the control token "{found[0]}"'
-                raise BadRow(what, where=row.where, fix="remove it: it would speak with another role's voice")
-        if self._raw_text:
-            if len(row.messages) == 1 and row.messages[0]["role"] == "user":
-                return row.messages[0]["content"]
-            what = f"a raw prompt is one text, and this is a chat of {len(row.messages)} messages"
-            raise BadRow(what, where=row.where, fix="data.raw_text=false, or columns.prompt names a column of text")
-        return self._applied(row.messages, row.where, calls_for_answer=True)
-
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        return template_of(self._tokenizer, self._options)
-
-    def _applied(self, messages: Sequence[dict[str, str]], where: str, *, calls_for_answer: bool) -> str:
-        try:
-            return self._template.render(messages, calls_for_answer=calls_for_answer)
-        except TemplateFailure as error:
-            what = f"the chat template refuses this prompt: {error}"
-            raise BadRow(what, where=where, fix="mend the row, or the template's options in data.template") from error
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return token ids of rendered prompts; a template has written all special tokens already."""
-        return self._tokenizer(list(texts), add_special_tokens=self._raw_text)["input_ids"] if texts else []
-
-
-def prompt_encoder(tokenizer: ChatTokenizer, data: DataConfig) -> PromptEncoder:
-    """Return what renders and encodes prompts as the configuration says."""
-    return PromptEncoder(tokenizer, template_options(data), raw_text=data.raw_text)
-
-
 def control_tokens(tokenizer: ChatTokenizer, *more: str) -> re.Pattern[str]:
     """Return what finds the tokenizer's control tokens in a text, and more texts that must not stand in it."""
     control = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -145,19 +97,15 @@ def control_tokens(tokenizer: ChatTokenizer, *more: str) -> re.Pattern[str]:
 
 def template_options(data: DataConfig) -> dict[str, Any]:
     """Return what the chat template is given beside the messages."""
-    return data.template | _tools(data)
-
-
-def _tools(data: DataConfig) -> dict[str, Any]:
     if data.tools is None:
-        return {}
+        return data.template
     try:
         tools = json.loads(_read(data.tools, "data.tools"))
     except ValueError as error:
         raise DataError(f"{data.tools} is not JSON: {error}", where="data.tools") from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{data.tools} is not a list of tools", where="data.tools")
-    return {"tools": tools}
+    return data.template | {"tools": tools}
 
 
 def _read(file: str, key: str) -> str:
@@ -183,24 +131,27 @@ def _check_files(directory: Path) -> None:
             fix="save the tokenizer beside the model",
         )
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        file = directory / name
-        try:
-            content = json.loads(files.read_bytes(file)) if file.is_file() else {}
-        except ValueError as error:
-            raise DataError(f"not JSON: {error}", where=str(file), fix="copy the file again") from error
-        if not isinstance(content, dict) or (name == "tokenizer.json" and file.is_file() and "model" not in content):
-            raise DataError("not a tokenizer: it has no `model`", where=str(file), fix="copy the file again")
+        content = _json(directory / name, {"model": None})
+        if not isinstance(content, dict) or (name == "tokenizer.json" and "model" not in content):
+            what = "not a tokenizer: it has no `model`"
+            raise DataError(what, where=str(directory / name), fix="copy the file again")
+
+
+def _json(file: Path, absent: Any) -> Any:
+    """Return what a file of the model's directory holds; `absent` where there is no such file."""
+    try:
+        return json.loads(files.read_bytes(file)) if file.is_file() else absent
+    except ValueError as error:
+        raise DataError(f"not JSON: {error}", where=str(file), fix="copy the file again") from error
 
 
 def _check_tokenizer(tokenizer: ChatTokenizer, path: str) -> None:
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end-of-sequence token", where=path, fix="set eos_token in its config")
-    config = Path(path) / "config.json"
-    if config.is_file():
-        size = json.loads(files.read_bytes(config)).get("vocab_size")
-        if isinstance(size, int) and len(tokenizer) > size:
-            what = f"the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {size}"
-            raise DataError(what, where=path, fix="use the model's own tokenizer, or enlarge its embeddings")
+    size = _json(Path(path, "config.json"), {}).get("vocab_size")
+    if isinstance(size, int) and len(tokenizer) > size:
+        what = f"the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {size}"
+        raise DataError(what, where=path, fix="use the model's own tokenizer, or enlarge its embeddings")
 
 
 def _check_raw_text(tokenizer: ChatTokenizer, path: str) -> None:
@@ -238,19 +189,11 @@ def end_tokens(tokenizer: ChatTokenizer, model: str, rollout: RolloutConfig) -> 
 
 def model_end_tokens(tokenizer: ChatTokenizer, model: str) -> dict[str, list[int]]:
     """Return those that a model brings, by the file that says so."""
-    said = {
-        "tokenizer": [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id],
-        "generation_config.json": _of_generation(Path(model, "generation_config.json")),
-    }
-    return {name: sorted(tokens) for name, tokens in said.items() if tokens}
-
-
-def _of_generation(file: Path) -> list[int]:
-    if not file.is_file():
-        return []
-    try:
-        content = json.loads(files.read_bytes(file))
-    except ValueError as error:
-        raise DataError(f"not JSON: {error}", where=str(file), fix="copy the file again") from error
+    content = _json(Path(model, "generation_config.json"), {})
     given = content.get("eos_token_id") if isinstance(content, dict) else None
-    return [token for token in (given if isinstance(given, list) else [given]) if isinstance(token, int)]
+    said = {
+        "tokenizer": [tokenizer.eos_token_id],
+        "generation_config.json": given if isinstance(given, list) else [given],
+    }
+    ends = {name: sorted(token for token in tokens if isinstance(token, int)) for name, tokens in said.items()}
+    return {name: tokens for name, tokens in ends.items() if tokens}

@@ -43,8 +43,6 @@ class ChatTemplate:
         given = {"messages": messages, "add_generation_prompt": calls_for_answer}
         with self._lock:
             answer = self._ask(json.dumps(given))
-        if "line" in answer:
-            raise TemplateFailure(f"line {answer['line']}: {answer['error']}", is_broken=True)
         if "error" in answer:
             raise TemplateFailure(answer["error"], is_broken=answer.get("is_broken", False))
         text: str = answer["text"]

@@ -1,25 +1,74 @@
-"""Which tokens of a conversation the assistant says, as its chat template renders them.
+"""Conversations to tokens: prompts, which of their tokens the assistant says, and responses for another model.
 
-A turn begins where the template would call for it: behind what it makes of the messages before, which must stand in the
-whole conversation unchanged. It ends with the first control token behind, which is the end that the model is to write;
-what the template puts after that (a line break) nobody says. A template that renders former turns otherwise than the
-model read or wrote them (it drops their thinking) would teach what never happens: such a row is refused.
+A turn of the assistant begins where the template would call for it: behind what it makes of the messages before, which
+must stand in the whole conversation unchanged. It ends with the first control token behind, which is the end that the
+model is to write; what the template puts after that (a line break) nobody says. A template that renders former turns
+otherwise than the model read or wrote them (it drops their thinking) would teach what never happens: such a row is
+refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
-from mrl.data.chat import PromptEncoder
-from mrl.data.rlhf_dataset import Continuation
-from mrl.data.rows import PromptRow
+from mrl.config.schema import DataConfig
+from mrl.data.chat import ChatTokenizer, control_tokens, load_tokenizer, template_of, template_options
+from mrl.data.chat_template import ChatTemplate, TemplateFailure
+from mrl.data.rows import Message, PromptRow
 from mrl.errors import BadRow, DataError
 
 _FIX = "batch.loss_on=last, options in data.template, or a template that keeps it in data.template_file"
 
 
-class ConversationEncoder(PromptEncoder):
-    """Encodes prompts, and what follows them."""
+@dataclass(frozen=True)
+class Continuation:
+    """The tokens that follow a prompt in a conversation."""
+
+    ids: list[int]
+    is_learned: list[bool]
+    """Of each whether the assistant says it, and the loss counts it."""
+
+
+class PromptEncoder:
+    """Render prompts with the chat template, or take their text as it is, and encode them and what follows."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, template_options: Mapping[str, Any], *, raw_text: bool = False
+    ) -> None:
+        self._tokenizer, self._raw_text = tokenizer, raw_text
+        self._options = dict(template_options)
+        self._control = control_tokens(tokenizer)
+
+    def render(self, row: PromptRow) -> str:
+        """Return the prompt as the model reads it, up to where its answer begins."""
+        for index, message in enumerate((*row.messages, *row.said)):
+            if found := self._control.search(message["content"]):
+                what = f'message {index} ({message["role"]}) holds the control token "{found[0]}"'
+                raise BadRow(what, where=row.where, fix="remove it: it would speak with another role's voice")
+        if self._raw_text:
+            if len(row.messages) == 1 and row.messages[0]["role"] == "user":
+                return row.messages[0]["content"]
+            what = f"a raw prompt is one text, and this is a chat of {len(row.messages)} messages"
+            raise BadRow(what, where=row.where, fix="data.raw_text=false, or columns.prompt names a column of text")
+        return self._applied(row.messages, row.where, calls_for_answer=True)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return template_of(self._tokenizer, self._options)
+
+    def _applied(self, messages: Sequence[Message], where: str, *, calls_for_answer: bool) -> str:
+        try:
+            return self._template.render(messages, calls_for_answer=calls_for_answer)
+        except TemplateFailure as error:
+            what = f"the chat template refuses this prompt: {error}"
+            raise BadRow(what, where=where, fix="mend the row, or the template's options in data.template") from error
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return token ids of rendered prompts; a template has written all special tokens already."""
+        return self._tokenizer(list(texts), add_special_tokens=self._raw_text)["input_ids"] if texts else []
 
     def answer(self, row: PromptRow, prompt: str, prompt_ids: list[int]) -> Continuation:
         """Return the tokens from the rendered prompt to the end of the last turn, and which of them are learned."""
@@ -43,7 +92,7 @@ class ConversationEncoder(PromptEncoder):
         is_learned = [any(a <= begin and end <= b for a, b in turns.values()) for _, (begin, end) in said]
         return Continuation([token for token, _ in said], is_learned)
 
-    def _turn(self, messages: Sequence[dict[str, str]], at: int, whole: str, row: PromptRow) -> tuple[int, int]:
+    def _turn(self, messages: Sequence[Message], at: int, whole: str, row: PromptRow) -> tuple[int, int]:
         """Return where in the whole text a turn begins and ends."""
         before = self._applied(messages[:at], row.where, calls_for_answer=True)
         what = f"message {at} (assistant): the chat template"
@@ -66,3 +115,39 @@ class ConversationEncoder(PromptEncoder):
             what = "the tokenizer does not say which characters a token stands for"
             raise DataError(what, where="model.path", fix="save it as tokenizer.json") from error
         return list(zip(encoded["input_ids"][0], encoded["offset_mapping"][0], strict=True))
+
+
+def prompt_encoder(tokenizer: ChatTokenizer, data: DataConfig) -> PromptEncoder:
+    """Return what renders and encodes prompts as the configuration says."""
+    return PromptEncoder(tokenizer, template_options(data), raw_text=data.raw_text)
+
+
+class ResponseEncoder:
+    """Encodes a policy's samples for a model with another tokenizer: their text, in its tokens and template.
+
+    The prompt is rendered by that model's template, whose options are not those of the policy's, and which writes the
+    token that begins a text itself, so the tokenizer adds none. The response is cut into tokens by itself, as a policy
+    writes it, and what looks like a control token in it stays text: nobody ends a turn, or begins another, who is not
+    asked to. Behind it stands the token that ends a turn of the assistant, but not behind a response that its length
+    cut off.
+    """
+
+    def __init__(self, path: str, data: DataConfig) -> None:
+        """Read the model's tokenizer; a template that ends no turn is refused."""
+        tokenizer = self._tokenizer = load_tokenizer(path, replace(data, template_file=None))
+        self._prompts = PromptEncoder(tokenizer, {}, raw_text=data.raw_text)
+        asked = _row([{"role": "user", "content": "?"}], said="!")
+        text = self._prompts.render(asked)
+        (ids,) = self._prompts.encode([text])
+        self._end = self._prompts.answer(asked, text, ids).ids[-1]
+
+    def encode(self, messages: Sequence[Message], response: str, is_truncated: bool) -> tuple[list[int], list[int]]:
+        """Return the tokens of the prompt and of the response; the score is read at the last."""
+        (prompt,) = self._prompts.encode([self._prompts.render(_row(messages))])
+        (ids,) = self._tokenizer([response], add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return prompt, ids if is_truncated and ids else [*ids, self._end]
+
+
+def _row(messages: Sequence[Message], said: str = "") -> PromptRow:
+    answer = ({"role": "assistant", "content": said},) if said else ()
+    return PromptRow(tuple(messages), "", None, None, {}, None, "the prompt of a reward model", answer)

@@ -9,7 +9,6 @@ import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,17 +31,6 @@ class RowCost:
     def of(self, lengths: Integers) -> Floats:
         tokens = lengths.astype(np.float64)
         return tokens * (self.linear + self.quadratic * tokens)
-
-
-class RowLoad(NamedTuple):
-    """What placing a row takes into account."""
-
-    position: int
-    tokens: int
-    cost: float
-    """What is kept equal between ranks."""
-    weight: float
-    """What is kept equal between the bins of a rank."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +96,20 @@ def _plan(
             fix=f"set max_tokens_per_device to at least {-(-int(stored.max()) // rules.context_size)}, or limit the "
             "lengths of prompts and responses",
         )
-    tight = _best_fit(stored, capacity)
+    order, sizes, work = longest_first(stored), stored.tolist(), costs.tolist()
+    tight = _best_fit(order, sizes, capacity)
     count = round_up(-(-len(tight) // num_ranks), rules.count_multiple)
     if num_ranks * count > len(stored):
         raise BatchError(
             f"{len(stored)} {what} cannot fill {count} micro-batches on each of {num_ranks} data-parallel ranks",
             fix=f"more {what} in an update, a larger max_tokens_per_device, or fewer data-parallel ranks",
         )
-    ranks = _placed(stored, costs, (num_ranks, count), capacity) or _dealt(tight, costs.tolist(), (num_ranks, count))
+    shape = (num_ranks, count)
+    for weights in (work, sizes):  # of equal work, or of equal size where only that fits
+        if ranks := place(order, sizes, work, weights, shape, capacity):
+            break
+    else:
+        ranks = _dealt(tight, work, shape)
     return [[np.sort(np.asarray(rows)) for rows in _small_ends(bins, costs)] for bins in ranks]
 
 
@@ -127,37 +121,44 @@ def checked_lengths(lengths: npt.ArrayLike) -> Integers:
     return checked
 
 
-def longest_first(tokens: Integers, costs: npt.NDArray[Any], weights: npt.NDArray[Any]) -> list[RowLoad]:
-    """Return rows by falling length, the first of equals first."""
+def longest_first(tokens: Integers) -> list[int]:
+    """Return the positions of rows by falling length, the first of equals first."""
     order = np.argsort(-tokens, kind="stable")
-    columns = (order, tokens[order], costs[order], weights[order])
-    return list(map(RowLoad._make, zip(*(column.tolist() for column in columns), strict=True)))
+    return order.tolist()  # type: ignore[no-any-return]
 
 
-def place(rows: Sequence[RowLoad], shape: tuple[int, int], capacity: float) -> list[list[list[int]]] | None:
+def place(
+    order: Sequence[int],
+    tokens: Sequence[int],
+    costs: Sequence[float],
+    weights: Sequence[float],
+    shape: tuple[int, int],
+    capacity: int,
+) -> list[Bins] | None:
     """Place rows in (ranks, bins of each) so that no bin is empty or over its capacity; None where that fails.
 
-    In the order given, a row goes to the rank of the least cost that has room for it, and there into the lightest bin.
-    With the longest first this ends close to equal, because the shortest come last and level what is uneven.
+    Costs are kept equal between ranks, weights between the bins of a rank: in the order given, a row goes to the rank
+    of the least cost that has room for it, and there into the lightest bin. With the longest first this ends close to
+    equal, because the shortest come last and level what is uneven.
     """
     num_ranks, num_bins = shape
     ranks = [(0.0, rank) for rank in range(num_ranks)]
     bins = [[(0.0, number, 0) for number in range(num_bins)] for _ in range(num_ranks)]
-    placed: list[list[list[int]]] = [[[] for _ in range(num_bins)] for _ in range(num_ranks)]
+    placed: list[Bins] = [[[] for _ in range(num_bins)] for _ in range(num_ranks)]
     num_empty = num_ranks * num_bins
-    for num_left, (position, tokens, cost, weight) in zip(range(len(rows), 0, -1), rows, strict=True):
+    for num_left, position in zip(range(len(order), 0, -1), order, strict=True):
         if num_left == num_empty:  # from here on, each row is needed for a bin of its own
             ranks = [entry for entry in ranks if not bins[entry[1]][0][2]]
             heapq.heapify(ranks)
         passed_over = []
-        while ranks and bins[ranks[0][1]][0][2] + tokens > capacity:
+        while ranks and bins[ranks[0][1]][0][2] + tokens[position] > capacity:
             passed_over.append(heapq.heappop(ranks))
         if not ranks:
             return None
         rank_cost, rank = ranks[0]
         bin_weight, number, held = bins[rank][0]
-        heapq.heapreplace(ranks, (rank_cost + cost, rank))
-        heapq.heapreplace(bins[rank], (bin_weight + weight, number, held + tokens))
+        heapq.heapreplace(ranks, (rank_cost + costs[position], rank))
+        heapq.heapreplace(bins[rank], (bin_weight + weights[position], number, held + tokens[position]))
         placed[rank][number].append(position)
         num_empty -= not held
         for entry in passed_over:
@@ -165,19 +166,12 @@ def place(rows: Sequence[RowLoad], shape: tuple[int, int], capacity: float) -> l
     return placed
 
 
-def _placed(stored: Integers, costs: Floats, shape: tuple[int, int], capacity: int) -> list[Bins] | None:
-    """Return micro-batches of equal work, or of equal size where only that fits; None where neither does."""
-    for weights in (costs, stored):
-        if ranks := place(longest_first(stored, costs, weights), shape, capacity):
-            return ranks
-    return None
-
-
-def _best_fit(stored: Integers, capacity: int) -> Bins:
+def _best_fit(order: Sequence[int], sizes: Sequence[int], capacity: int) -> Bins:
     """Return hardly more bins than there must be: the longest row first, each into the fullest bin that takes it."""
     bins: Bins = []
     rooms: list[tuple[int, int]] = []  # what a bin still takes, and its number; ascending
-    for position, tokens, *_ in longest_first(stored, stored, stored):
+    for position in order:
+        tokens = sizes[position]
         at = bisect.bisect_left(rooms, (tokens, 0))
         if at == len(rooms):
             bins.append([])
@@ -193,7 +187,7 @@ def _dealt(bins: Bins, costs: Sequence[float], shape: tuple[int, int]) -> list[B
     bins = _halved(bins, costs, shape[0] * shape[1])
     work = [sum(costs[row] for row in rows) for rows in bins]
     dearest_first = sorted(range(len(bins)), key=lambda number: -work[number])
-    ranks = place([RowLoad(number, 1, work[number], 0) for number in dearest_first], (shape[0], 1), shape[1])
+    ranks = place(dearest_first, [1] * len(bins), work, [0.0] * len(bins), (shape[0], 1), shape[1])
     assert ranks is not None, f"{len(bins)} bins were not {shape[0]} x {shape[1]}"
     return [[bins[number] for number in numbers] for (numbers,) in ranks]
 

@@ -178,11 +178,8 @@ def _rows_of(dataset: Published, part: str, made: Part) -> Iterator[dict[str, An
             "prompt": [{"role": "user", "content": exercise.question}],
             "ability": exercise.ability,
             "reward_model": {"ground_truth": exercise.answer},
-            "extra_info": {
-                "split": part,
-                "index": index,
-                **exercise.extra,
-            },  # its own would begin anew with each source
+            # An index of its own would begin anew with each source.
+            "extra_info": {"split": part, "index": index, **exercise.extra},
         }
 
 

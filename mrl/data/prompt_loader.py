@@ -45,17 +45,13 @@ class SkipLog:
             return
         self.bad_rows[f"{draw.source}/{draw.row}"] = str(error)
         if len(self.bad_rows) > self._max_bad_rows:
-            raise self._too_many(error)
+            if self._max_bad_rows == 0:
+                raise error
+            named = "\n  - ".join(["", *list(self.bad_rows.values())[-MAX_NAMED:]])
+            counted = f"{len(self.bad_rows)} bad rows, and data.max_bad_rows is {self._max_bad_rows}"
+            fix = "mend the rows, or raise data.max_bad_rows"
+            raise DataError(f"{counted}; the last of them:{named}", fix=fix)
         self._events.write(SampleSkipped(draw.number, "bad row", str(error)))
-
-    def _too_many(self, error: DataError) -> DataError:
-        if self._max_bad_rows == 0:
-            return error
-        named = "".join(f"\n  - {row}" for row in list(self.bad_rows.values())[-MAX_NAMED:])
-        return DataError(
-            f"{len(self.bad_rows)} bad rows, and data.max_bad_rows is {self._max_bad_rows}; the last of them:{named}",
-            fix="mend the rows, or raise data.max_bad_rows",
-        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"overlong": dict(self.overlong), "bad_rows": dict(self.bad_rows)}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mrl.answers import after_hashes, last_boxed
 from mrl.config.schema import ColumnsConfig
-from mrl.data.rows import PromptRow, RowParser
+from mrl.data.rows import PromptRow, ReadRow, read_prompt
 from mrl.errors import BadRow
 
 BOXED = "Reason step by step, and put the final answer into \\boxed{}."
@@ -50,11 +51,12 @@ class Exercise:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file at the data set's commit."""
-
     path: str
     sha256: str
     num_rows: int
+
+
+ReadExercise = Callable[[object, str], Exercise]
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Published:
     files: Mapping[str, HubFile]
     """By the part that is made of it: train, test."""
     columns: tuple[str, ...]
-    read: Callable[[object, str], Exercise]
+    read: ReadExercise
     """Turns a row, and where it stands, into an exercise; or raises `BadRow`."""
     repeats: bool = False
     """Rows that ask the same come once; if their answers differ, not at all."""
@@ -78,16 +80,16 @@ class Published:
         return (*self.files, "test") if self.num_test else tuple(self.files)
 
 
-def _parser(prompt: str, truth: str, ability: str | None = None, source: str | None = None) -> RowParser:
+def _reads(prompt: str, truth: str, ability: str | None = None, source: str | None = None) -> ReadRow:
     """Return what checks a published row as a run checks its own rows."""
     columns = ColumnsConfig(prompt=prompt, ground_truth=truth, ability=ability, data_source=source, extra_info=None)
-    return RowParser(columns, "published")
+    return partial(read_prompt, columns, "published")
 
 
-_GSM8K = _parser("question", "answer")
-_MATH = _parser("problem", "solution", "type")
-_DAPO17K = _parser("prompt", "reward_model.ground_truth")
-_NQ_HOTPOTQA = _parser("prompt", "reward_model.ground_truth.target", "ability", "data_source")
+_GSM8K = _reads("question", "answer")
+_MATH = _reads("problem", "solution", "type")
+_DAPO17K = _reads("prompt", "reward_model.ground_truth")
+_NQ_HOTPOTQA = _reads("prompt", "reward_model.ground_truth.target", "ability", "data_source")
 
 
 def _gsm8k(raw: object, where: str) -> Exercise:
@@ -117,7 +119,7 @@ def _dapo17k(raw: object, where: str) -> Exercise:
 
 
 def _search_r1(raw: object, where: str) -> Exercise:
-    row = _NQ_HOTPOTQA.parse(raw, where)
+    row = _NQ_HOTPOTQA(raw, where)
     asked = [message["content"] for message in row.messages]
     before, after = SEARCH_R1.split("{}")
     if len(asked) != 1 or not asked[0].startswith(before) or not asked[0].endswith(after):
@@ -130,7 +132,9 @@ def _search_r1(raw: object, where: str) -> Exercise:
 
 def _countdown(raw: object, where: str) -> Exercise:
     match raw:
-        case {"nums": list(numbers), "target": target} if _are_whole(target, *numbers) and len(numbers) > 1:
+        case {"nums": list(numbers), "target": target} if (
+            all(type(each) is int for each in (target, *numbers)) and len(numbers) > 1
+        ):
             listed = ", ".join(map(str, numbers))
             question = f"Make {target} of the numbers {listed}, each used exactly once, with +, -, *, / and ()."
             key = (target, *sorted(numbers))
@@ -138,13 +142,9 @@ def _countdown(raw: object, where: str) -> Exercise:
     raise BadRow("a row must have `nums`, two or more whole numbers, and `target`, one", where=where)
 
 
-def _are_whole(*values: object) -> bool:
-    return all(type(value) is int for value in values)
-
-
-def _parsed(parser: RowParser, raw: object, where: str) -> tuple[PromptRow, str, str]:
+def _parsed(read: ReadRow, raw: object, where: str) -> tuple[PromptRow, str, str]:
     """Return the row, the text of its only message, and its ground truth."""
-    row = parser.parse(raw, where)
+    row = read(raw, where)
     if len(row.messages) != 1:
         raise BadRow("the prompt must be one message", where=where)
     if not isinstance(row.ground_truth, str):
@@ -152,53 +152,39 @@ def _parsed(parser: RowParser, raw: object, where: str) -> tuple[PromptRow, str,
     return row, row.messages[0]["content"], row.ground_truth
 
 
+_FILES = """
+gsm8k train ea82612ea9582142387730c793eb67d3b12849002bc0b7fa6f8efafa7351419d 7473 main/train-00000-of-00001
+gsm8k test ee7b8da9e381df27b9e3f7758a159ab2bdaa4dbaa910546cbbc47e0cb44e4f59 1319 main/test-00000-of-00001
+math train eca6e667f4305dd5e5ba09b4fd55e7f3174a0fbe361cdfd4c44758b593a76933 7500 data/train-00000-of-00001
+math test 7dca8d6e41af88ecf82f2b5f36eb5530e083aaaa86ee325f62bd5c31535178c6 5000 data/test-00000-of-00001
+dapo17k train 534375d6bb8630d22ab46a56e11f2ffec1d288d8f7d04099bc82d68948705941 1791700 data/dapo-math-17k
+countdown train a1b37bea0f439c858b11b908daa682e521f13f9592f1866b08650f58b730d126 490364 data/train-00000-of-00001
+search-r1 train c3cc21e862a8469105de666101578cbff23cdc77e91a803cef102622c89cc4f6 169615 train
+search-r1 test 30aa887b6d47e06e8c0f6f5307c88fe4e13461ac25a20ec0a5433ad7a4fe25dc 51713 test
+"""
+"""Of each data set by part: sha256, number of rows, and path in its repository, without `.parquet`."""
+
+
+def _files(name: str) -> dict[str, HubFile]:
+    rows = (line.split() for line in _FILES.strip().splitlines())
+    return {part: HubFile(f"{path}.parquet", sha256, int(num)) for of, part, sha256, num, path in rows if of == name}
+
+
 PUBLISHED: Mapping[str, Published] = {
     "gsm8k": Published(
-        "openai/gsm8k",
-        "740312add88f781978c0658806c59bc2815b9866",
-        {
-            "train": HubFile(
-                "main/train-00000-of-00001.parquet",
-                "ea82612ea9582142387730c793eb67d3b12849002bc0b7fa6f8efafa7351419d",
-                7_473,
-            ),
-            "test": HubFile(
-                "main/test-00000-of-00001.parquet",
-                "ee7b8da9e381df27b9e3f7758a159ab2bdaa4dbaa910546cbbc47e0cb44e4f59",
-                1_319,
-            ),
-        },
-        ("question", "answer"),
-        _gsm8k,
+        "openai/gsm8k", "740312add88f781978c0658806c59bc2815b9866", _files("gsm8k"), ("question", "answer"), _gsm8k
     ),
     "math": Published(
         "DigitalLearningGmbH/MATH-lighteval",
         "0530c78699ea5e8eb5530600900e1f328b48acad",
-        {
-            "train": HubFile(
-                "data/train-00000-of-00001.parquet",
-                "eca6e667f4305dd5e5ba09b4fd55e7f3174a0fbe361cdfd4c44758b593a76933",
-                7_500,
-            ),
-            "test": HubFile(
-                "data/test-00000-of-00001.parquet",
-                "7dca8d6e41af88ecf82f2b5f36eb5530e083aaaa86ee325f62bd5c31535178c6",
-                5_000,
-            ),
-        },
+        _files("math"),
         ("problem", "solution", "type"),
         _math,
     ),
     "dapo17k": Published(
         "BytedTsinghua-SIA/DAPO-Math-17k",
         "65877096c24ffa7abc4e4fa5edb95cf3413a5674",
-        {
-            "train": HubFile(
-                "data/dapo-math-17k.parquet",
-                "534375d6bb8630d22ab46a56e11f2ffec1d288d8f7d04099bc82d68948705941",
-                1_791_700,
-            )
-        },
+        _files("dapo17k"),
         ("prompt", "reward_model.ground_truth"),
         _dapo17k,
         repeats=True,
@@ -206,13 +192,7 @@ PUBLISHED: Mapping[str, Published] = {
     "countdown": Published(
         "Jiayi-Pan/Countdown-Tasks-3to4",
         "408f70d177020686d34a56bba5952feb45aaaee4",
-        {
-            "train": HubFile(
-                "data/train-00000-of-00001.parquet",
-                "a1b37bea0f439c858b11b908daa682e521f13f9592f1866b08650f58b730d126",
-                490_364,
-            )
-        },
+        _files("countdown"),
         ("nums", "target"),
         _countdown,
         repeats=True,
@@ -221,18 +201,7 @@ PUBLISHED: Mapping[str, Published] = {
     "search-r1": Published(
         "PeterJinGo/nq_hotpotqa_train",
         "b7d80abfee334a7a91cb377544f09180d58b34f6",
-        {
-            "train": HubFile(
-                "train.parquet",
-                "c3cc21e862a8469105de666101578cbff23cdc77e91a803cef102622c89cc4f6",
-                169_615,
-            ),
-            "test": HubFile(
-                "test.parquet",
-                "30aa887b6d47e06e8c0f6f5307c88fe4e13461ac25a20ec0a5433ad7a4fe25dc",
-                51_713,
-            ),
-        },
+        _files("search-r1"),
         ("prompt", "data_source", "ability", "reward_model.ground_truth.target"),
         _search_r1,
     ),

@@ -13,7 +13,7 @@ import importlib
 import json
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from mrl.errors import DataError, SetupError, did_you_mean
 
@@ -47,17 +47,7 @@ class ReasoningGymTask:
         }
 
 
-class Answered(Protocol):
-    """What is scored: a sample of a reward function."""
-
-    @property
-    def response(self) -> str: ...
-
-    @property
-    def extra_info(self) -> Mapping[str, Any]: ...
-
-
-def score(sample: Answered) -> float:
+def score(sample: Any) -> float:
     """Return the library's own score, 0 to 1, of what stands in the last <answer> of a response.
 
     As a reward function: `mrl.data.reasoning_gym:score`.

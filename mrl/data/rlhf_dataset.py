@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Literal
 
 import torch
 
 from mrl.config.schema import DataConfig, RolloutConfig, SourceConfig
-from mrl.data.chat import ChatTokenizer, PromptEncoder, prompt_encoder
-from mrl.data.rows import PromptRow, RowParser
+from mrl.config.sft import RankedConfig, SftConfig
+from mrl.data.chat import ChatTokenizer
+from mrl.data.conversation import Continuation, PromptEncoder, prompt_encoder
+from mrl.data.learned_rows import read_answered, read_ranked
+from mrl.data.rows import PromptRow, ReadRow, read_prompt
 from mrl.data.sampler import Draw
 from mrl.data.sources import RawRows, open_source
 from mrl.errors import BadRow, DataError
@@ -27,8 +32,6 @@ Overlong = Literal["error", "drop", "left", "right", "middle"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that is ready for the model."""
-
     draw: Draw
     row: PromptRow
     text: str
@@ -36,15 +39,6 @@ class Prompt:
     ids: list[int]
     answers: tuple[Continuation, ...] = ()
     """What supervised training shows after it: one, or responses that were ranked, the best first."""
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """The tokens that follow a prompt in a conversation."""
-
-    ids: list[int]
-    is_learned: list[bool]
-    """Of each whether the assistant says it, and the loss counts it."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +56,18 @@ class RLHFDataset:
 
     def __init__(
         self,
-        sources: Mapping[str, tuple[RawRows, RowParser]],
+        sources: Mapping[str, tuple[RawRows, ReadRow]],
         encoder: PromptEncoder,
         max_prompt_tokens: int,
         overlong: Overlong,
+        max_response_tokens: int = 0,
     ) -> None:
+        """Take rows by source, each with what reads them; those of responses to learn from limit their tokens."""
         self._sources = dict(sources)
         self._encoder = encoder
         self._max_prompt_tokens = max_prompt_tokens
         self._overlong = overlong
+        self._max_response_tokens = max_response_tokens
         self._starts = list(accumulate(self.sizes.values(), initial=0))
 
     def __len__(self) -> int:
@@ -80,17 +77,7 @@ class RLHFDataset:
     def sizes(self) -> dict[str, int]:
         return {name: len(rows) for name, (rows, _) in self._sources.items()}
 
-    def batch(self, indices: Sequence[int]) -> DataProto:
-        """Return the prompts of these rows, counted over all sources; a row that gives none is an error."""
-        prompts = []
-        for found in self.read([self._draw_of(index) for index in indices]):
-            if isinstance(found, SkippedRow):
-                raise found.error or self._too_long(found)
-            prompts.append(found)
-        return to_batch(prompts)
-
     def read(self, draws: Sequence[Draw]) -> list[Prompt | SkippedRow]:
-        """Return what each draw gives, in order."""
         parsed: list[tuple[Draw, PromptRow, str] | SkippedRow] = []
         for draw in draws:
             try:
@@ -115,40 +102,63 @@ class RLHFDataset:
                         yield SkippedRow(found.draw, BadRow(what, where=found.row.where))
 
     def _row(self, draw: Draw) -> PromptRow:
-        rows, parser = self._sources[draw.source]
-        return parser.parse(rows.row(draw.row), rows.where(draw.row))
+        rows, read = self._sources[draw.source]
+        return read(rows.row(draw.row), rows.where(draw.row))
 
     def _prompt(self, draw: Draw, row: PromptRow, text: str, ids: list[int]) -> Prompt | SkippedRow:
         try:
             kept = shorten(ids, self._max_prompt_tokens, self._overlong, row.where)
+            if kept is None:
+                return SkippedRow(draw, None, len(ids))
+            answers = [self._answer(name, replace(row, said=said), text, ids) for name, said in row.responses.items()]
+            if len({tuple(answer.ids) for answer in answers}) < len(answers):
+                what = "two responses are the same tokens: they differ in what the chat template takes away, such as "
+                raise BadRow(f"{what}spaces", where=row.where, fix="remove the row, or one of the two")
         except DataError as error:
             return SkippedRow(draw, error, len(ids))
-        return SkippedRow(draw, None, len(ids)) if kept is None else Prompt(draw, row, text, kept)
+        return Prompt(draw, row, text, kept, tuple(answers))
+
+    def _answer(self, name: str, row: PromptRow, text: str, ids: list[int]) -> Continuation:
+        answer = self._encoder.answer(row, text, ids)
+        if (num := len(answer.ids)) > self._max_response_tokens:
+            what = f"the {name} has {num} tokens; batch.max_response_tokens is {self._max_response_tokens}"
+            fix = f"batch.max_response_tokens={num}, or shorten the {name}"
+            raise DataError(what, where=row.where, fix=fix)
+        return answer
 
     def draws(self, begin: int, end: int) -> list[Draw]:
-        """Return the rows from `begin` to before `end`, or to the last, each as if drawn in its first epoch."""
-        return [self._draw_of(index) for index in range(begin, min(end, len(self)))]
-
-    def _draw_of(self, index: int) -> Draw:
-        if not 0 <= index < len(self):
-            raise DataError(f"there is no row {index}: the sources have {len(self)}")
-        number = next(number for number, start in enumerate(self._starts[1:]) if index < start)
-        return Draw(index, list(self._sources)[number], 0, index - self._starts[number])
-
-    def _too_long(self, found: SkippedRow) -> DataError:
-        where = self._sources[found.draw.source][0].where(found.draw.row)
-        return DataError(
-            f"the prompt has {found.num_tokens} tokens; at most {self._max_prompt_tokens}, and longer ones are dropped",
-            where=where,
-        )
+        """Return the rows from `begin` to before `end`, counted over all sources, or to the last, each as if drawn in
+        its first epoch."""
+        draws, names = [], list(self._sources)
+        for index in range(begin, min(end, len(self))):
+            source = bisect_right(self._starts, index) - 1
+            draws.append(Draw(index, names[source], 0, index - self._starts[source]))
+        return draws
 
 
 def open_dataset(
     sources: Mapping[str, SourceConfig], data: DataConfig, rollout: RolloutConfig, tokenizer: ChatTokenizer
 ) -> RLHFDataset:
-    """Return the prompts of `sources`: the training or the validation ones of `data`."""
-    opened = {name: (open_source(source), RowParser(source.columns, name)) for name, source in sources.items()}
+    opened: dict[str, tuple[RawRows, ReadRow]] = {
+        name: (open_source(source), partial(read_prompt, source.columns, name)) for name, source in sources.items()
+    }
     return RLHFDataset(opened, prompt_encoder(tokenizer, data), rollout.max_prompt_tokens, data.overlong)
+
+
+def open_sft_dataset(sources: Mapping[str, SourceConfig], config: SftConfig, tokenizer: ChatTokenizer) -> RLHFDataset:
+    """Return the rows of `sources`, to learn from: the training or the validation ones."""
+    batch, data = config.batch, config.data
+    opened: dict[str, tuple[RawRows, ReadRow]] = {}
+    for name, source in sources.items():
+        if isinstance(config, RankedConfig):
+            opened[name] = (open_source(source, is_ranked=True), partial(read_ranked, source.columns, name))
+            continue
+        columns = source.columns
+        if batch.messages is not None:
+            columns = replace(columns, prompt=batch.messages, ground_truth=None)
+        opened[name] = (open_source(replace(source, columns=columns)), partial(read_answered, batch, columns, name))
+    encoder = prompt_encoder(tokenizer, data)
+    return RLHFDataset(opened, encoder, batch.max_prompt_tokens, data.overlong, batch.max_response_tokens)
 
 
 def to_batch(prompts: Sequence[Prompt]) -> DataProto:

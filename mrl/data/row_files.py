@@ -2,7 +2,8 @@
 
 Lines of JSON are found through one streamed pass that keeps eight bytes per row. A row group of parquet is decoded
 once, when one of its rows is first asked for, into an unlinked temporary file that is mapped into memory: shuffled
-reading then costs no decoding, and memory stays the system's to take back.
+reading then costs no decoding, and memory stays the system's to take back. Samples of a step are written as parquet
+too, for whoever wants to read what the model wrote.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,7 +44,11 @@ class JsonlFile:
             raise DataError("the file is UTF-16 text", where=str(path), fix="save it as UTF-8")
         self._starts = self._find_lines(len(UTF8_MARK) if start == UTF8_MARK else 0)
         if self._read(self._size - 1, 1) != b"\n":
-            self._check_last_line()
+            try:
+                self.row(len(self) - 1)
+            except BadRow as error:
+                what = f"the last line is cut off: {error.what}"
+                raise DataError(what, where=error.where, fix="copy or write the file again") from error
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -81,13 +86,6 @@ class JsonlFile:
         found = np.concatenate(starts)
         return found if found[-1] == self._size else np.append(found, self._size)
 
-    def _check_last_line(self) -> None:
-        try:
-            self.row(len(self) - 1)
-        except BadRow as error:
-            what = f"the last line is cut off: {error.what}"
-            raise DataError(what, where=error.where, fix="copy or write the file again") from error
-
     def _read(self, begin: int, count: int) -> bytes:
         # Reads at a position do not move the file's own, so threads may share it.
         found = os.pread(self._file.fileno(), count, begin)
@@ -114,7 +112,8 @@ _DAMAGED = (pa.ArrowException, OSError, UnicodeDecodeError)  # of pages, footers
 class ParquetFile:
     """One parquet file, of which only the named columns are read."""
 
-    def __init__(self, path: Path, columns: list[str]) -> None:
+    def __init__(self, path: Path, columns: list[str], optional: str = "") -> None:
+        """Open it; the column `optional` is read where it is there."""
         self._path = path
         try:
             files.check_regular(path)
@@ -123,8 +122,13 @@ class ParquetFile:
         except _DAMAGED as error:
             reason = str(error).splitlines()[0]
             raise DataError(f"not a readable parquet file: {reason}", where=str(path)) from error
-        self._columns = list(dict.fromkeys(column.partition(".")[0] for column in columns))
-        self._check_columns(columns)
+        known = _dotted_names(self._file.schema_arrow)
+        for column in columns:
+            if column not in known:
+                fix = f"name it in the source's columns, or set it to null ({did_you_mean(column, known)})"
+                raise DataError(f"there is no column `{column}`", where=str(path), fix=fix)
+        read = [*columns, optional] if optional in known else columns
+        self._columns = list(dict.fromkeys(column.partition(".")[0] for column in read))
         metadata = self._file.metadata
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         if negative := [size for size in sizes if size < 0]:
@@ -132,7 +136,7 @@ class ParquetFile:
         self._starts = np.cumsum([0, *sizes]).tolist()
         if not len(self):
             raise DataError("the file has no rows", where=str(path))
-        self._groups: dict[int, _MappedRows] = {}
+        self._groups: dict[int, pa.Table] = {}
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -153,50 +157,35 @@ class ParquetFile:
         if group not in self._groups:
             self._groups[group] = self._decode(group)
         try:
-            return self._groups[group].row(index - self._starts[group])
+            return self._groups[group].slice(index - self._starts[group], 1).to_pylist()[0]
         except UnicodeDecodeError as error:
             raise BadRow(f"text that is not UTF-8: {error.reason}", where=self.where(index)) from error
 
-    def _check_columns(self, columns: list[str]) -> None:
-        known = _dotted_names(self._file.schema_arrow)
-        for column in columns:
-            if column not in known:
-                fix = f"name it in the source's columns, or set it to null ({did_you_mean(column, known)})"
-                raise DataError(f"there is no column `{column}`", where=str(self._path), fix=fix)
-
-    def _decode(self, group: int) -> _MappedRows:
+    def _decode(self, group: int) -> pa.Table:
         try:
             batches = self._file.iter_batches(BATCH_ROWS, row_groups=[group], columns=self._columns)
-            return _MappedRows(batches, self._starts[group + 1] - self._starts[group])
+            return _mapped(batches, self._starts[group + 1] - self._starts[group])
         except _DAMAGED as error:
             reason = str(error).splitlines()[0]
             rows = f"rows {self._starts[group]} to {self._starts[group + 1] - 1}"
             raise DataError(f"{rows} cannot be read: {reason}", where=str(self._path)) from error
 
 
-class _MappedRows:
-    """Decoded rows in a file without a name, mapped into memory."""
-
-    def __init__(self, batches: Iterable[pa.RecordBatch], num_rows: int) -> None:
-        with tempfile.NamedTemporaryFile(prefix="mrl-rows-") as file:
-            starts = [0]
-            writer = None
-            for batch in batches:
-                writer = writer or pa.ipc.new_file(file, batch.schema)
-                writer.write_batch(batch)
-                starts.append(starts[-1] + batch.num_rows)
-            if writer is None or starts[-1] != num_rows:
-                raise pa.ArrowInvalid(f"{starts[-1]} rows are there, not {num_rows}")
-            writer.close()
-            file.flush()
-            self._batches = pa.ipc.open_file(pa.memory_map(file.name))
-        pa.default_memory_pool().release_unused()  # what decoding took, which Arrow would keep for later
-        self._starts = starts
-
-    def row(self, index: int) -> Any:
-        """Return the columns of a row as Python objects."""
-        batch = bisect_right(self._starts, index) - 1
-        return self._batches.get_batch(batch).slice(index - self._starts[batch], 1).to_pylist()[0]
+def _mapped(batches: Iterable[pa.RecordBatch], num_rows: int) -> pa.Table:
+    """Return decoded rows out of a file without a name, mapped into memory."""
+    with tempfile.NamedTemporaryFile(prefix="mrl-rows-") as file:
+        writer, num_written = None, 0
+        for batch in batches:
+            writer = writer or pa.ipc.new_file(file, batch.schema)
+            writer.write_batch(batch)
+            num_written += batch.num_rows
+        if writer is None or num_written != num_rows:
+            raise pa.ArrowInvalid(f"{num_written} rows are there, not {num_rows}")
+        writer.close()
+        file.flush()
+        table = pa.ipc.open_file(pa.memory_map(file.name)).read_all()
+    pa.default_memory_pool().release_unused()  # what decoding took, which Arrow would keep for later
+    return table
 
 
 def _dotted_names(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:
@@ -207,3 +196,29 @@ def _dotted_names(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:
         if pa.types.is_struct(field.type):
             names += _dotted_names(field.type, f"{prefix}{field.name}.")
     return names
+
+
+def write_samples(directory: Path, step: int, columns: Mapping[str, Sequence[Any]], kind: str = "step") -> Path:
+    """Write one row per sample into `step-000012.parquet`, complete or not there. A value may be a list."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    path = directory / f"{kind}-{step:06d}.parquet"
+    staged = path.with_suffix(".tmp")
+    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        pq.write_table(pa.table({name: list(column) for name, column in columns.items()}), file)
+    staged.replace(path)
+    return path
+
+
+def read_newest_samples(directory: Path, num_rows: int, kind: str = "step") -> list[dict[str, Any]]:
+    """Return the first rows of the newest file of a kind; none where there is no file."""
+    found = sorted(directory.glob(f"{kind}-*.parquet"))
+    if not found:
+        return []
+    try:
+        files.check_regular(found[-1])
+        rows: list[dict[str, Any]] = pq.read_table(found[-1]).slice(0, num_rows).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        fix = "move it away: the report then shows the samples before"
+        raise DataError(f"the samples cannot be read: {error}", where=str(found[-1]), fix=fix) from error
+    return rows

@@ -7,7 +7,7 @@ expected and what was found.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,14 @@ GroundTruth = str | list[str] | dict[str, str | list[str]]
 """A text, a list of accepted ones, or `{"target": ...}` of either, as data sets of questions have it."""
 
 
+Message = dict[str, str]
+
+
 @dataclass(frozen=True)
 class PromptRow:
     """A row whose every field has the right type."""
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[Message, ...]
     data_source: str
     ability: str | None
     ground_truth: GroundTruth | None
@@ -35,41 +38,42 @@ class PromptRow:
     id: str | int | None
     where: str
     """File and row, for messages about it."""
-    said: tuple[dict[str, str], ...] = ()
+    said: tuple[Message, ...] = ()
     """What follows the prompt in a conversation that is learned from; nothing where a model is to answer."""
+    is_ranked: bool = False
+    """Whether each message in `said` is a response by itself, the best first."""
     labels: tuple[float, ...] = ()
-    """Of ranked responses, which are all in `said`, the number of each where they have one."""
+    """Of ranked responses the number of each, where they have one."""
 
-
-class RowParser:
-    """Turn the raw rows of one source into prompts, by the source's column names."""
-
-    def __init__(self, columns: ColumnsConfig, source_name: str) -> None:
-        self._columns = columns
-        self._source_name = source_name
-
-    def parse(self, raw: object, where: str) -> PromptRow:
-        if not isinstance(raw, Mapping):
-            raise BadRow(f"a row must be an object of columns, not {describe(raw)}", where=where)
-        columns, cells = self._columns, Cells(raw, where)
-        return PromptRow(
-            messages=cells.messages(columns.prompt),
-            data_source=self.data_source(raw, where),
-            ability=cells.optional_text(columns.ability, "ability") if columns.ability else None,
-            ground_truth=cells.ground_truth(columns.ground_truth) if columns.ground_truth else None,
-            extra_info=cells.extra_info(columns.extra_info) if columns.extra_info else {},
-            id=cells.id(columns.id) if columns.id else None,
-            where=where,
+    @property
+    def responses(self) -> dict[str, tuple[Message, ...]]:
+        """What may follow the prompt, each of which is learned from by itself, by its name in messages."""
+        if not self.is_ranked:
+            return {"answer": self.said} if self.said else {}
+        names = (
+            ["rejected response"]
+            if len(self.said) == 2
+            else [f"rejected response [{n}]" for n in range(len(self.said) - 1)]
         )
+        return {name: (message,) for name, message in zip(["chosen response", *names], self.said, strict=True)}
 
-    def data_source(self, raw: Mapping[str, Any], where: str) -> str:
-        """Return under which name rewards and metrics know the row."""
-        column = self._columns.data_source
-        return Cells(raw, where).text(column, "data_source") if column else self._source_name
+
+ReadRow = Callable[[object, str], PromptRow]
+"""What makes a prompt of a raw row and where it stands."""
+
+
+def read_prompt(columns: ColumnsConfig, source_name: str, raw: object, where: str) -> PromptRow:
+    """Return the row of a source, by its column names; its data source is that of the row, or the source's name."""
+    cells = Cells(raw, where)
+    return PromptRow(
+        messages=cells.messages(columns.prompt),
+        ground_truth=cells.ground_truth(columns.ground_truth) if columns.ground_truth else None,
+        extra_info=cells.extra_info(columns.extra_info) if columns.extra_info else {},
+        **cells.names(columns, source_name),
+    )
 
 
 def describe(value: object) -> str:
-    """Return what a value is, in a few words."""
     match value:
         case None:
             return "null"
@@ -86,12 +90,23 @@ def describe(value: object) -> str:
     return f"a value of type {type(value).__name__}"
 
 
-@dataclass(frozen=True)
 class Cells:
     """The cells of one raw row; each method returns a value of the right type or raises."""
 
-    raw: Mapping[str, Any]
-    where: str
+    def __init__(self, raw: object, where: str) -> None:
+        if not isinstance(raw, Mapping):
+            raise BadRow(f"a row must be an object of columns, not {describe(raw)}", where=where)
+        self.raw, self.where = raw, where
+
+    def names(self, columns: ColumnsConfig, source_name: str) -> dict[str, Any]:
+        """Return what every row has beside its messages."""
+        ability = columns.ability
+        return {
+            "data_source": self.text(columns.data_source, "data_source") if columns.data_source else source_name,
+            "ability": self.text(ability, "ability") if ability and self.at(ability, "ability") is not None else None,
+            "id": self.id(columns.id) if columns.id else None,
+            "where": self.where,
+        }
 
     def at(self, column: str, key: str) -> Any:
         value: Any = self.raw
@@ -139,9 +154,6 @@ class Cells:
             raise self.bad(column, "is blank")
         return value
 
-    def optional_text(self, column: str, key: str) -> str | None:
-        return None if self.at(column, key) is None else self.text(column, key)
-
     def extra_info(self, column: str) -> dict[str, Any]:
         value = self.at(column, "extra_info")
         if value is None:
@@ -160,7 +172,7 @@ class Cells:
             raise self.bad(column, f"must be text or a whole number, not {describe(value)}")
         return value
 
-    def messages(self, column: str) -> tuple[dict[str, str], ...]:
+    def messages(self, column: str) -> tuple[Message, ...]:
         value = self.at(column, "prompt")
         if isinstance(value, str):
             return ({"role": "user", "content": self.text(column, "prompt")},)
@@ -170,7 +182,7 @@ class Cells:
             raise self.bad(column, "is an empty list: there is nothing to answer")
         return self.prompt(tuple(self.message(each, f"{column}[{index}]") for index, each in enumerate(value)), column)
 
-    def prompt(self, messages: tuple[dict[str, str], ...], column: str) -> tuple[dict[str, str], ...]:
+    def prompt(self, messages: tuple[Message, ...], column: str) -> tuple[Message, ...]:
         """Return these messages, which the assistant can answer."""
         if (num := sum(len(message["content"]) for message in messages)) > MAX_CHARACTERS:
             raise self.bad(column, f"has {num} characters together; at most {MAX_CHARACTERS}")
@@ -182,8 +194,7 @@ class Cells:
             raise self.bad(column, what, f"the last message must be of role {' or '.join(ANSWERED_ROLES)}")
         return messages
 
-    def message(self, message: object, place: str) -> dict[str, str]:
-        """Return a message of role and content."""
+    def message(self, message: object, place: str) -> Message:
         if not isinstance(message, dict):
             raise self.bad(place, f"must be an object with role and content, not {describe(message)}")
         for name in ("role", "content"):

@@ -19,23 +19,13 @@ from mrl.config.names import is_file
 from mrl.config.schema import ColumnsConfig, SourceConfig
 from mrl.data.reasoning_gym import ReasoningGymTask
 from mrl.data.row_files import JsonlFile, ParquetFile
-from mrl.data.rows import RowParser
+from mrl.data.rows import Cells
 from mrl.data.toy import TOY_TASKS
 from mrl.errors import BadRow, DataError, did_you_mean
-from mrl.registry import Registry, load_attribute
+from mrl.registry import load_attribute
 
-
-class Indexed(Protocol):
-    """A sequence of rows as far as it is needed: what a dataset by name has to make."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-MakeRows = Callable[..., Indexed]
-DATASETS: Registry[Callable[[str], MakeRows]] = Registry("dataset")
-"""Known datasets: what stands before the colon of `name:task` -> what gives the function that makes a task's rows."""
+MakeRows = Callable[..., Any]
+"""Makes a sequence of rows: what has a length and an index."""
 
 
 class RawRows(Protocol):
@@ -53,9 +43,8 @@ class RawRows(Protocol):
 class MadeRows:
     """Rows that code makes: any sequence of them, the user's included."""
 
-    def __init__(self, rows: Indexed, name: str) -> None:
-        self._rows = rows
-        self._name = name
+    def __init__(self, rows: Any, name: str) -> None:
+        self._rows, self._name = rows, name
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -68,8 +57,6 @@ class MadeRows:
 
 
 class ManyFiles:
-    """The rows of several files, one file after another."""
-
     def __init__(self, files: Sequence[RawRows]) -> None:
         self._files = files
         self._starts = list(accumulate((len(file) for file in files), initial=0))
@@ -90,10 +77,10 @@ class ManyFiles:
         return self._files[number], index - self._starts[number]
 
 
-def open_source(source: SourceConfig) -> RawRows:
+def open_source(source: SourceConfig, *, is_ranked: bool = False) -> RawRows:
     """Return the rows of a source. Files are opened and indexed, but no row is read that is not asked for."""
     if is_file(source):
-        opened = [_open_file(Path(path), source.columns) for path in _matching(source.dataset)]
+        opened = [_open_file(Path(path), source.columns, is_ranked) for path in _matching(source.dataset)]
         return opened[0] if len(opened) == 1 else ManyFiles(opened)
     rows = _make_rows(source)
     if not len(rows):
@@ -116,12 +103,12 @@ def data_sources(source: SourceConfig, name: str, max_made_rows: int | None) -> 
     if column is None:
         return {name}
     alone = ColumnsConfig(prompt=column, data_source=column, ability=None, ground_truth=None, extra_info=None)
-    rows, parser = open_source(replace(source, columns=alone)), RowParser(alone, name)
+    rows = open_source(replace(source, columns=alone))
     step = max(1, len(rows) // max_made_rows) if max_made_rows and isinstance(rows, MadeRows) else 1
     found = set()
     for number in range(0, len(rows), step):
         with suppress(BadRow):  # which is reported when it is drawn
-            found.add(parser.data_source(rows.row(number), rows.where(number)))
+            found.add(Cells(rows.row(number), rows.where(number)).text(column, "data_source"))
     return found
 
 
@@ -135,21 +122,38 @@ def _matching(pattern: str) -> list[str]:
     return paths
 
 
-def _open_file(path: Path, columns: ColumnsConfig) -> RawRows:
+def _open_file(path: Path, columns: ColumnsConfig, is_ranked: bool) -> RawRows:
     try:
         if program := files.unpacks(path):
             raise DataError("the file is compressed", where=str(path), fix=f"{program} it, and keep its name")
         if path.suffix == ".jsonl":
             return JsonlFile(path)
-        used = (columns.prompt, columns.data_source, columns.ability, columns.ground_truth, columns.extra_info)
-        return ParquetFile(path, [column for column in (*used, columns.id) if column is not None])
+        used = [columns.data_source, columns.ability, columns.id]
+        if not is_ranked:
+            used += [columns.prompt, columns.ground_truth, columns.extra_info]
+            return ParquetFile(path, list(filter(None, used)))
+        used += [columns.chosen, columns.rejected, columns.label]
+        return ParquetFile(path, list(filter(None, used)), optional=columns.prompt)  # conversations hold it themselves
     except OSError as error:
         raise DataError(f"cannot be opened: {error.strerror}", where=str(path)) from error
 
 
-def _make_rows(source: SourceConfig) -> Indexed:
+def _toy(task: str) -> MakeRows:
+    if task not in TOY_TASKS:
+        raise DataError(f'there is no toy task "{task}"', fix=did_you_mean(task, TOY_TASKS))
+    return TOY_TASKS[task]
+
+
+DATASETS: dict[str, Callable[[str], MakeRows]] = {
+    "toy": _toy,
+    "reasoning_gym": lambda task: partial(ReasoningGymTask, task),
+}
+"""Known datasets: what stands before the colon of `name:task` -> what gives the function that makes a task's rows."""
+
+
+def _make_rows(source: SourceConfig) -> Any:
     name, _, task = source.dataset.partition(":")
-    make = DATASETS.resolve(name)(task) if name in DATASETS else load_attribute(source.dataset)
+    make = DATASETS[name](task) if name in DATASETS else load_attribute(source.dataset)
     if not callable(make):
         raise DataError("is not a class or function that makes rows", where=source.dataset)
     try:
@@ -161,16 +165,4 @@ def _make_rows(source: SourceConfig) -> Indexed:
     if not isinstance(rows, Sized) or not hasattr(rows, "__getitem__") or isinstance(rows, Mapping | str):
         what = f"must make a sequence of rows, with a length and an index, not {type(rows).__name__}"
         raise DataError(what, where=source.dataset)
-    return rows  # type: ignore[return-value]
-
-
-@DATASETS.register("toy")
-def _toy(task: str) -> MakeRows:
-    if task not in TOY_TASKS:
-        raise DataError(f'there is no toy task "{task}"', fix=did_you_mean(task, TOY_TASKS))
-    return TOY_TASKS[task]
-
-
-@DATASETS.register("reasoning_gym")
-def _reasoning_gym(task: str) -> MakeRows:
-    return partial(ReasoningGymTask, task)
+    return rows

@@ -41,7 +41,6 @@ class _Generation(Extension):
 
 
 def main() -> None:
-    """Render until nothing more is asked."""
     for limit, most in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
         resource.setrlimit(limit, (most, most))
     for answer in _answers():
@@ -57,11 +56,12 @@ def _answers() -> Iterator[dict[str, Any]]:
     )
     environment.filters["tojson"] = _json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    template, wrong = None, {}
+    template: Any = None
+    wrong: dict[str, Any] = {}
     try:
         template = _limited(limit_s, lambda: environment.from_string(given["template"]))
     except jinja2.TemplateSyntaxError as error:
-        wrong = {"line": error.lineno, "error": str(error.message)}
+        wrong = {"error": f"line {error.lineno}: {error.message}", "is_broken": True}
     except (*_FAILURES, MemoryError, SyntaxError) as error:
         wrong = {"error": str(error)}
     for line in sys.stdin:

@@ -21,48 +21,30 @@ Task = Callable[[int], tuple[str, str]]
 
 
 class ToyRows:
-    """Rows in the field's schema: a question of the user, and its answer."""
+    """Rows in the field's schema: a question of the user, and its answer; with `pairs`, two answers to choose from.
 
-    def __init__(self, name: str, make: Task, numbers: Sequence[int]) -> None:
-        self._name = name
-        self._make = make
-        self._numbers = numbers
+    Every problem comes in so many pairs, of which a share `swapped` has the wrong answer as the chosen one.
+    """
+
+    def __init__(self, name: str, make: Task, numbers: Sequence[int], pairs: int = 0, swapped: float = 0.0) -> None:
+        self._name, self._make, self._numbers = name, make, numbers
+        self._pairs, self._swapped = pairs, swapped
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._numbers) * max(1, self._pairs)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        question, answer = self._make(self._numbers[index])
-        return {
-            "prompt": [{"role": "user", "content": question}],
-            "data_source": f"toy:{self._name}",
-            "ability": self._name,
-            "reward_model": {"ground_truth": answer},
-            "extra_info": {"index": self._numbers[index]},
-        }
-
-
-class PairedRows(ToyRows):
-    """The same rows with two answers: `chosen` and `rejected`."""
-
-    def __init__(self, rows: ToyRows, num: int, swapped: float) -> None:
-        super().__init__(
-            rows._name, rows._make, [number * num + take for number in rows._numbers for take in range(num)]
-        )
-        self._num, self._swapped = num, swapped
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        number = self._numbers[index]
-        question, answer = self._make(number // self._num)
-        chance = random.Random(f"pair {number}")
-        pair = [answer, _with_a_wrong_digit(int(answer), chance)]
-        chosen, rejected = pair[::-1] if chance.random() < self._swapped else pair
-        return {
-            "prompt": [{"role": "user", "content": question}],
-            "data_source": f"toy:{self._name}",
-            "chosen": chosen,
-            "rejected": rejected,
-        }
+        at, take = divmod(index, max(1, self._pairs))
+        number = self._numbers[at]
+        question, answer = self._make(number)
+        row = {"prompt": [{"role": "user", "content": question}], "data_source": f"toy:{self._name}"}
+        if self._pairs:
+            chance = random.Random(f"pair {number * self._pairs + take}")
+            pair = [answer, _with_a_wrong_digit(int(answer), chance)]
+            chosen, rejected = pair[::-1] if chance.random() < self._swapped else pair
+            return row | {"chosen": chosen, "rejected": rejected}
+        truth = {"reward_model": {"ground_truth": answer}, "extra_info": {"index": number}}
+        return row | {"ability": self._name} | truth
 
 
 def addition(
@@ -97,8 +79,8 @@ def addition(
         return f"{first}+{second}=", _with_a_wrong_digit(first + second, chance) if is_wrong else str(first + second)
 
     problems = _part("addition", count * count, part)
-    rows = ToyRows("addition", make, [problem * takes + take for problem in problems for take in range(takes)])
-    return PairedRows(rows, pairs, swapped) if pairs else rows
+    numbers = [problem * takes + take for problem in problems for take in range(takes)]
+    return ToyRows("addition", make, numbers, pairs, swapped)
 
 
 def _with_a_wrong_digit(answer: int, chance: random.Random) -> str:

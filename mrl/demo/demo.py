@@ -18,7 +18,7 @@ from mrl.config.load import load_config, load_config_of
 from mrl.config.schema import ClusterConfig
 from mrl.controller import ray_cluster
 from mrl.demo.model import make_model
-from mrl.demo.preferences import JudgeSettings, sample_policy, train_judged
+from mrl.demo.preferences import sample_policy, train_judged
 from mrl.demo.tasks import MAX_WARM_START, RIGHT_PAIRS, SUMS, DemoTask
 from mrl.errors import SetupError
 from mrl.observe.console import Console
@@ -48,8 +48,6 @@ validation: {{every: {every}}}
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """What `mrl demo` can be asked for."""
-
     directory: Path
     seed: int = 1
     algorithm: str = "ppo"
@@ -66,8 +64,6 @@ class DemoSettings:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """How it went."""
-
     before: float
     figures: Mapping[str, float] | None
     """Of the last validation; None where it was told to stop before the end."""
@@ -104,7 +100,6 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
 
 
 def warm_model(settings: DemoSettings, console: Console, seconds: dict[str, float]) -> Path:
-    """A new model after its SFT."""
     task = settings.task
     console.print(f"making a model of {task.num_layers} layers that knows nothing")
     initial = settings.directory / "initial"
@@ -121,7 +116,7 @@ def learn_from_preferences(
     values = values_of(settings, model)
     samples = timed(seconds, "samples", lambda: sample_policy(values, settings.directory))
     console.print("mrl rm on pairs of a right and a wrong answer")
-    judge, right = timed(seconds, "rm", lambda: train_judged(samples, JudgeSettings(), values, console))
+    judge, right = timed(seconds, "rm", lambda: train_judged(samples, values, console))
     result = learn(settings, model, console, seconds, judge=judge)
     return result if result.figures is None else replace(result, figures={**result.figures, RIGHT_PAIRS: right})
 
@@ -134,7 +129,6 @@ def learn(
     overrides: Sequence[str] = (),
     judge: Path | None = None,
 ) -> DemoResult:
-    """Train a warmed-up model by rewards, which may be those of a reward model."""
     task = settings.task
     config = settings.directory / "demo.yaml"
     text = demo_yaml(settings, model, config)

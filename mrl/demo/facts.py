@@ -42,7 +42,6 @@ class Facts:
         self._found = dict(zip(self.path, [*self.path[1:], self.answer], strict=True))
 
     def look_up(self, key: str) -> str:
-        """Return what a key stands for."""
         return self._found.get(key) or _number(random.Random(f"{self._seed} {key}"))
 
 
@@ -110,7 +109,6 @@ class Lessons(Sequence[Mapping[str, Any]]):
 
 
 def lesson(key: str, hops: int, dice: random.Random) -> list[dict[str, str]]:
-    """Return what the teacher says to a question, and what is found."""
     facts = Facts(key, hops, dice.getrandbits(32))
     habit = dice.choice(("searches", "searches elsewhere", "guesses"))
     if habit == "guesses":

@@ -1,13 +1,24 @@
-"""A model of 400,000 parameters in two layers, with a tokenizer of bytes: made here, nothing is downloaded."""
+"""A model of 400,000 parameters in two layers, with a tokenizer of bytes: made here, nothing is downloaded.
+
+They are real files that transformers and vLLM load like any other's.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from mrl.data.toy_tokenizer import save_toy_tokenizer
-
+END = "<|end|>"
+PAD = "<|pad|>"
+ROLE_TOKENS = {role: f"<|{role}|>" for role in ("system", "user", "assistant", "tool")}
+TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|' + message['role'] + '|>' + message['content'] + '" + END + "' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '" + ROLE_TOKENS["assistant"] + "' }}{%- endif %}"
+)
 MAX_LENGTH = 64
 
 
@@ -33,3 +44,25 @@ def make_model(directory: Path, seed: int, num_layers: int = 2, max_length: int 
         torch.manual_seed(seed)
         Qwen3ForCausalLM(config).save_pretrained(directory)
     return directory
+
+
+def save_toy_tokenizer(directory: Path) -> int:
+    """Write the tokenizer's files into `directory`; returns the number of tokens that a model of it needs."""
+    from transformers import PreTrainedTokenizerFast
+
+    # Every byte has a token, so nothing is unknown and no text is lost.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=list(ROLE_TOKENS.values()),
+        model_max_length=1 << 20,
+        clean_up_tokenization_spaces=False,
+    )
+    made.chat_template = TEMPLATE
+    made.save_pretrained(directory)
+    return len(made)

@@ -10,12 +10,11 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mrl.config.load import load_config, load_config_of
-from mrl.data.sample_files import read_newest_samples
+from mrl.data.row_files import read_newest_samples
 from mrl.data.toy import addition
 from mrl.errors import DataError, SetupError
 from mrl.events import EventLog
@@ -31,18 +30,12 @@ LARGEST = 49
 _SAMPLES = "sampled"
 
 
-@dataclass(frozen=True)
-class JudgeSettings:
-    """What the judge is asked about, and how well it judges."""
-
-    errors: float = 0.0
-    """Share of the pairs that it has the wrong way round; at 0.5 its words say nothing."""
-    problems: int | None = None
-    """Of how many problems it sees answers; null is all of a part."""
-
-
 def policy_pairs(samples: str, part: str, errors: float = 0.0, problems: int | None = None) -> Sequence[dict[str, Any]]:
-    """Return, of each problem, its right answer with each wrong one that was sampled, the preferred one as `chosen`."""
+    """Return, of each problem, its right answer with each wrong one that was sampled, the preferred one as `chosen`.
+
+    A share `errors` of the pairs stands the wrong way round; at 0.5 the judge's words say nothing. It sees answers to
+    so many `problems`, or to all of a part.
+    """
     rows = addition(part, LARGEST)
     questions = {rows[at]["extra_info"]["index"]: rows[at]["prompt"] for at in range(len(rows))}
     right: dict[int, str] = {}
@@ -84,9 +77,11 @@ def sample_policy(values: Sequence[str], directory: Path) -> Path:
     return directory / _SAMPLES / "samples"
 
 
-def train_judged(samples: Path, judge: JudgeSettings, values: Sequence[str], console: Console) -> tuple[Path, float]:
+def train_judged(
+    samples: Path, values: Sequence[str], console: Console, errors: float = 0.0, problems: int | None = None
+) -> tuple[Path, float]:
     """Train a reward model on pairs of these samples; return it, and its accuracy on problems that are new to it."""
-    options = {"samples": str(samples), **asdict(judge)}
+    options = {"samples": str(samples), "errors": errors, "problems": problems}
     given = [f"data.train.pairs.options.{name}={json.dumps(value)}" for name, value in options.items()]
     given.append(f"data.validation.pairs.options.samples={json.dumps(str(samples))}")
 

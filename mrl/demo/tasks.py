@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_WARM_START = 0.40
 RIGHT_PAIRS = "rm/val/accuracy"
@@ -74,19 +74,13 @@ SEARCH = DemoTask(
         "reward/two_hops/facts/searches/mean": "searches where two are needed",
     },
 )
-PREFERENCES = DemoTask(
+PREFERENCES = replace(
+    SUMS,
     algorithms={"grpo": "preferences.yaml"},
-    warm_up="sft.yaml",
     run="rewarded",
-    teacher=SUMS.teacher,
-    unseen=SUMS.unseen,
-    num_layers=2,
     steps=25,
-    samples_per_step=512,
-    updates_per_step=4,
     validated_every=5,
     is_judged=True,
     goals={"val/solved/mean@4": 0.65, RIGHT_PAIRS: 0.97},
-    also={},
 )
 TASKS: Mapping[str, DemoTask] = {"sums": SUMS, "search": SEARCH, "preferences": PREFERENCES}

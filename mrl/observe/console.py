@@ -18,8 +18,6 @@ _SECONDS = "timing_s/"
 
 @dataclass(frozen=True)
 class SamplePreview:
-    """One sample of a step, for people to read."""
-
     prompt: str
     response: str
     score: float
@@ -27,8 +25,6 @@ class SamplePreview:
 
 @dataclass
 class Panel:
-    """The state of a run as it is drawn."""
-
     num_steps: int
     step: int = 0
     phase: str = ""
@@ -137,7 +133,6 @@ class Console:
         self._draw()
 
     def progress(self, done: int, total: int) -> None:
-        """Show how much of the phase is done."""
         self._panel.done, self._panel.total = done, total
         if time.monotonic() - self._drawn_at > _REDRAWN_EVERY_S:
             self._draw()
@@ -147,12 +142,12 @@ class Console:
         self._panel.finish(step, metrics, sample)
         if self._quiet:
             return
+        width = 2 * len(str(self._num_steps)) + 1
         if self._num_lines % _HEADING_EVERY == 0:
-            self.print(f"{'step':>{2 * _width(self._num_steps) + 1}}" + "".join(f"{c[0]:>{_WIDTH}}" for c in COLUMNS))
+            self.print(f"{'step':>{width}}" + "".join(f"{c[0]:>{_WIDTH}}" for c in COLUMNS))
         self._num_lines += 1
         cells = [form.format(metrics[name]) if name in metrics else "-" for _, name, form in COLUMNS]
-        number = f"{step}/{self._num_steps}"
-        self.print(f"{number:>{2 * _width(self._num_steps) + 1}}" + "".join(f"{cell:>{_WIDTH}}" for cell in cells))
+        self.print(f"{f'{step}/{self._num_steps}':>{width}}" + "".join(f"{cell:>{_WIDTH}}" for cell in cells))
 
     def _draw(self) -> None:
         if not self._is_live:
@@ -177,7 +172,3 @@ class Console:
             self._num_unprinted = 0
         except OSError:
             self._num_unprinted += 1
-
-
-def _width(number: int) -> int:
-    return len(str(number))

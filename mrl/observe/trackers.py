@@ -7,8 +7,9 @@ import importlib.util
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
@@ -93,7 +94,7 @@ class MLflow:
         self._mlflow.end_run()
 
 
-class SwanLab:
+class SwanLab(WeightsAndBiases):
     """An experiment of the project that `SWANLAB_PROJ_NAME` names, else `mrl`."""
 
     def __init__(self, run: str, directory: Path, config: Mapping[str, Any], step: int) -> None:
@@ -103,25 +104,17 @@ class SwanLab:
         folder = str(directory / "swanlab")
         self._run = swanlab.init(project=project, experiment_name=run, config=dict(config), logdir=folder)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
-
-
-KNOWN: dict[str, tuple[type[Tracker], str]] = {
-    "tensorboard": (TensorBoard, "tensorboard"),
-    "wandb": (WeightsAndBiases, "wandb"),
-    "mlflow": (MLflow, "mlflow"),
-    "swanlab": (SwanLab, "swanlab"),
+KNOWN: dict[str, type[Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+    "swanlab": SwanLab,
 }
-"""Name -> the class, and the package that it needs, which is mrl's extra of that name."""
+"""By the package that each needs, which is mrl's extra of that name."""
 
 
 class TrackerThread:
-    """A tracker that works in a thread of its own."""
-
     def __init__(self, name: str, kind: type[Tracker], made_from: Sequence[Any]) -> None:
         self.name = name
         self._num_unsent = 0
@@ -163,48 +156,30 @@ class TrackerThread:
         return f"{self.name}: the figures of {lost} steps did not arrive" + (f" ({why})" if why else "")
 
     def _work(self, kind: type[Tracker], made_from: Sequence[Any]) -> None:
-        tracker: Tracker | None = None
-        try:
-            tracker = kind(*made_from)
-        except Exception as error:
-            self._error = f"it does not start: {_shown(error)}"
+        made: list[Tracker] = []
+        self._succeeds("it does not start", lambda: made.append(kind(*made_from)))
         while (item := self._queue.get()) is not None:
-            if tracker is None or not self._delivered(tracker, *item):
+            if not made or not self._succeeds(f"step {item[0]} was refused", partial(made[0].log, *item)):
                 self._num_refused += 1
-        if tracker is not None:
-            self._closed(tracker)
+        if made:
+            self._succeeds("it does not close", made[0].close)
 
-    def _delivered(self, tracker: Tracker, step: int, metrics: Mapping[str, float]) -> bool:
+    def _succeeds(self, otherwise: str, action: Callable[[], object]) -> bool:
         try:
-            tracker.log(step, metrics)
+            action()
         except Exception as error:
-            self._error = self._error or f"step {step} was refused: {_shown(error)}"
+            self._error = self._error or f"{otherwise}: {f'{type(error).__name__}: {error}'[:500]}"
             return False
         return True
-
-    def _closed(self, tracker: Tracker) -> None:
-        try:
-            tracker.close()
-        except Exception as error:
-            self._error = self._error or f"it does not close: {_shown(error)}"
 
 
 def open_trackers(
     names: Sequence[str], run: str, directory: Path, config: Mapping[str, Any], step: int
 ) -> list[TrackerThread]:
     """Return the trackers of these names; `step` is the first that they will see."""
-    kinds = {name: _kind(name) for name in names}
+    kinds = {}
+    for name in names:
+        if name in KNOWN and importlib.util.find_spec(name) is None:
+            raise SetupError(f"training.trackers: {name} is not installed", fix=f"pip install 'mrl[{name}]'")
+        kinds[name] = KNOWN[name] if name in KNOWN else load_attribute(name)
     return [TrackerThread(name, kind, (run, directory, config, step)) for name, kind in kinds.items()]
-
-
-def _kind(name: str) -> type[Tracker]:
-    if name not in KNOWN:
-        return load_attribute(name)  # type: ignore[no-any-return]
-    kind, package = KNOWN[name]
-    if importlib.util.find_spec(package) is None:
-        raise SetupError(f"training.trackers: {package} is not installed", fix=f"pip install 'mrl[{name}]'")
-    return kind
-
-
-def _shown(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:500]

@@ -17,9 +17,8 @@ from mrl.config.reward_rules import asks_own_engines
 from mrl.config.schema import Config, SourceConfig
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.data.chat import ChatTokenizer, end_tokens, load_tokenizer
-from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, open_dataset
+from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, open_dataset, open_sft_dataset
 from mrl.data.rows import GroundTruth
-from mrl.data.sft_rows import open_sft_dataset
 from mrl.errors import BadRow, DataError, ModelError
 from mrl.events import EventLog
 from mrl.hub import is_offline, model_directory

@@ -1,1 +1,1 @@
-"""Rewards: `RewardManager` scores samples in worker processes; one built-in reward is one file in `functions/`."""
+"""Rewards: `RewardManager` scores samples in worker processes; the built-in reward functions are in `functions`."""

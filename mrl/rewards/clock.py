@@ -19,14 +19,10 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class WorkerClock:
-    """Runs from the last `restart`."""
+    """Runs from when it is made: a sample was handed out, or the worker is waited for."""
 
     def __init__(self, pid: int) -> None:
         self._process = f"/proc/{pid}"
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin anew: a sample was handed out, or the worker is waited for."""
         self._begin = time.monotonic()
         self._ran_ns: int | None = None  # at the last look
         _, self._waited_s = _on_cores(self._process)

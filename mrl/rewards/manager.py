@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from mrl.config.reward import RewardConfig
 from mrl.errors import RewardError
@@ -62,9 +61,7 @@ class RewardManager:
     def __enter__(self) -> RewardManager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
@@ -132,32 +129,26 @@ class RewardManager:
         for number, body in self._pool.receive(waits=waits):
             job = self._jobs[number]
             if why := read_again(body):  # another sample of its worker failed
-                self._events.write(Retried(f"reward of {job.name}", job.attempts, f"side by side with another: {why}"))
-                self._pool.submit(number, job.body)
+                self._try_again(number, f"side by side with another: {why}")
                 continue
             outcomes = read_reply(body, job.attempts, len(job.tickets))
-            if isinstance(outcomes[0], Failure) and job.attempts <= self._config.retries:
-                self._retry(number, outcomes[0])
+            if isinstance(failure := outcomes[0], Failure) and job.attempts <= self._config.retries:
+                job.attempts += 1
+                self._try_again(number, f"{failure.kind}: {failure.detail}")
                 continue
             del self._jobs[number]
             for ticket, outcome in zip(job.tickets, outcomes, strict=True):
                 awaited = self._awaited[ticket]
                 awaited.outcomes.append(outcome)
                 if len(awaited.outcomes) == awaited.num_jobs:
-                    done[ticket] = self._finish(ticket)
+                    del self._awaited[ticket]
+                    done[ticket] = sum_of(awaited.outcomes, self._config.max_abs_score)
+                    if isinstance(failed := done[ticket], Failure):
+                        self._fail(awaited.sample, failed)
         return done
 
-    def _finish(self, ticket: int) -> Outcome:
-        awaited = self._awaited.pop(ticket)
-        outcome = sum_of(awaited.outcomes, self._config.max_abs_score)
-        if isinstance(outcome, Failure):
-            self._fail(awaited.sample, outcome)
-        return outcome
-
-    def _retry(self, number: int, failure: Failure) -> None:
+    def _try_again(self, number: int, reason: str) -> None:
         job = self._jobs[number]
-        job.attempts += 1
-        reason = f"{failure.kind}: {failure.detail}"
         self._events.write(Retried(f"reward of {job.name}", job.attempts, reason))
         self._pool.submit(number, job.body)
 

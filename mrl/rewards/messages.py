@@ -54,8 +54,6 @@ def config_from_json(body: bytes) -> RewardConfig:
 
 
 class FrameReader:
-    """Cut a stream of bytes into frames."""
-
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._buffer = bytearray()

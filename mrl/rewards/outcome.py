@@ -184,18 +184,12 @@ def _figures(prefix: str, outcomes: Sequence[Outcome]) -> dict[str, float]:
         f"{prefix}/num_samples": len(outcomes),
         f"{prefix}/failed_share": (len(outcomes) - len(scores)) / len(outcomes) if outcomes else 0.0,
     }
-    for name, values in _columns(scores).items():
+    columns: dict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        for name, value in (({"score": score.value} if score.parts else {}) | score.parts).items():
+            columns[name].append(value)
+    for name, values in columns.items():
         figures[f"{prefix}/{name}/mean"] = sum(values) / len(values)
         figures[f"{prefix}/{name}/min"] = min(values)
         figures[f"{prefix}/{name}/max"] = max(values)
     return figures
-
-
-def _columns(scores: Sequence[Score]) -> Mapping[str, list[float]]:
-    columns: dict[str, list[float]] = defaultdict(list)
-    for score in scores:
-        if score.parts:
-            columns["score"].append(score.value)
-        for name, value in score.parts.items():
-            columns[name].append(value)
-    return columns

@@ -47,7 +47,8 @@ class WorkerPool:
         )
         assert self._supervisor.stdin is not None, "it was asked for as a pipe"
         assert self._supervisor.stdout is not None, "it was asked for as a pipe"
-        self._to_supervisor, self._from_supervisor = self._supervisor.stdin.fileno(), self._supervisor.stdout.fileno()
+        self._pipes = self._supervisor.stdin, self._supervisor.stdout
+        self._to_supervisor, self._from_supervisor = (pipe.fileno() for pipe in self._pipes)
         os.set_blocking(self._to_supervisor, False)
         os.set_blocking(self._from_supervisor, False)
         with contextlib.ExitStack() as stack:
@@ -76,22 +77,19 @@ class WorkerPool:
             self._wait(self._from_supervisor, select.POLLIN)
 
     def close(self) -> None:
-        """End the supervisor with every worker and all that these have started."""
         if self._is_closed:
             return
         self._is_closed = True
         with contextlib.suppress(RewardError):  # it is gone already
             self._write(control(close=True))
-        assert self._supervisor.stdin is not None, "it was asked for as a pipe"
-        assert self._supervisor.stdout is not None, "it was asked for as a pipe"
         with contextlib.suppress(BrokenPipeError):
-            self._supervisor.stdin.close()
+            self._pipes[0].close()
         try:
             self._supervisor.wait(_END_S)
         except subprocess.TimeoutExpired:
             os.kill(self._supervisor.pid, signal.SIGKILL)  # the workers are told by the kernel
             self._supervisor.wait()
-        self._supervisor.stdout.close()  # only now: a thread that still receives has seen its end
+        self._pipes[1].close()  # only now: a thread that still receives has seen its end
 
     def _is_control(self, ticket: int, body: bytes) -> bool:
         """Handle a frame that belongs to no sample, and return whether it was one."""

@@ -85,5 +85,4 @@ class Sample:
 
     @property
     def name(self) -> str:
-        """The sample as messages name it."""
         return f"row {self.row_id} (uid {self.uid}, source {self.data_source})"

@@ -74,15 +74,9 @@ class _Traced(Coroutine[Any, Any, Any]):
             self._running.ticket = 0
 
 
-def serve_side_by_side(
-    channel: socket.socket, limits: RewardConfig | AgentConfig, running: Running, answer: Answer
-) -> None:
-    """Answer each frame as its coroutines are done, until the channel closes or it is time for a fresh process."""
-    threading.stack_size(_STACK_BYTES)
-    asyncio.run(_Server(channel, limits, running, answer).run())
+class SideBySide:
+    """Answers each frame as its coroutines are done, until the channel closes or it is time for a fresh process."""
 
-
-class _Server:
     def __init__(
         self, channel: socket.socket, limits: RewardConfig | AgentConfig, running: Running, answer: Answer
     ) -> None:
@@ -96,7 +90,11 @@ class _Server:
         self._home, self._own = os.getcwd(), os.getpid()
         self._is_leaving = False
 
-    async def run(self) -> None:
+    def serve(self) -> None:
+        threading.stack_size(_STACK_BYTES)
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         self._end: asyncio.Future[None] = loop.create_future()
         loop.set_task_factory(self._make_task)

@@ -8,19 +8,19 @@ with everything below it, when the run that started it does.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
-import selectors
+import select
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NoReturn
 
 from mrl.children import adopt_orphans, children, describe_status, end_group, reap
 from mrl.config.agent import AgentConfig
-from mrl.config.reward import RewardConfig
+from mrl.config.reward import BUILT_IN, RewardConfig
 from mrl.errors import MrlError
 from mrl.rewards.clock import WorkerClock
 from mrl.rewards.messages import (
@@ -37,7 +37,7 @@ from mrl.rewards.messages import (
 )
 from mrl.rewards.outcome import FailureKind, failure_reply
 from mrl.rewards.side_by_side import Running, too_late
-from mrl.rewards.worker import is_built_in, load_reward_function, run_worker
+from mrl.rewards.worker import load_reward_function, run_worker
 
 _BEAT_S = 1.0
 _SWEEP_S = 0.01
@@ -55,7 +55,6 @@ class WorkerHandle:
 
     def __init__(self, limits: RewardConfig | AgentConfig, run_worker: RunWorker, max_reply_bytes: int) -> None:
         self.channel, theirs = socket.socketpair()
-        self.descriptor = self.channel.fileno()
         supervisor = os.getpid()
         self._running = Running()
         self.pid = os.fork()
@@ -75,12 +74,8 @@ class WorkerHandle:
         self.clock = WorkerClock(self.pid)
         """Runs since it was last waited for, while it has none."""
         self._reader = FrameReader(max_reply_bytes)
-        self._outgoing = bytearray()
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether the channel was too full for the whole sample."""
-        return bool(self._outgoing)
+        self.outgoing = bytearray()
+        """What the channel was too full for."""
 
     @property
     def limit_s(self) -> float:
@@ -90,11 +85,6 @@ class WorkerHandle:
         if self.num_wanted or self.open:
             return float("inf")
         return _TURN_S if self.started else self._limits.start_limit_s
-
-    @property
-    def has_room(self) -> bool:
-        """Whether it may say that it wants one more."""
-        return self.num_wanted + len(self.clocks) + len(self.open) < self._limits.concurrency
 
     @property
     def look_in_s(self) -> float:
@@ -119,13 +109,13 @@ class WorkerHandle:
         else:
             self.num_wanted -= 1
         self.clocks[ticket] = WorkerClock(self.pid)
-        self._outgoing += frame(ticket, body)
+        self.outgoing += frame(ticket, body)
         self.write()
 
     def write(self) -> None:
         """Send as much as the channel takes."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # reading tells of the end
-            del self._outgoing[: self.channel.send(self._outgoing)]
+            del self.outgoing[: self.channel.send(self.outgoing)]
 
     def read(self) -> Iterator[tuple[int, bytes]] | None:
         """Return the frames that have come; None where the worker has closed its end."""
@@ -144,20 +134,16 @@ class WorkerHandle:
 
 
 class Supervisor:
-    """One loop over the run's pipes and the workers' channels."""
-
     def __init__(
         self,
         limits: RewardConfig | AgentConfig,
         run_worker: RunWorker,
         reader: FrameReader,
-        *,
-        may_go_on: bool = False,
-        max_reply_bytes: int = MAX_REPLY_BYTES,
+        max_reply_bytes: int,
     ) -> None:
         self._limits = limits
-        self._run_worker = run_worker
-        self._may_go_on, self._max_reply_bytes = may_go_on, max_reply_bytes
+        self._is_of_agents = isinstance(limits, AgentConfig)
+        self._run_worker, self._max_reply_bytes = run_worker, max_reply_bytes
         self._reader = reader
         self._parent = os.getppid()
         self._queue: deque[tuple[int, bytes]] = deque()
@@ -165,14 +151,12 @@ class Supervisor:
         self._lost: dict[int, str] = {}
         """Tickets that would go on in a worker that has ended, and how it did: the answer to their next frame."""
         self._outgoing = bytearray()
-        self._selector = selectors.DefaultSelector()
         self._is_closing = False
         self._has_orphans = False
         self._failed_starts = 0
         self._last_beat = self._next_hand_out = time.monotonic()
         for pipe in (_STDIN, _STDOUT):
             os.set_blocking(pipe, False)
-        self._watch(_STDIN, selectors.EVENT_READ, self._read_run)
 
     def run(self) -> None:
         """Work until the run closes its end, or is gone."""
@@ -181,9 +165,7 @@ class Supervisor:
             while len(self._workers) < self._limits.num_workers and self._failed_starts < _MAX_FAILED_STARTS:
                 self._workers.add(WorkerHandle(self._limits, self._run_worker, self._max_reply_bytes))
             self._dispatch()
-            self._set_watches()
-            for key, _ in self._selector.select(self._wait_s()):
-                key.data()
+            self._listen()
             self._check_clocks()
             self._reap_orphans()
             self._beat()
@@ -194,22 +176,18 @@ class Supervisor:
             self._reap_orphans()
             time.sleep(_SWEEP_S)
 
-    def _set_watches(self) -> None:
-        """Listen to every worker, and write where there is something to write."""
-        self._watch(_STDOUT, selectors.EVENT_WRITE if self._outgoing else 0, self._write_run)
+    def _listen(self) -> None:
+        """Wait for what is to be read, and to be written where there is something to write, and handle it."""
+        poll, handlers = select.poll(), {_STDIN: self._read_run}
+        poll.register(_STDIN, select.POLLIN)
+        if self._outgoing:
+            poll.register(_STDOUT, select.POLLOUT)
+            handlers[_STDOUT] = self._write_run
         for worker in self._workers:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.is_writing else 0)
-            self._watch(worker.descriptor, events, functools.partial(self._read_worker, worker))
-
-    def _watch(self, descriptor: int, events: int, handle: Callable[[], None]) -> None:
-        """Call `handle` on these events of a descriptor; on none, where `events` is 0."""
-        watched = self._selector.get_map().get(descriptor)
-        if watched is None and events:
-            self._selector.register(descriptor, events, handle)
-        elif watched is not None and not events:
-            self._selector.unregister(descriptor)
-        elif watched is not None and watched.events != events:
-            self._selector.modify(descriptor, events, handle)
+            poll.register(worker.channel, select.POLLIN | (select.POLLOUT if worker.outgoing else 0))
+            handlers[worker.channel.fileno()] = partial(self._read_worker, worker)
+        for descriptor, _ in poll.poll(1000 * self._wait_s()):
+            handlers[descriptor]()
 
     # --- the run ------------------------------------------------------------------------------------------------
 
@@ -253,7 +231,7 @@ class Supervisor:
                 self._next_hand_out = begin + 1 / self._limits.max_samples_per_s
 
     def _read_worker(self, worker: WorkerHandle) -> None:
-        if worker.is_writing:
+        if worker.outgoing:
             worker.write()
         try:
             frames = worker.read()
@@ -272,10 +250,10 @@ class Supervisor:
                 raise FrameError("an answer that nobody asked for")
             self._outgoing += frame(ticket, body)
             del worker.clocks[ticket]
-            worker.clock.restart()
-            if self._may_go_on and body.startswith(GOES_ON):
+            worker.clock = WorkerClock(worker.pid)
+            if self._is_of_agents and body.startswith(GOES_ON):
                 worker.open.add(ticket)
-        elif worker.has_room:
+        elif worker.num_wanted + len(worker.clocks) + len(worker.open) < self._limits.concurrency:
             said = json.loads(body)
             if "problems" in said:
                 self._abort(body)
@@ -312,12 +290,11 @@ class Supervisor:
         if not worker.clocks and not worker.started and self._failed_starts < _MAX_FAILED_STARTS:
             self._failed_starts += 1
             if self._failed_starts == _MAX_FAILED_STARTS:
-                whose = "agent" if isinstance(self._limits, AgentConfig) else "reward"
+                whose = "agent" if self._is_of_agents else "reward"
                 what = f"no {whose} worker can be started, {_MAX_FAILED_STARTS} in a row failed: {detail}"
                 self._abort(to_json({"problems": [what]}))
 
     def _stop_worker(self, worker: WorkerHandle) -> None:
-        self._watch(worker.descriptor, 0, self._reap_orphans)
         self._workers.discard(worker)
         worker.end()
         self._has_orphans = True
@@ -342,10 +319,7 @@ class Supervisor:
 
 
 def supervise(
-    workers: Callable[[bytes], tuple[RewardConfig | AgentConfig, RunWorker]],
-    *,
-    may_go_on: bool = False,
-    max_reply_bytes: int = MAX_REPLY_BYTES,
+    workers: Callable[[bytes], tuple[RewardConfig | AgentConfig, RunWorker]], max_reply_bytes: int = MAX_REPLY_BYTES
 ) -> None:
     """Read what the run tells first, and keep the workers that it means until the run closes its end."""
     reader = FrameReader(MAX_SAMPLE_BYTES)
@@ -356,21 +330,17 @@ def supervise(
             return
         frames += reader.feed(data)
     limits, run_worker = workers(frames[0][1])
-    Supervisor(limits, run_worker, reader, may_go_on=may_go_on, max_reply_bytes=max_reply_bytes).run()
+    Supervisor(limits, run_worker, reader, max_reply_bytes).run()
 
 
 def reward_workers(told: bytes) -> tuple[RewardConfig | AgentConfig, RunWorker]:
     """Return the workers of the section `reward`; load what is mrl's own so that they need not."""
     config = config_from_json(told)
     for label, function in config.functions.items():
-        if is_built_in(function.name):
+        if function.name in BUILT_IN:
             with contextlib.suppress(MrlError, ImportError):  # the first worker meets the same error, and says so
                 load_reward_function(label, function)
-
-    def run(channel: socket.socket, supervisor: int, running: Running) -> NoReturn:
-        run_worker(channel, config, supervisor, running)
-
-    return config, run
+    return config, partial(run_worker, config)
 
 
 if __name__ == "__main__":

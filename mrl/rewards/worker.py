@@ -10,71 +10,60 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import math
 import os
 import resource
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mrl.children import adopt_orphans, die_with
-from mrl.config.reward import RewardConfig, RewardFunctionConfig
+from mrl.config.reward import BUILT_IN, RewardConfig, RewardFunctionConfig
 from mrl.errors import MrlError, NameUnknown, SetupError
 from mrl.registry import load_attribute
 from mrl.rewards.messages import MAX_REPLY_BYTES, MAX_SAMPLE_BYTES, FrameReader, control, frame, to_json
-from mrl.rewards.outcome import BadResult, FailureKind, answer_of, failure_reply, numbers_of
+from mrl.rewards.outcome import BadResult, Failure, FailureKind, Score, answer_of, failure_reply, numbers_of, sum_of
 from mrl.rewards.sample import Sample, is_group
-from mrl.rewards.side_by_side import Running, clean_up, serve_side_by_side
+from mrl.rewards.side_by_side import Running, SideBySide, clean_up
 
 _MAX_FILE_BYTES = 256 << 20
 
 
-WaitFor = Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
-"""How the result of an `async def` function is had."""
-
-
 @dataclass(frozen=True)
 class RewardFunction:
-    """A loaded reward function with what the configuration says about it."""
-
     label: str
     config: RewardFunctionConfig
     function: Callable[..., Any]
 
-    async def scores(self, samples: list[Sample], wait_for: WaitFor) -> list[tuple[dict[str, float], str | None]]:
-        """Return the numbers and the answer of each sample: of a group, or of the one that there is."""
+    async def scores(self, samples: list[Sample], *, in_loop: bool) -> list[Score]:
+        """Return its share in the score of each sample: of a group, or of the one that there is."""
         result = self.function(samples if self.config.group else samples[0], **self.config.options)
         if inspect.iscoroutine(result):
-            result = await wait_for(result)
+            result = await result if in_loop else asyncio.run(result)
         results = result if self.config.group else [result]
         if not isinstance(results, list | tuple) or len(results) != len(samples):
             size = f" of length {len(results)}" if isinstance(results, list | tuple) else ""
             what = f"the result is of type {type(results).__name__}{size}, not a list of {len(samples)} results"
             raise BadResult(what)
-        return [(numbers_of(each), answer_of(each)) for each in results]
+        return [self._share(each) for each in results]
 
-
-def is_built_in(name: str) -> bool:
-    """Return whether the function is mrl's own; any other name is `package.module:function`."""
-    return ":" not in name
-
-
-def _path(name: str) -> str:
-    return f"mrl.rewards.functions.{name}:score" if is_built_in(name) else name
+    def _share(self, result: Any) -> Score:
+        numbers = numbers_of(result)
+        parts = {self.label if name == "score" else f"{self.label}/{name}": numbers[name] for name in numbers}
+        return Score(self.config.weight * numbers["score"], parts, 0.0, answer_of(result))
 
 
 def load_reward_function(label: str, config: RewardFunctionConfig) -> RewardFunction:
-    """Load a function and try its options; a built-in one is `score` in the module of its name."""
+    """Load a function and try its options."""
     try:
-        function = load_attribute(_path(config.name))
+        function = load_attribute(BUILT_IN.get(config.name, config.name))
     except ModuleNotFoundError as error:
-        if not is_built_in(config.name):
+        if config.name not in BUILT_IN:
             raise
         raise SetupError(f"it needs {error.name}, which is not installed", fix='pip install "mrl[math]"') from error
     if not callable(function):
@@ -87,35 +76,28 @@ def load_reward_function(label: str, config: RewardFunctionConfig) -> RewardFunc
     return RewardFunction(label, config, function)
 
 
-def run_worker(channel: socket.socket, config: RewardConfig, supervisor: int, running: Running) -> NoReturn:
+def run_worker(config: RewardConfig, channel: socket.socket, supervisor: int, running: Running) -> NoReturn:
     """Score what comes through the channel until it closes; never returns into the supervisor's code."""
     status = 1
     try:
-        functions = _start(channel, config, supervisor)
-        if functions:
-            if config.concurrency == 1:
-                channel.sendall(control(ready=True))
-                _serve(channel, functions, config)
-            else:
-                serve_side_by_side(channel, config, running, partial(_score_beside, functions, config.memory_bytes))
+        loaded: list[RewardFunction | str] = []
+        try:
+            contain_process(channel, config.memory_bytes, supervisor)
+            loaded += [_load(label, function) for label, function in config.functions.items()]
+        except OSError as error:
+            loaded.append(f"a reward worker cannot take on its limits: {error}")
+        functions = [each for each in loaded if isinstance(each, RewardFunction)]
+        if problems := [each for each in loaded if isinstance(each, str)]:
+            channel.sendall(control(problems=problems))
+        elif config.concurrency == 1:
+            channel.sendall(control(ready=True))
+            _serve(channel, functions, config)
+            status = 0
+        else:
+            SideBySide(channel, config, running, partial(score_job, functions, config.memory_bytes)).serve()
             status = 0
     finally:
         os._exit(status)
-
-
-def _start(channel: socket.socket, config: RewardConfig, supervisor: int) -> list[RewardFunction]:
-    """Return the functions, loaded within the limits; where that cannot be, none, after every reason was told."""
-    try:
-        contain_process(channel, config.memory_bytes, supervisor)
-    except OSError as error:
-        channel.sendall(control(problems=[f"a reward worker cannot take on its limits: {error}"]))
-        return []
-    loaded = [_load(label, function) for label, function in config.functions.items()]
-    problems = [problem for problem in loaded if isinstance(problem, str)]
-    if problems:
-        channel.sendall(control(problems=problems))
-        return []
-    return [function for function in loaded if isinstance(function, RewardFunction)]
 
 
 def contain_process(channel: socket.socket, memory_bytes: int, supervisor: int) -> None:
@@ -149,7 +131,7 @@ def _load(label: str, config: RewardFunctionConfig) -> RewardFunction | str:
     """Return the function, after the `warm_up()` of its module: what it imports late is not charged to a sample."""
     try:
         function = load_reward_function(label, config)
-        warm_up = getattr(sys.modules[_path(config.name).partition(":")[0]], "warm_up", None)
+        warm_up = getattr(sys.modules[BUILT_IN.get(config.name, config.name).partition(":")[0]], "warm_up", None)
         if warm_up is not None:
             warm_up()
         return function
@@ -174,54 +156,42 @@ def _serve(channel: socket.socket, functions: list[RewardFunction], config: Rewa
 
 
 def score_sample(functions: list[RewardFunction], body: bytes, memory_bytes: int) -> dict[str, Any]:
-    """Return what is said of a sample or a group that is alone in this process; a coroutine gets a loop of its own."""
-
-    async def alone(result: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run(result)
-
+    """Return what `score_job` does of what is alone in this process; a coroutine gets a loop of its own."""
     try:
-        score_job(functions, memory_bytes, body, alone).send(None)
+        score_job(functions, memory_bytes, 0, body, in_loop=False).send(None)
     except StopIteration as done:
         reply: dict[str, Any] = done.value
         return reply
     raise AssertionError("nothing else in it waits")
 
 
-async def _score_beside(functions: list[RewardFunction], memory_bytes: int, ticket: int, body: bytes) -> dict[str, Any]:
-    """Return what `score_job` does beside others, where a coroutine is waited for as it is."""
-
-    async def wait_for(result: Coroutine[Any, Any, Any]) -> Any:
-        return await result
-
-    return await score_job(functions, memory_bytes, body, wait_for)
-
-
 async def score_job(
-    functions: list[RewardFunction], memory_bytes: int, body: bytes, wait_for: WaitFor
+    functions: list[RewardFunction], memory_bytes: int, ticket: int, body: bytes, *, in_loop: bool = True
 ) -> dict[str, Any]:
     """Return what the functions say about a sample, or about each of a group, or how they failed, ready to be sent."""
     begin, label = time.monotonic(), ""
     kind: FailureKind
     try:
         samples = Sample.all_from_json(body)
-        scores: list[dict[str, Any]] = [{"value": 0.0, "parts": {}} for _ in samples]
+        shares: list[list[Score]] = [[] for _ in samples]
         for function in functions:
             if function.config.group != is_group(body) or not function.config.scores(samples[0].data_source):
                 continue
             label = function.label
             # Each gets its own copies: what one does to its samples the next one does not see.
-            found = await function.scores(Sample.all_from_json(body), wait_for)
-            for score, (numbers, answer) in zip(scores, found, strict=True):
-                score["value"] += function.config.weight * numbers["score"]
-                if answer is not None and not score.get("answer"):
-                    score["answer"] = answer
-                for name, number in numbers.items():
-                    score["parts"][label if name == "score" else f"{label}/{name}"] = number
-        if not all(math.isfinite(score["value"]) for score in scores):
-            raise BadResult("the weighted sum is not a finite number")
+            found = await function.scores(Sample.all_from_json(body), in_loop=in_loop)
+            for of_sample, share in zip(shares, found, strict=True):
+                of_sample.append(share)
+        scores = []
+        for of_sample in shares:
+            score = sum_of(of_sample)
+            if isinstance(score, Failure):
+                raise BadResult(score.detail)
+            told = {"value": score.value, "parts": score.parts, "answer": score.answer}
+            scores.append({name: value for name, value in told.items() if value is not None})
         reply = {"scores": scores, "seconds": time.monotonic() - begin}
         if (size := len(to_json(reply))) > MAX_REPLY_BYTES:
-            num_parts = sum(len(score["parts"]) for score in scores)
+            num_parts = sum(len(share.parts) for of_sample in shares for share in of_sample)
             raise BadResult(f"the {num_parts} parts of all functions take {size} bytes; at most {MAX_REPLY_BYTES}")
         return reply
     except BadResult as error:

@@ -15,7 +15,7 @@ import torch
 from mrl.config.reward import ModelScoreConfig, label_of
 from mrl.config.schema import Config
 from mrl.data.chat import ChatTokenizer, compare_tokenizer, different_tokens, load_tokenizer
-from mrl.data.response_text import ResponseEncoder
+from mrl.data.conversation import ResponseEncoder
 from mrl.errors import ModelError, RewardError
 from mrl.models.families import read_spec
 from mrl.protocol import DataProto

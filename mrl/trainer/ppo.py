@@ -19,7 +19,7 @@ from mrl.config.arithmetic import has_own_rollout_pool
 from mrl.config.schema import Config
 from mrl.config.step_calls import OPTIONAL_SAMPLE_COLUMNS, SAMPLE_COLUMNS
 from mrl.controller.transport import fetch, store
-from mrl.data.sample_files import write_samples
+from mrl.data.row_files import write_samples
 from mrl.protocol import DataProto
 from mrl.trainer import step_metrics
 from mrl.trainer.audit import check_invariants

@@ -20,8 +20,8 @@ from mrl.config.sft import DpoConfig, SftConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.prompt_loader import PromptLoader, SkipLog, one_pass
-from mrl.data.sample_files import write_samples
-from mrl.data.sft_rows import open_sft_dataset
+from mrl.data.rlhf_dataset import open_sft_dataset
+from mrl.data.row_files import write_samples
 from mrl.dtypes import torch_dtype
 from mrl.errors import DataError
 from mrl.events import EventLog

@@ -16,7 +16,7 @@ from mrl.config.schema import Config
 from mrl.config.training import ValidationConfig
 from mrl.data.prompt_loader import SkipLog, one_pass
 from mrl.data.rlhf_dataset import CHECKED_AT_ONCE, Prompt, RLHFDataset
-from mrl.data.sample_files import write_samples
+from mrl.data.row_files import write_samples
 from mrl.errors import DataError, did_you_mean
 from mrl.events import EventLog
 from mrl.protocol import DataProto

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mrl.data.sample_files import read_newest_samples
+from mrl.data.row_files import read_newest_samples
 from mrl.observe.metrics import read_metrics
 from tests.agents.test_segments_run import SAMPLES, trained
 from tests.apart import run_mrl, untimed

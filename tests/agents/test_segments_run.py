@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from mrl.data.sample_files import read_newest_samples
+from mrl.data.row_files import read_newest_samples
 from mrl.demo.model import make_model
 from mrl.events import Warned, read_events
 from mrl.observe.metrics import read_metrics

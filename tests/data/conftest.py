@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # what loads torch is loaded by the tests alone: a process th
     from mrl.data.chat import ChatTokenizer
     from mrl.data.prompt_loader import PromptLoader
     from mrl.data.rlhf_dataset import RLHFDataset
+    from mrl.protocol import DataProto
 
 
 def good_row(number: int = 0, **changes: Any) -> dict[str, Any]:
@@ -34,9 +35,21 @@ def jsonl(*rows: object) -> bytes:
     return b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows)
 
 
+def batch_of(dataset: RLHFDataset, rows: Iterable[int]) -> DataProto:
+    """The prompts of these rows, counted over all sources, as a batch; a row that gives none is an error."""
+    from mrl.data.rlhf_dataset import SkippedRow, to_batch
+
+    draws = dataset.draws(0, len(dataset))
+    found = dataset.read([draws[row] for row in rows])
+    for each in found:
+        if isinstance(each, SkippedRow):
+            raise each.error or ValueError(f"a prompt of {each.num_tokens} tokens is dropped")
+    return to_batch([each for each in found if not isinstance(each, SkippedRow)])
+
+
 @pytest.fixture(scope="session")
 def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from mrl.data.toy_tokenizer import save_toy_tokenizer
+    from mrl.demo.model import save_toy_tokenizer
 
     directory = tmp_path_factory.mktemp("tokenizer")
     save_toy_tokenizer(directory)

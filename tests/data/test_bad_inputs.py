@@ -18,7 +18,7 @@ from mrl.data.chat import load_tokenizer
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.data.sources import open_source
 from mrl.errors import BadRow, DataError, MrlError
-from tests.data.conftest import OpenDataset, OpenLoader, data_config, good_row, jsonl
+from tests.data.conftest import OpenDataset, OpenLoader, batch_of, data_config, good_row, jsonl
 
 MESSAGES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("bad_inputs.yaml").read_text())
 
@@ -158,7 +158,7 @@ def test_parquet_text_that_is_not_utf8(here: Path, dataset_of: OpenDataset) -> N
     table = pa.Table.from_pylist([good_row()]).set_column(1, "data_source", content)
     pq.write_table(table, "rows.parquet")
     with pytest.raises(BadRow, match=r"^rows.parquet: row 0: text that is not UTF-8: invalid start byte$"):
-        dataset_of(train="rows.parquet").batch([0])
+        batch_of(dataset_of(train="rows.parquet"), [0])
 
 
 def test_damaged_parquet_pages(here: Path, dataset_of: OpenDataset) -> None:
@@ -167,7 +167,7 @@ def test_damaged_parquet_pages(here: Path, dataset_of: OpenDataset) -> None:
     content[100 : len(content) // 2] = bytes(len(content) // 2 - 100)
     Path("rows.parquet").write_bytes(content)
     with pytest.raises(DataError, match=r"^rows.parquet: rows 0 to 999 cannot be read: "):
-        dataset_of(train="rows.parquet").batch([3])
+        batch_of(dataset_of(train="rows.parquet"), [3])
 
 
 def test_a_parquet_group_of_fewer_rows_than_none(here: Path, dataset_of: OpenDataset) -> None:
@@ -256,7 +256,7 @@ def test_bad_template(case: str, here: Path, tokenizer_directory: Path) -> None:
     data = data_config("rows.jsonl")
     rollout = RolloutConfig(max_prompt_tokens=64, max_response_tokens=8)
     with pytest.raises(DataError) as caught:
-        open_dataset(data.train, data, rollout, load_tokenizer("made")).batch([0])
+        batch_of(open_dataset(data.train, data, rollout, load_tokenizer("made")), [0])
     check(caught.value, case)
 
 

@@ -12,10 +12,10 @@ import yaml
 from mrl.config.load import load_config_of
 from mrl.config.schema import ColumnsConfig, SourceConfig
 from mrl.data.chat import load_tokenizer
-from mrl.data.ranked_rows import RankedParser
-from mrl.data.sft_rows import open_sft_dataset
+from mrl.data.learned_rows import read_ranked
+from mrl.data.rlhf_dataset import open_sft_dataset
 from mrl.errors import BadRow, DataError
-from tests.data.conftest import jsonl
+from tests.data.conftest import batch_of, jsonl
 
 MESSAGES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("bad_pairs.yaml").read_text())
 LAPTOP_RM = Path(__file__).parents[2] / "configs" / "laptop-rm.yaml"
@@ -93,7 +93,7 @@ BAD_PAIRS: dict[str, object] = {
 def test_bad_pair(case: str) -> None:
     columns = ColumnsConfig(data_source=None, ability=None, ground_truth=None, extra_info=None, label="margin")
     with pytest.raises(BadRow) as caught:
-        RankedParser(columns, "pairs").parse(BAD_PAIRS[case], "rows.jsonl:2")
+        read_ranked(columns, "pairs", BAD_PAIRS[case], "rows.jsonl:2")
     assert str(caught.value) == MESSAGES[case].rstrip("\n")
 
 
@@ -123,7 +123,7 @@ def test_bad_tokens(case: str, here: Path, tokenizer_directory: Path, config: An
     Path("rows.jsonl").write_bytes(jsonl(BAD_TOKENS[case]))
     sources = {"s": SourceConfig(dataset="rows.jsonl", columns=ColumnsConfig(data_source=None, ability=None))}
     with pytest.raises(DataError) as caught:
-        open_sft_dataset(sources, config, load_tokenizer("made")).batch([0])
+        batch_of(open_sft_dataset(sources, config, load_tokenizer("made")), [0])
     assert str(caught.value) == MESSAGES[case].rstrip("\n")
 
 

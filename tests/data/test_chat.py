@@ -12,11 +12,12 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from mrl.config.schema import RolloutConfig
-from mrl.data.chat import ChatTokenizer, PromptEncoder, compare_tokenizer, load_tokenizer, prompt_encoder
+from mrl.data.chat import ChatTokenizer, compare_tokenizer, load_tokenizer
+from mrl.data.conversation import PromptEncoder, prompt_encoder
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.data.rows import PromptRow
 from mrl.errors import BadRow, DataError
-from tests.data.conftest import data_config, good_row, jsonl
+from tests.data.conftest import batch_of, data_config, good_row, jsonl
 
 BOS = "<|system|>"
 """Plays the part of Llama's beginning-of-text: the template writes it, and the tokenizer would as well."""
@@ -59,7 +60,7 @@ def test_a_prompt_of_the_data_begins_with_one_such_token(here: Path, with_bos: C
     Path("rows.jsonl").write_bytes(jsonl(good_row(prompt="why?")))
     data = data_config("rows.jsonl")
     rollout = RolloutConfig(max_prompt_tokens=64, max_response_tokens=8)
-    batch = open_dataset(data.train, data, rollout, with_bos).batch([0])
+    batch = batch_of(open_dataset(data.train, data, rollout, with_bos), [0])
     ids = batch.values("prompts").tolist()
     assert ids.count(with_bos.get_vocab()[BOS]) == 1
     assert with_bos.decode(ids) == batch["prompt_text"][0]

@@ -14,8 +14,9 @@ import pytest
 
 from mrl.config.schema import RolloutConfig
 from mrl.data import template_process
-from mrl.data.chat import load_tokenizer, prompt_encoder
+from mrl.data.chat import load_tokenizer
 from mrl.data.chat_template import ChatTemplate, TemplateFailure
+from mrl.data.conversation import prompt_encoder
 from mrl.data.rlhf_dataset import Prompt, SkippedRow, open_dataset
 from mrl.data.rows import PromptRow
 from mrl.errors import DataError

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from mrl.data.chat import ChatTokenizer
-from mrl.data.conversation import ConversationEncoder
-from mrl.data.rlhf_dataset import Continuation
+from mrl.data.conversation import Continuation, PromptEncoder
 from mrl.data.rows import PromptRow
 from mrl.errors import BadRow
 from tests.data.chat_templates import TEMPLATES, save_tokenizer
@@ -39,7 +38,7 @@ def learned(
     tokenizer: ChatTokenizer, messages: list[dict[str, str]], first: int, **options: Any
 ) -> tuple[list[int], Continuation]:
     """The prompt's tokens, and the answer."""
-    encoder, row = ConversationEncoder(tokenizer, options), row_of(messages, first)
+    encoder, row = PromptEncoder(tokenizer, options), row_of(messages, first)
     text = encoder.render(row)
     (ids,) = encoder.encode([text])
     return ids, encoder.answer(row, text, ids)

@@ -18,7 +18,7 @@ from mrl.config.schema import ColumnsConfig
 from mrl.data import template_process
 from mrl.data.chat_template import ChatTemplate, TemplateFailure
 from mrl.data.rlhf_dataset import Prompt
-from mrl.data.rows import PromptRow, RowParser
+from mrl.data.rows import PromptRow, read_prompt
 from mrl.errors import BadRow, DataError
 from tests.data.chat_templates import TEMPLATES
 from tests.data.conftest import OpenDataset, good_row, jsonl
@@ -119,6 +119,6 @@ def test_any_values(changes: dict[str, Any]) -> None:
 
 def parsed(raw: dict[str, Any]) -> PromptRow | BadRow:
     try:
-        return RowParser(ColumnsConfig(), "source").parse(raw, "rows: row 0")
+        return read_prompt(ColumnsConfig(), "source", raw, "rows: row 0")
     except BadRow as error:
         return error

@@ -25,8 +25,7 @@ from mrl.config.model_rules import read_model_shape
 from mrl.config.schema import SourceConfig
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.rlhf_dataset import Prompt, SkippedRow
-from mrl.data.row_files import ParquetFile
-from mrl.data.sample_files import read_newest_samples
+from mrl.data.row_files import ParquetFile, read_newest_samples
 from mrl.data.sources import open_source
 from mrl.errors import BadRow, DataError, MrlError, Problem
 from mrl.events import read_events
@@ -34,7 +33,7 @@ from mrl.launch.slurm import load_site
 from mrl.models.hf_config import HfConfig
 from mrl.models.hf_reader import HfReader
 from mrl.observe.metrics import read_metrics
-from mrl.rewards.functions import judge
+from mrl.rewards.functions import services
 from tests.data.conftest import OpenDataset, data_config, good_row, jsonl
 
 LIMIT_S = 30  # what waits for ever reaches any; a busy machine takes seconds for megabytes
@@ -122,7 +121,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "weights": in_model("model.safetensors", weights),
     "index": in_model("model.safetensors.index.json", weights),
     "template file": lambda path: load_tokenizer("model", data_config("rows.jsonl", template_file=str(path))),
-    "judge's template": lambda path: judge._template(str(path)),
+    "judge's template": lambda path: services._template(str(path)),
     "metrics": lambda path: read_metrics(path),
     "events": lambda path: list(read_events(path)),
     "samples": lambda path: read_newest_samples(path.rename("step-000001.parquet").parent, 1),

@@ -59,7 +59,7 @@ def test_a_plan_keeps_its_rules_and_is_refused_only_where_there_is_none(
         with pytest.raises(BatchError, match=r"row \d+ has \d+ tokens; micro-batches hold"):
             plan_step(lengths, num_ranks, max_tokens, rules)
         return
-    tight = packing._best_fit(np.array(stored), rules.capacity(max_tokens))
+    tight = packing._best_fit(packing.longest_first(np.array(stored)), stored, rules.capacity(max_tokens))
     count = rounded(-(-len(tight) // num_ranks), rules.count_multiple)
     if num_ranks * count > len(lengths):
         with pytest.raises(BatchError, match=f"{len(lengths)} rows cannot fill {count} micro-batches"):
@@ -170,7 +170,9 @@ def test_equal_rows_give_equal_ranks() -> None:
 @pytest.mark.parametrize(("lengths", "capacity"), [([6, 5, 4, 4, 4], 12), ([8, 7, 4, 3, 2], 12), ([6, 5, 4, 3, 2], 10)])
 def test_the_fewest_micro_batches_even_where_no_balanced_placement_fits(lengths: list[int], capacity: int) -> None:
     rows = np.array(lengths)
-    assert packing._placed(rows, COST.of(rows), (1, 2), capacity) is None
+    order, work = packing.longest_first(rows), COST.of(rows).tolist()
+    for weights in (work, lengths):
+        assert packing.place(order, lengths, work, weights, (1, 2), capacity) is None
     plan = plan_step(lengths, 1, capacity, PackingRules(COST))
     check(plan, lengths, 1, capacity, PackingRules(COST))
     assert len(plan[0]) == 2

@@ -14,11 +14,11 @@ from huggingface_hub import constants
 from mrl.config.load import load_config
 from mrl.data.prepare import find_sources, prepare
 from mrl.data.published import PUBLISHED, Published
-from mrl.data.rows import PromptRow, RowParser
+from mrl.data.rows import PromptRow, read_prompt
 from mrl.data.sources import open_source
 from mrl.errors import DataError
 from mrl.files import sha256
-from tests.data.conftest import OpenDataset
+from tests.data.conftest import OpenDataset, batch_of
 from tests.data.published_files import COUNTDOWN, EMPTY_BOX, GSM8K, MATH, dapo, resized, search_r1, write_file
 from tests.hub import hub_service
 
@@ -43,8 +43,7 @@ def prompts_of(preset: str, part: str) -> list[PromptRow]:
     prompts = []
     for name, source in (data.train if part == "train" else data.validation).items():
         rows = open_source(source)
-        parser = RowParser(source.columns, name)
-        prompts += [parser.parse(rows.row(index), rows.where(index)) for index in range(len(rows))]
+        prompts += [read_prompt(source.columns, name, rows.row(index), rows.where(index)) for index in range(len(rows))]
     return prompts
 
 
@@ -141,7 +140,7 @@ def test_questions_of_two_sources_with_equal_indices_stay_apart(here: Path, data
         assert [row.ground_truth for row in prompts] == [["Ann", "Ann Lee"], ["Bo"]]
         assert [row.extra_info["index"] for row in prompts] == [0, 1]
         assert prompts[0].messages[0]["content"].endswith("<answer> Beijing </answer>. Question: who wrote it?\n")
-    batch = dataset_of(train="data/search-r1/train.parquet", max_prompt_tokens=4096).batch([0, 1])
+    batch = batch_of(dataset_of(train="data/search-r1/train.parquet", max_prompt_tokens=4096), [0, 1])
     assert len(set(batch["uid"])) == 2
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from mrl.data.published import BOXED, HASHES, PUBLISHED, TAGGED
 from mrl.errors import BadRow
-from mrl.rewards.functions import countdown, exact_match, gsm8k, math
+from mrl.rewards.functions.math import countdown, gsm8k, math
+from mrl.rewards.functions.text import exact_match
 from mrl.rewards.sample import Sample
 from tests.data.published_files import COUNTDOWN, EMPTY_BOX, GSM8K, MATH, dapo, search_r1
 
@@ -22,7 +23,7 @@ def test_gsm8k_asks_for_hashes_and_its_own_solutions_are_rewarded() -> None:
     made = [PUBLISHED["gsm8k"].read(row, "here") for row in GSM8K]
     assert [exercise.answer for exercise in made] == ["7", "1200", "-5"]
     assert made[0].question == f"Ann has 3 pens and buys 4. How many?\n\n{HASHES}"
-    scores = [gsm8k.score(sample(row["answer"], exercise.answer)) for row, exercise in zip(GSM8K, made, strict=True)]
+    scores = [gsm8k(sample(row["answer"], exercise.answer)) for row, exercise in zip(GSM8K, made, strict=True)]
     assert [score["score"] for score in scores] == [1.0] * 3
 
 
@@ -32,14 +33,14 @@ def test_math_asks_for_a_box_and_its_own_solutions_are_rewarded() -> None:
     assert [exercise.ability for exercise in made] == ["Algebra", "Number Theory", "Algebra"]
     assert made[0].question == f"Find $x$.\n\n{BOXED}"
     responses = [MATH[0]["solution"], MATH[1]["solution"], "\\boxed{2}"]
-    scores = [math.score(sample(text, exercise.answer)) for text, exercise in zip(responses, made, strict=True)]
+    scores = [math(sample(text, exercise.answer)) for text, exercise in zip(responses, made, strict=True)]
     assert [score["score"] for score in scores] == [1.0] * 3
 
 
 def test_dapo_is_asked_for_a_box_as_well() -> None:
     made = PUBLISHED["dapo17k"].read(dapo("Let $n$ be.\n\nFind $n$.", "34"), "here")
     assert (made.question, made.answer) == (f"Let $n$ be.\n\nFind $n$.\n\n{BOXED}", "34")
-    assert math.score(sample("\\boxed{34}", made.answer))["score"] == 1.0
+    assert math(sample("\\boxed{34}", made.answer))["score"] == 1.0
 
 
 def test_search_r1_keeps_its_words_and_every_accepted_answer() -> None:
@@ -48,7 +49,7 @@ def test_search_r1_keeps_its_words_and_every_accepted_answer() -> None:
     assert made.question == row["prompt"][0]["content"]
     assert (made.answer, made.data_source, made.ability) == (["Ann", "Ann Lee"], "nq", "fact-reasoning")
     asked = sample("<answer>ann lee</answer>", made.answer)
-    assert exact_match.score(asked, tag="answer")["score"] == 1.0
+    assert exact_match(asked, tag="answer")["score"] == 1.0
 
 
 def test_countdown_brings_its_numbers() -> None:
@@ -58,7 +59,7 @@ def test_countdown_brings_its_numbers() -> None:
     )
     assert [exercise.key for exercise in made] == [(98, 19, 35, 44), (24, 1, 3, 4, 6), (98, 19, 35, 44), (24, 2, 3, 4)]
     answered = sample("<answer>44 + 19 + 35</answer>", made[0].answer, **made[0].extra)
-    assert countdown.score(answered)["score"] == 1.0
+    assert countdown(answered)["score"] == 1.0
 
 
 @pytest.mark.parametrize(

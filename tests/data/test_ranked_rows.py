@@ -5,19 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from mrl.config.load import load_config_of
 from mrl.config.schema import ColumnsConfig, SourceConfig
 from mrl.data.chat import ChatTokenizer
-from mrl.data.ranked_rows import RankedParser
+from mrl.data.learned_rows import read_ranked
+from mrl.data.rlhf_dataset import open_sft_dataset
 from mrl.data.rows import PromptRow
-from mrl.data.sft_rows import open_sft_dataset
 from mrl.data.toy import addition
 from mrl.errors import DataError
 from mrl.protocol import DataProto
 from mrl.trainer.role_client import group_sizes
-from tests.data.conftest import jsonl
+from tests.data.conftest import batch_of, jsonl
 
 LAPTOP_RM = Path(__file__).parents[2] / "configs" / "laptop-rm.yaml"
 USER, SYSTEM = {"role": "user", "content": "1+1?"}, {"role": "system", "content": "Add."}
@@ -29,14 +31,18 @@ def said(content: str) -> dict[str, str]:
 
 def parsed(row: dict[str, Any], **columns: Any) -> PromptRow:
     plain: dict[str, Any] = {"data_source": None, "ability": None, "ground_truth": None, "extra_info": None}
-    return RankedParser(ColumnsConfig(**(plain | columns)), "pairs").parse(row, "rows.jsonl:1")
+    return read_ranked(ColumnsConfig(**(plain | columns)), "pairs", row, "rows.jsonl:1")
 
 
-def batch_of(rows: list[dict[str, Any]], tokenizer: ChatTokenizer, **columns: Any) -> DataProto:
+def ranked_batch(
+    rows: list[dict[str, Any]], tokenizer: ChatTokenizer, file: str = "rows.jsonl", **columns: Any
+) -> DataProto:
     Path("rows.jsonl").write_bytes(jsonl(*rows))
+    if file == "rows.parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
     config = load_config_of("rm", str(LAPTOP_RM)).config
-    source = SourceConfig(dataset="rows.jsonl", columns=ColumnsConfig(data_source=None, ability=None, **columns))
-    return open_sft_dataset({"s": source}, config, tokenizer).batch(range(len(rows)))
+    source = SourceConfig(dataset=file, columns=ColumnsConfig(data_source=None, ability=None, **columns))
+    return batch_of(open_sft_dataset({"s": source}, config, tokenizer), range(len(rows)))
 
 
 def test_texts_follow_the_prompt() -> None:
@@ -91,7 +97,7 @@ def test_each_response_is_a_row_behind_its_prompt(here: Path, tokenizer: ChatTok
         {"prompt": "1+1?", "chosen": "2", "rejected": ["3", "44"], "margin": [2, 1, 0]},
         {"prompt": "2+3?", "chosen": "5", "rejected": "55", "margin": 0.25},
     ]
-    batch = batch_of(rows, tokenizer, label="margin")
+    batch = ranked_batch(rows, tokenizer, label="margin")
     assert [tokenizer.decode(each.tolist()) for each in batch["responses"].rows()] == [
         f"{text}<|end|>" for text in ("2", "3", "44", "5", "55")
     ]
@@ -107,10 +113,23 @@ def test_each_response_is_a_row_behind_its_prompt(here: Path, tokenizer: ChatTok
 
 def test_responses_with_numbers_alone_are_groups_of_one(here: Path, tokenizer: ChatTokenizer) -> None:
     rows = [{"prompt": "1+1?", "chosen": str(number), "score": number / 4} for number in range(3)]
-    batch = batch_of(rows, tokenizer, rejected=None, label="score")
+    batch = ranked_batch(rows, tokenizer, rejected=None, label="score")
     sizes = group_sizes(batch)
     assert sizes is not None
     assert (sizes.tolist(), batch["label"].tolist()) == ([1, 1, 1], [0.0, 0.25, 0.5])
+
+
+def test_pairs_of_a_parquet_file(here: Path, tokenizer: ChatTokenizer) -> None:
+    """Of texts behind a prompt, or of conversations, which hold their prompt themselves."""
+    pairs: list[dict[str, Any]] = [
+        {"prompt": "1+1?", "chosen": "2", "rejected": "3", "margin": 1.0},
+        {"chosen": [USER, said("2")], "rejected": [USER, said("3")], "margin": 1.0},
+    ]
+    for pair in pairs:
+        batch = ranked_batch([pair], tokenizer, "rows.parquet", label="margin")
+        texts = [tokenizer.decode(each.tolist()) for each in batch["responses"].rows()]
+        assert (texts, batch["label"].tolist()) == (["2<|end|>", "3<|end|>"], [1.0, 0.0])
+        assert "1+1?" in tokenizer.decode(next(iter(batch["prompts"].rows())).tolist())
 
 
 def test_rows_without_ranks_stand_for_themselves() -> None:

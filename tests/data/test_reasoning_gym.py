@@ -11,7 +11,7 @@ import pytest
 from mrl.config.schema import SourceConfig
 from mrl.data.reasoning_gym import score, warm_up
 from mrl.errors import DataError
-from tests.data.conftest import OpenDataset
+from tests.data.conftest import OpenDataset, batch_of
 
 pytest.importorskip("reasoning_gym", reason="pip install mrl[reasoning-gym]")
 TASKS = ("leg_counting", "basic_arithmetic", "letter_counting", "simple_equations", "countdown", "sudoku")
@@ -29,7 +29,7 @@ def source(task: str, **options: Any) -> SourceConfig:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_its_own_answers_score_one_and_wrong_ones_less(task: str, dataset_of: OpenDataset) -> None:
-    batch = dataset_of(train={"gym": source(task)}, max_prompt_tokens=10_000).batch(range(20))
+    batch = batch_of(dataset_of(train={"gym": source(task)}, max_prompt_tokens=10_000), range(20))
     assert batch["data_source"].tolist() == [f"reasoning_gym:{task}"] * 20
     for truth, extra_info in zip(batch["ground_truth"], batch["extra_info"], strict=True):
         right = score(Answered(f"Let me think: 1.\n<answer>\n{truth}\n</answer>", extra_info))
@@ -42,7 +42,7 @@ def test_its_own_answers_score_one_and_wrong_ones_less(task: str, dataset_of: Op
 
 def test_the_scorer_takes_answers_that_differ_from_the_one_given(dataset_of: OpenDataset) -> None:
     dataset = dataset_of(train={"gym": source("countdown")}, max_prompt_tokens=10_000)
-    batch = dataset.batch(range(20))
+    batch = batch_of(dataset, range(20))
     for truth, extra_info in zip(batch["ground_truth"], batch["extra_info"], strict=True):
         assert score(Answered(f"<answer>({truth}) + 0 * 1</answer>", extra_info)) < 1  # uses numbers not given
         assert score(Answered(f"<answer>({truth})</answer>", extra_info)) == 1  # another text of the same value
@@ -50,7 +50,7 @@ def test_the_scorer_takes_answers_that_differ_from_the_one_given(dataset_of: Ope
 
 def test_rows_depend_on_their_options_alone(dataset_of: OpenDataset) -> None:
     first, again, other = (
-        dataset_of(train={"gym": source("leg_counting", **options)}, max_prompt_tokens=10_000).batch(range(20))
+        batch_of(dataset_of(train={"gym": source("leg_counting", **options)}, max_prompt_tokens=10_000), range(20))
         for options in ({}, {}, {"seed": 2})
     )
     assert first["prompt_text"].tolist() == again["prompt_text"].tolist() != other["prompt_text"].tolist()

@@ -10,10 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from mrl.config.schema import DataConfig
 from mrl.data.chat import load_tokenizer
-from mrl.data.conversation import ConversationEncoder
-from mrl.data.response_text import ResponseEncoder
+from mrl.data.conversation import PromptEncoder, ResponseEncoder
 from mrl.data.rows import PromptRow
-from mrl.data.toy_tokenizer import save_toy_tokenizer
+from mrl.demo.model import save_toy_tokenizer
 from mrl.errors import BadRow
 
 BEGIN, TURN, END = "<s>", "<turn>", "</turn>"
@@ -61,7 +60,7 @@ def test_a_sample_is_what_mrl_rm_reads_of_the_same_text(path: str, said: str) ->
     assert (prompt + response).count(tokenizer.get_vocab()[BEGIN]) == 1, "not twice"
     answer = ({"role": "assistant", "content": said.strip()},)
     row = PromptRow(tuple(ASKED), "", None, None, {}, None, "here", answer)
-    encoder = ConversationEncoder(tokenizer, {})
+    encoder = PromptEncoder(tokenizer, {})
     text = encoder.render(row)
     assert [prompt] == encoder.encode([text])
     if said == said.strip():

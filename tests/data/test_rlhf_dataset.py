@@ -17,7 +17,7 @@ from mrl.data.rlhf_dataset import Overlong, open_dataset
 from mrl.errors import DataError
 from mrl.protocol import DataProto
 from mrl.protocol.wire import decode, encode
-from tests.data.conftest import OpenDataset, data_config, good_row, jsonl
+from tests.data.conftest import OpenDataset, batch_of, data_config, good_row, jsonl
 
 
 def columns_of(batch: DataProto) -> dict[str, list[Any]]:
@@ -27,7 +27,7 @@ def columns_of(batch: DataProto) -> dict[str, list[Any]]:
 
 def test_columns_of_a_batch(here: Path, dataset_of: OpenDataset, tokenizer: ChatTokenizer) -> None:
     Path("rows.jsonl").write_bytes(jsonl(*[good_row(number) for number in range(5)]))
-    batch = dataset_of(train="rows.jsonl").batch([3, 1])
+    batch = batch_of(dataset_of(train="rows.jsonl"), [3, 1])
     columns = columns_of(batch)
     text = "<|user|>What is 3?<|end|><|assistant|>"
     assert columns.pop("prompts")[0] == tokenizer([text], add_special_tokens=False)["input_ids"][0]
@@ -57,7 +57,7 @@ def test_parquet_and_jsonl_give_the_same(row_group_size: int, here: Path, datase
         table = dataset_of(train=name)
         assert len(table) == size
         indices = [0, size - 1, 5, 898, 3, 2, size // 2]
-        assert columns_of(table.batch(indices)) == columns_of(lines.batch(indices))
+        assert columns_of(batch_of(table, indices)) == columns_of(batch_of(lines, indices))
 
 
 def test_a_pattern_is_several_files_in_order(here: Path, dataset_of: OpenDataset) -> None:
@@ -66,10 +66,10 @@ def test_a_pattern_is_several_files_in_order(here: Path, dataset_of: OpenDataset
     pq.write_table(pa.Table.from_pylist([good_row(3)]), "part-3.parquet")
     dataset = dataset_of(train={"lines": "part-*.jsonl", "table": "part-*.parquet"})
     assert dataset.sizes == {"lines": 3, "table": 1}
-    assert dataset.batch([3, 2, 1, 0])["ground_truth"].tolist() == ["3", "2", "1", "0"]
+    assert batch_of(dataset, [3, 2, 1, 0])["ground_truth"].tolist() == ["3", "2", "1", "0"]
     Path("part-2.jsonl").write_bytes(b"{}\n")
     with pytest.raises(DataError, match=r"^part-2.jsonl:1: there is no column `prompt`"):
-        dataset_of(train="part-*.jsonl").batch([2])
+        batch_of(dataset_of(train="part-*.jsonl"), [2])
 
 
 ALLOWED: dict[str, bytes] = {
@@ -87,7 +87,7 @@ ALLOWED: dict[str, bytes] = {
 @pytest.mark.parametrize("case", ALLOWED)
 def test_allowed(case: str, here: Path, dataset_of: OpenDataset) -> None:
     Path("rows.jsonl").write_bytes(ALLOWED[case])
-    (text,) = dataset_of(train="rows.jsonl").batch([0])["prompt_text"]
+    (text,) = batch_of(dataset_of(train="rows.jsonl"), [0])["prompt_text"]
     assert text == "<|user|>What is 7?<|end|><|assistant|>"
 
 
@@ -98,7 +98,7 @@ def test_many_lines_across_chunks(here: Path, dataset_of: OpenDataset, monkeypat
         monkeypatch.setattr("mrl.data.row_files.CHUNK_BYTES", chunk)
         dataset = dataset_of(train="rows.jsonl")
         assert len(dataset) == 300
-        assert dataset.batch(range(300))["ground_truth"].tolist() == [str(number) for number in range(300)]
+        assert batch_of(dataset, range(300))["ground_truth"].tolist() == [str(number) for number in range(300)]
 
 
 def test_other_columns(here: Path, dataset_of: OpenDataset) -> None:
@@ -110,7 +110,7 @@ def test_other_columns(here: Path, dataset_of: OpenDataset) -> None:
     )
     for name in ("rows.jsonl", "rows.parquet"):
         dataset = dataset_of(train={"mine": SourceConfig(dataset=name, columns=columns)})
-        batch = columns_of(dataset.batch([0]))
+        batch = columns_of(batch_of(dataset, [0]))
         assert (batch["data_source"], batch["ground_truth"], batch["extra_info"]) == (["mine"], ["so"], [{}])
         (twice,) = dataset.check()
         second = "rows.jsonl:2" if name == "rows.jsonl" else "rows.parquet: row 1"
@@ -141,24 +141,15 @@ def test_check_finds_everything_at_once(here: Path, dataset_of: OpenDataset) -> 
 )
 def test_cuts(overlong: Overlong, expected: str, here: Path, tokenizer: ChatTokenizer, dataset_of: OpenDataset) -> None:
     Path("rows.jsonl").write_bytes(jsonl(good_row(prompt="0123456789")))
-    batch = dataset_of(train="rows.jsonl", overlong=overlong, max_prompt_tokens=4).batch([0])
+    batch = batch_of(dataset_of(train="rows.jsonl", overlong=overlong, max_prompt_tokens=4), [0])
     assert tokenizer.decode(batch["prompts"].rows()[0].tolist()) == expected
 
 
 @pytest.mark.parametrize("overlong", ["error", "drop", "left", "right", "middle"])
 def test_exactly_at_the_limit_is_whole(overlong: Overlong, here: Path, dataset_of: OpenDataset) -> None:
     Path("rows.jsonl").write_bytes(jsonl(good_row(prompt="0123456789")))
-    batch = dataset_of(train="rows.jsonl", overlong=overlong, max_prompt_tokens=13).batch([0])
+    batch = batch_of(dataset_of(train="rows.jsonl", overlong=overlong, max_prompt_tokens=13), [0])
     assert batch.lengths("prompts").tolist() == [13]
-
-
-def test_dropped_prompt_asked_for_by_index(here: Path, dataset_of: OpenDataset) -> None:
-    Path("rows.jsonl").write_bytes(jsonl(good_row(prompt="0123456789")))
-    dataset = dataset_of(train="rows.jsonl", overlong="drop", max_prompt_tokens=12)
-    with pytest.raises(DataError, match=r"^rows.jsonl:1: the prompt has 13 tokens; at most 12, and longer ones"):
-        dataset.batch([0])
-    with pytest.raises(DataError, match=r"^there is no row 1: the sources have 1$"):
-        dataset.batch([1])
 
 
 def test_padding_that_is_the_end_token_changes_nothing(
@@ -171,7 +162,7 @@ def test_padding_that_is_the_end_token_changes_nothing(
     same = load_tokenizer("made")
     data, rollout = data_config("rows.jsonl"), RolloutConfig(max_prompt_tokens=64, max_response_tokens=8)
     odd = open_dataset(data.train, data, rollout, same)
-    assert columns_of(odd.batch([0])) == columns_of(dataset_of(train="rows.jsonl").batch([0]))
+    assert columns_of(batch_of(odd, [0])) == columns_of(batch_of(dataset_of(train="rows.jsonl"), [0]))
 
 
 def test_template_options_reach_the_template(here: Path, tokenizer_directory: Path) -> None:
@@ -180,7 +171,7 @@ def test_template_options_reach_the_template(here: Path, tokenizer_directory: Pa
     Path("rows.jsonl").write_bytes(jsonl(good_row(prompt="why?")))
     data = data_config("rows.jsonl", template={"enable_thinking": False})
     rollout = RolloutConfig(max_prompt_tokens=64, max_response_tokens=8)
-    batch = open_dataset(data.train, data, rollout, load_tokenizer("made")).batch([0])
+    batch = batch_of(open_dataset(data.train, data, rollout, load_tokenizer("made")), [0])
     assert batch["prompt_text"].tolist() == ["why? thinking=False"]
 
 
@@ -190,4 +181,4 @@ def test_several_accepted_answers_stay_as_they_are(truth: Any, here: Path, datas
     Path("rows.jsonl").write_bytes(jsonl(*rows))
     pq.write_table(pa.Table.from_pylist(rows), "rows.parquet")
     for name in ("rows.jsonl", "rows.parquet"):
-        assert list(dataset_of(train=name).batch([0])["ground_truth"]) == [truth]
+        assert list(batch_of(dataset_of(train=name), [0])["ground_truth"]) == [truth]

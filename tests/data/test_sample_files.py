@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.data.sample_files import read_newest_samples, write_samples
+from mrl.data.row_files import read_newest_samples, write_samples
 from mrl.errors import DataError
 
 

@@ -13,11 +13,12 @@ import pytest
 from mrl.config.schema import ColumnsConfig, DataConfig, SourceConfig
 from mrl.config.sft import SftBatchConfig
 from mrl.data.chat import ChatTokenizer
-from mrl.data.conversation import ConversationEncoder
+from mrl.data.conversation import PromptEncoder
+from mrl.data.learned_rows import read_conversation
+from mrl.data.rlhf_dataset import RLHFDataset, open_sft_dataset
 from mrl.data.rows import PromptRow
-from mrl.data.sft_rows import MessageParser, SftDataset, open_sft_dataset
 from mrl.errors import BadRow, DataError
-from tests.data.conftest import jsonl
+from tests.data.conftest import batch_of, jsonl
 
 TALK = [
     {"role": "user", "content": "1+1?"},
@@ -29,7 +30,7 @@ TALK = [
 
 def parse(raw: Any) -> PromptRow:
     columns = ColumnsConfig(prompt="talk", data_source=None, ability=None, ground_truth=None, extra_info=None)
-    return MessageParser(columns, "made").parse(raw, "made: row 0")
+    return read_conversation(columns, "made", raw, "made: row 0")
 
 
 @pytest.mark.parametrize(("talk", "answer"), [(TALK, "4"), (TALK[:2], "2")], ids=["long", "short"])
@@ -53,7 +54,7 @@ def test_a_conversation_ends_with_the_assistant() -> None:
     assert str(caught.value) == "made: row 0: column `talk` must end with a message of the assistant, not of user"
 
 
-def dataset_of(rows: list[Any], tokenizer: ChatTokenizer, here: Path, **batch: Any) -> SftDataset:
+def dataset_of(rows: list[Any], tokenizer: ChatTokenizer, here: Path, **batch: Any) -> RLHFDataset:
     (here / "rows.jsonl").write_bytes(jsonl(*rows))
     columns = ColumnsConfig(data_source=None, ability=None, ground_truth="answer", extra_info=None)
     limits = {"rows_per_update": 1, "max_prompt_tokens": 64, "max_response_tokens": 64} | batch
@@ -63,7 +64,9 @@ def dataset_of(rows: list[Any], tokenizer: ChatTokenizer, here: Path, **batch: A
 
 def test_every_answer_is_ended_as_the_template_ends_it(tokenizer: ChatTokenizer, here: Path) -> None:
     answers = ["four", "4", "4 and more"]
-    batch = dataset_of([{"prompt": "2+2?", "answer": answer} for answer in answers], tokenizer, here).batch([0, 1, 2])
+    batch = batch_of(
+        dataset_of([{"prompt": "2+2?", "answer": answer} for answer in answers], tokenizer, here), [0, 1, 2]
+    )
     ended = [row.tolist() for row in batch["responses"].rows()]
     assert [tokenizer.decode(ids) for ids in ended] == [f"{answer}<|end|>" for answer in answers]
     assert [tokenizer.decode(row.tolist()) for row in batch["prompts"].rows()] == [
@@ -75,7 +78,7 @@ def test_every_answer_is_ended_as_the_template_ends_it(tokenizer: ChatTokenizer,
 @pytest.mark.parametrize("loss_on", ["last", "all"])
 def test_all_answers_or_the_last(loss_on: str, tokenizer: ChatTokenizer, here: Path) -> None:
     talk = [{"role": "assistant", "content": "hi"}, *TALK]
-    batch = dataset_of([{"talk": talk}], tokenizer, here, messages="talk", loss_on=loss_on).batch([0])
+    batch = batch_of(dataset_of([{"talk": talk}], tokenizer, here, messages="talk", loss_on=loss_on), [0])
     ids, mask = batch.values("responses"), batch.values("response_mask")
     (prompt,) = batch["prompts"].rows()
     greeted = "<|assistant|>hi<|end|><|user|>1+1?<|end|><|assistant|>"
@@ -91,9 +94,9 @@ def test_all_answers_or_the_last(loss_on: str, tokenizer: ChatTokenizer, here: P
 
 def test_an_answer_may_be_as_long_as_allowed_with_its_end(tokenizer: ChatTokenizer, here: Path) -> None:
     rows = [{"prompt": "1?", "answer": "1"}, {"prompt": "2?", "answer": "1234"}]
-    dataset_of(rows, tokenizer, here, max_response_tokens=5).batch([0, 1])
+    batch_of(dataset_of(rows, tokenizer, here, max_response_tokens=5), [0, 1])
     with pytest.raises(DataError) as caught:
-        dataset_of(rows, tokenizer, here, max_response_tokens=4).batch([0, 1])
+        batch_of(dataset_of(rows, tokenizer, here, max_response_tokens=4), [0, 1])
     assert not isinstance(caught.value, BadRow), "it is not skipped as a row that is mended"
     assert str(caught.value) == (
         "rows.jsonl:2: the answer has 5 tokens; batch.max_response_tokens is 4\n"
@@ -107,18 +110,18 @@ def test_conversations_of_a_parquet_file(tokenizer: ChatTokenizer, here: Path) -
     config: Any = SimpleNamespace(data=DataConfig(train={}), batch=limits)
     columns = ColumnsConfig(data_source=None, ability=None, extra_info=None)
     sources = {"s": SourceConfig(dataset="rows.parquet", columns=columns)}
-    batch = open_sft_dataset(sources, config, tokenizer).batch([0])
+    batch = batch_of(open_sft_dataset(sources, config, tokenizer), [0])
     assert tokenizer.decode(batch.values("responses").tolist()) == "4<|end|>"
 
 
 def test_a_source_without_answers_is_refused(tokenizer: ChatTokenizer, here: Path) -> None:
     rows = dataset_of([{"prompt": "1?"}], tokenizer, here)
     with pytest.raises(BadRow, match="there is no column `answer`"):
-        rows.batch([0])
+        batch_of(rows, [0])
 
 
 def test_raw_text_is_ended_by_the_end_of_the_tokenizer(tokenizer: ChatTokenizer) -> None:
-    encoder = ConversationEncoder(tokenizer, {}, raw_text=True)
+    encoder = PromptEncoder(tokenizer, {}, raw_text=True)
     row = PromptRow(tuple(TALK[:1]), "s", None, None, {}, None, "here", tuple(TALK[1:2]))
     answer = encoder.answer(row, "1+1?", [])
     assert (tokenizer.decode(answer.ids), answer.is_learned) == ("2<|end|>", [True, True])

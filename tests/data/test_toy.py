@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from mrl.config.schema import SourceConfig
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.toy import TOY_TASKS, addition
-from mrl.data.toy_tokenizer import save_toy_tokenizer
+from mrl.demo.model import save_toy_tokenizer
 from mrl.errors import DataError
-from tests.data.conftest import OpenDataset
+from tests.data.conftest import OpenDataset, batch_of
 
 
 def solved(question: str) -> str:
@@ -70,7 +70,7 @@ def test_datasets_by_name(dataset_of: OpenDataset) -> None:
         }
     )
     assert dataset.sizes["mine"] == 4
-    assert dataset.batch([len(dataset) - 1])["ground_truth"].tolist() == ["9"]
+    assert batch_of(dataset, [len(dataset) - 1])["ground_truth"].tolist() == ["9"]
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))

@@ -16,13 +16,14 @@ from mrl.agents.loop import Dialog, Dialogs, Opening
 from mrl.config.load import load_config, load_config_of
 from mrl.config.schema import Config
 from mrl.data.chat import ChatTokenizer, load_tokenizer
-from mrl.data.sft_rows import open_sft_dataset
+from mrl.data.rlhf_dataset import open_sft_dataset
 from mrl.demo.demo import CONFIGS, DemoSettings, demo_yaml
 from mrl.demo.facts import HOPS, KEYS, Facts, Lessons, QuestionMark, part_of, questions
 from mrl.demo.model import make_model
 from mrl.demo.tasks import SEARCH
 from mrl.rollout.requests import Generated
 from mrl.trainer.agents import open_dialogs
+from tests.data.conftest import batch_of
 
 ASKED = "<|user|>{}<|end|><|assistant|>"
 
@@ -101,7 +102,7 @@ def test_the_warm_up_learns_what_the_teacher_says_and_not_what_is_found(tokenize
     values = [f"run.dir={model}", f"model.path={model}", "cluster.devices_per_node=1", "placement.pools.laptop=1"]
     config = load_config_of("sft", str(CONFIGS / SEARCH.warm_up), values).config
     rows = open_sft_dataset(config.data.train, config, tokenizer)
-    batch = rows.batch(range(0, len(rows), 997))
+    batch = batch_of(rows, range(0, len(rows), 997))
     responses, masks = batch["responses"].rows(), batch["response_mask"].rows()
     for index, ids, mask in zip(range(0, len(rows), 997), responses, masks, strict=True):
         said = Lessons()[index]["messages"][1:]

@@ -15,13 +15,13 @@ from mrl.config.load import load_config, load_config_of
 from mrl.config.schema import BatchConfig
 from mrl.data.chat import load_tokenizer
 from mrl.data.prompt_loader import PromptLoader
-from mrl.data.sample_files import write_samples
-from mrl.data.sft_rows import open_sft_dataset
+from mrl.data.rlhf_dataset import open_sft_dataset
+from mrl.data.row_files import write_samples
 from mrl.data.toy import addition
 from mrl.demo import demo, preferences
 from mrl.demo.demo import DemoResult, DemoSettings, learn_from_preferences
 from mrl.demo.model import make_model
-from mrl.demo.preferences import LARGEST, JudgeSettings, policy_pairs, train_judged
+from mrl.demo.preferences import LARGEST, policy_pairs, train_judged
 from mrl.demo.tasks import PREFERENCES, RIGHT_PAIRS
 from mrl.errors import DataError
 from mrl.events import EventLog
@@ -176,7 +176,7 @@ def test_the_judge_can_be_worse_on_purpose(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(preferences, "train_sft", train_sft)
     model, path = make_model(tmp_path / "model", seed=3), Path(sampled(tmp_path / "samples", {0: [right(0), "7"]}))
     settings = replace(DemoSettings(tmp_path), task=PREFERENCES)
-    train_judged(path, JudgeSettings(errors=0.3, problems=40), demo.values_of(settings, model), Screen([]))
+    train_judged(path, demo.values_of(settings, model), Screen([]), errors=0.3, problems=40)
     (config,) = asked
     wanted = {"part": "train", "samples": str(path), "errors": 0.3, "problems": 40}
     assert config.data.train["pairs"].options == wanted

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mrl.data.sample_files import read_newest_samples
+from mrl.data.row_files import read_newest_samples
 from mrl.demo.demo import CONFIGS
 from mrl.demo.facts import KEYS
 from mrl.demo.model import make_model

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mrl.data.chat import load_tokenizer
-from mrl.data.sample_files import read_newest_samples
+from mrl.data.row_files import read_newest_samples
 from mrl.demo.demo import CONFIGS, DemoSettings, demo_yaml
 from mrl.demo.model import make_model
 from mrl.demo.tasks import SEARCH

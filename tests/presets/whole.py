@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mrl.config.schema import Config
-from mrl.data.toy_tokenizer import save_toy_tokenizer
+from mrl.demo.model import save_toy_tokenizer
 from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
 from mrl.verify.layout import make_random

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3Config
 
-from mrl.data.toy_tokenizer import save_toy_tokenizer
+from mrl.demo.model import save_toy_tokenizer
 
 MODELS = (("policy", None), ("critic", 1), ("scorer", 1), ("teacher", None))
 """Each with its number of labels."""

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from mrl.errors import RewardError
-from mrl.rewards.functions.code import score
-from mrl.rewards.program_tests import same_value
+from mrl.rewards.functions.programs import code, same_value
 from mrl.rewards.sample import Sample
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -29,7 +28,7 @@ def scored(response: str, truth: Any, extra: dict[str, Any] | None = None, **opt
         uid="u",
         row_id=3,
     )
-    return score(sample, **options)
+    return code(sample, **options)
 
 
 FORMS: dict[str, tuple[str, Any, dict[str, Any]]] = {

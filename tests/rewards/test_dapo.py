@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mrl.rewards.functions import dapo
+from mrl.rewards.functions.math import dapo
 from mrl.rewards.math_answer import same_answer
 from tests.rewards.test_functions import sample
 
@@ -73,7 +73,7 @@ NORMAL_FORMS = [
 
 @pytest.mark.parametrize(("answer", "expected"), NORMAL_FORMS, ids=lambda text: repr(text)[:40])
 def test_normal_form(answer: str, expected: str) -> None:
-    scored = dapo.score(sample(f"Answer: 1\nAnswer:{answer}", answer))
+    scored = dapo(sample(f"Answer: 1\nAnswer:{answer}", answer))
     assert scored["answer"] == expected
     assert scored["score"] == 1.0
 
@@ -82,13 +82,13 @@ def test_right_is_who_has_the_same_normal_form() -> None:
     forms = dict(NORMAL_FORMS)
     for answer, form in forms.items():
         for truth, other in forms.items():
-            assert dapo.score(sample(f"Answer:{answer}", truth))["accuracy"] == (form == other), (answer, truth)
+            assert dapo(sample(f"Answer:{answer}", truth))["accuracy"] == (form == other), (answer, truth)
 
 
 def test_the_same_value_in_another_form_is_wrong() -> None:
     for answer, truth in (("0.5", "1/2"), ("5.0", "5"), ("1/2", "\\frac{1}{2}"), ("7 apples", "7"), ("even", "Even")):
         assert same_answer(answer, truth)
-        assert dapo.score(sample(f"Answer: {answer}", truth))["score"] == -1.0
+        assert dapo(sample(f"Answer: {answer}", truth))["score"] == -1.0
 
 
 @pytest.mark.parametrize(
@@ -105,4 +105,4 @@ def test_the_same_value_in_another_form_is_wrong() -> None:
     ],
 )
 def test_what_is_boxed_is_compared_as_it_stands(response: str, truth: str, right: bool) -> None:
-    assert dapo.score(sample(response, truth), boxed=True)["accuracy"] == right
+    assert dapo(sample(response, truth), boxed=True)["accuracy"] == right

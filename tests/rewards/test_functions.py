@@ -12,21 +12,12 @@ from typing import Any
 
 import pytest
 
+from mrl.config.reward import BUILT_IN
 from mrl.config.reward_rules import reward_functions
 from mrl.errors import RewardError
-from mrl.rewards.functions import (
-    countdown,
-    dapo,
-    digits,
-    exact_match,
-    f1,
-    format,
-    gsm8k,
-    length,
-    math,
-    multiple_choice,
-    overlong,
-)
+from mrl.registry import load_attribute
+from mrl.rewards.functions.math import countdown, dapo, digits, gsm8k, math
+from mrl.rewards.functions.text import exact_match, f1, format, length, multiple_choice, overlong
 from mrl.rewards.sample import Sample
 
 
@@ -63,7 +54,7 @@ def sample(response: str = "", truth: Any = "", tokens: int = 0) -> Sample:
     ],
 )
 def test_gsm8k(response: str, truth: Any, options: dict[str, Any], expected: tuple[int, int]) -> None:
-    scored = gsm8k.score(sample(response, truth), **options)
+    scored = gsm8k(sample(response, truth), **options)
     assert (scored["score"], scored["found"]) == expected
 
 
@@ -81,13 +72,13 @@ def test_gsm8k(response: str, truth: Any, options: dict[str, Any], expected: tup
     ],
 )
 def test_digits(response: str, truth: str, expected: float) -> None:
-    assert digits.score(sample(response, truth))["score"] == pytest.approx(expected)
+    assert digits(sample(response, truth))["score"] == pytest.approx(expected)
 
 
 def test_digits_of_the_answer_that_fits_best_earn_the_share_that_is_asked_for() -> None:
-    assert digits.score(sample("137", ["942", "147"]), partial=0.9)["score"] == pytest.approx(0.9 * 2 / 3)
-    assert digits.score(sample("137", ["942", " 137 "]), partial=0.9)["score"] == 1.0
-    assert digits.score(sample("137", "13"), partial=0.9)["score"] == 0.0
+    assert digits(sample("137", ["942", "147"]), partial=0.9)["score"] == pytest.approx(0.9 * 2 / 3)
+    assert digits(sample("137", ["942", " 137 "]), partial=0.9)["score"] == 1.0
+    assert digits(sample("137", "13"), partial=0.9)["score"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -106,7 +97,7 @@ def test_digits_of_the_answer_that_fits_best_earn_the_share_that_is_asked_for() 
     ],
 )
 def test_math(response: str, truth: str, expected: tuple[int, int]) -> None:
-    scored = math.score(sample(response, truth))
+    scored = math(sample(response, truth))
     assert (scored["score"], scored["found"]) == expected
 
 
@@ -137,10 +128,10 @@ def test_math(response: str, truth: str, expected: tuple[int, int]) -> None:
 def test_countdown(expression: str, expected: tuple[float, int]) -> None:
     given = dataclasses.replace(sample(truth="24"), extra_info={"numbers": [1, 3, 4, 6]})
     answered = dataclasses.replace(given, response=f"<answer>no</answer> so <answer>{expression}</answer>.")
-    scored = countdown.score(answered)
+    scored = countdown(answered)
     assert (scored["score"], scored["found"]) == expected
-    assert countdown.score(answered, partial=0.0)["score"] == float(expected[0] == 1)
-    assert countdown.score(dataclasses.replace(given, response=expression)) == {
+    assert countdown(answered, partial=0.0)["score"] == float(expected[0] == 1)
+    assert countdown(dataclasses.replace(given, response=expression)) == {
         "score": 0.0,
         "found": 0.0,
         "answer": "",
@@ -149,7 +140,7 @@ def test_countdown(expression: str, expected: tuple[float, int]) -> None:
 
 def test_countdown_needs_its_numbers() -> None:
     with pytest.raises(RewardError, match=r"row 0 .*: extra_info has no list `numbers`"):
-        countdown.score(sample("<answer>1</answer>", "1"))
+        countdown(sample("<answer>1</answer>", "1"))
 
 
 @pytest.mark.parametrize(
@@ -173,15 +164,15 @@ def test_countdown_needs_its_numbers() -> None:
     ],
 )
 def test_multiple_choice(response: str, truth: str, expected: tuple[int, int]) -> None:
-    scored = multiple_choice.score(sample(response, truth))
+    scored = multiple_choice(sample(response, truth))
     assert (scored["score"], scored["found"]) == expected
 
 
 def test_choices_have_the_letters_that_are_asked_for() -> None:
-    assert multiple_choice.score(sample("(K)", "K"), letters="JKL") == {"score": 1.0, "found": 1.0, "answer": "K"}
+    assert multiple_choice(sample("(K)", "K"), letters="JKL") == {"score": 1.0, "found": 1.0, "answer": "K"}
     for truth in ("K", "Apple", None, "3"):
         with pytest.raises(RewardError, match=r"row 0 .* begins with none of the letters ABCDEFGHIJ"):
-            multiple_choice.score(sample("(A)", truth))
+            multiple_choice(sample("(A)", truth))
 
 
 @pytest.mark.parametrize(
@@ -201,14 +192,14 @@ def test_choices_have_the_letters_that_are_asked_for() -> None:
     ],
 )
 def test_dapo(response: str, truth: str, boxed: bool, expected: tuple[int, int]) -> None:
-    scored = dapo.score(sample(response, truth), boxed)
+    scored = dapo(sample(response, truth), boxed)
     assert (scored["score"], scored["found"]) == expected
     assert scored["accuracy"] == (expected[0] == 1)
 
 
 def test_prime() -> None:
     pytest.importorskip("math_verify", reason="the extra `math` is not installed")
-    prime = importlib.import_module("mrl.rewards.functions.prime")
+    prime = importlib.import_module("mrl.rewards.functions.symbolic").prime
     for response, truth, expected in (
         ("\\boxed{(x+1)^2}", "x^2+2x+1", (1, 1)),
         ("\\boxed{50\\%}", "\\boxed{1/2}", (1, 1)),
@@ -217,18 +208,18 @@ def test_prime() -> None:
         ("\\boxed{x}", "y", (0, 1)),
         ("it is 5", "5", (0, 0)),
     ):
-        scored = prime.score(sample(response, truth))
+        scored = prime(sample(response, truth))
         assert (scored["score"], scored["found"]) == expected, response
 
 
 def test_math_verify() -> None:
     pytest.importorskip("math_verify", reason="the extra `math` is not installed")
-    math_verify = importlib.import_module("mrl.rewards.functions.math_verify")
-    assert math_verify.score(sample("\\boxed{(x+1)^2}", "x^2+2x+1"))["score"] == 1.0
-    assert math_verify.score(sample("\\boxed{x}", "y")) == {"score": 0.0, "found": 1.0, "answer": "x"}
-    assert math_verify.score(sample("no idea", "5")) == {"score": 0.0, "found": 0.0, "answer": ""}
+    math_verify = importlib.import_module("mrl.rewards.functions.symbolic").math_verify
+    assert math_verify(sample("\\boxed{(x+1)^2}", "x^2+2x+1"))["score"] == 1.0
+    assert math_verify(sample("\\boxed{x}", "y")) == {"score": 0.0, "found": 1.0, "answer": "x"}
+    assert math_verify(sample("no idea", "5")) == {"score": 0.0, "found": 0.0, "answer": ""}
     with pytest.raises(RewardError, match="math-verify cannot read the ground truth ''"):
-        math_verify.score(sample("\\boxed{1}", ""))
+        math_verify(sample("\\boxed{1}", ""))
 
 
 @pytest.mark.parametrize(
@@ -248,28 +239,28 @@ def test_math_verify() -> None:
     ],
 )
 def test_question_answering(response: str, truth: Any, options: dict[str, Any], exact: float, shared: Any) -> None:
-    assert exact_match.score(sample(response, truth), **options)["score"] == exact
-    assert f1.score(sample(response, truth), **options)["score"] == shared
+    assert exact_match(sample(response, truth), **options)["score"] == exact
+    assert f1(sample(response, truth), **options)["score"] == shared
 
 
 def choice(sample: Sample) -> Any:
     """Its ground truth is a letter."""
-    return multiple_choice.score(dataclasses.replace(sample, ground_truth="A"))
+    return multiple_choice(dataclasses.replace(sample, ground_truth="A"))
 
 
 @pytest.mark.parametrize(
     ("function", "response", "answer"),
     [
-        (gsm8k.score, "I think\n#### $1,200.00", "1200"),
-        (gsm8k.score, "1200", ""),
-        (math.score, "so \\boxed{ \\frac{1}{2} }", "1/2"),
-        (math.score, "so #### 0.5", "1/2"),
-        (digits.score, " 137 ", "137"),
-        (digits.score, "it is 137", ""),
-        (exact_match.score, "The Eiffel Tower!", "eiffel tower"),
-        (f1.score, "the", ""),
-        (dapo.score, "Answer: $0.50$", "0.50"),
-        (dapo.score, "so 7", ""),
+        (gsm8k, "I think\n#### $1,200.00", "1200"),
+        (gsm8k, "1200", ""),
+        (math, "so \\boxed{ \\frac{1}{2} }", "1/2"),
+        (math, "so #### 0.5", "1/2"),
+        (digits, " 137 ", "137"),
+        (digits, "it is 137", ""),
+        (exact_match, "The Eiffel Tower!", "eiffel tower"),
+        (f1, "the", ""),
+        (dapo, "Answer: $0.50$", "0.50"),
+        (dapo, "so 7", ""),
         (choice, "I choose (C).", "C"),
         (choice, "neither", ""),
     ],
@@ -282,7 +273,7 @@ def test_the_answer_that_was_judged_is_told_in_its_normal_form(function: Any, re
 @pytest.mark.parametrize("truth", [None, [], {"a": 1}, [None]], ids=repr)
 def test_answers_that_are_none(truth: Any) -> None:
     with pytest.raises(RewardError) as caught:
-        f1.score(sample("x", truth))
+        f1(sample("x", truth))
     assert str(caught.value) == (
         f"row 0 (uid u, source test): the ground truth {truth!r} is neither a text nor a list of texts"
     )
@@ -298,23 +289,23 @@ def test_answers_that_are_none(truth: Any) -> None:
     ],
 )
 def test_format(response: str, expected: float) -> None:
-    assert format.score(sample(response)) == expected
-    assert format.score(sample("abc"), pattern="[a-c]+") == 1
+    assert format(sample(response)) == expected
+    assert format(sample("abc"), pattern="[a-c]+") == 1
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(0, 1), (100, 1), (150, 0.5), (200, 0), (900, 0)])
 def test_length(tokens: int, expected: float) -> None:
-    assert length.score(sample(tokens=tokens), target_tokens=100, max_tokens=200) == expected
+    assert length(sample(tokens=tokens), target_tokens=100, max_tokens=200) == expected
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (80, 0), (90, -0.5), (95, -0.75), (100, -1), (120, -1)])
 def test_overlong(tokens: int, expected: float) -> None:
-    assert overlong.score(sample(tokens=tokens), max_tokens=100, buffer_tokens=20) == expected
+    assert overlong(sample(tokens=tokens), max_tokens=100, buffer_tokens=20) == expected
 
 
 @pytest.mark.parametrize("name", sorted(set(reward_functions()) - {"math_verify", "prime"}))
 def test_the_configuration_knows_the_options(name: str) -> None:
-    score = importlib.import_module(f"mrl.rewards.functions.{name}").score
+    score = load_attribute(BUILT_IN[name])
     parameters = list(inspect.signature(score).parameters.values())[1:]
     empty = inspect.Parameter.empty
     assert {entry.name: entry.default is empty for entry in parameters} == reward_functions()[name]
@@ -323,7 +314,7 @@ def test_the_configuration_knows_the_options(name: str) -> None:
 
 def test_a_worker_is_light() -> None:
     program = (
-        "import sys, mrl.rewards.supervisor, mrl.rewards.functions.gsm8k\n"
+        "import sys, mrl.rewards.supervisor, mrl.rewards.functions.math\n"
         "heavy = {'torch', 'numpy', 'ray', 'omegaconf', 'yaml', 'sympy'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )
@@ -343,4 +334,4 @@ def test_a_worker_is_light() -> None:
 def test_a_function_of_one_answer_refuses_several(function: Any) -> None:
     several = sample("<answer>4</answer> #### 4, so (B)", ["4", "B"])
     with pytest.raises(RewardError, match=r"one text or number for this function, not \['4', 'B'\]"):
-        function.score(dataclasses.replace(several, extra_info={"numbers": [4]}))
+        function(dataclasses.replace(several, extra_info={"numbers": [4]}))

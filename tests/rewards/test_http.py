@@ -16,7 +16,7 @@ import pytest
 
 from mrl.config.reward import RewardFunctionConfig
 from mrl.errors import RewardError
-from mrl.rewards.functions import http
+from mrl.rewards.functions.services import http
 from mrl.rewards.outcome import Failure, Score
 from tests.rewards.conftest import Bench, make_sample
 
@@ -200,20 +200,20 @@ def test_the_key_comes_from_the_environment(bench: Bench, service: ThreadingHTTP
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504])
 def test_a_status_that_may_pass_is_waited_out(service: ThreadingHTTPServer, status: int) -> None:
     with pytest.raises(RewardError, match=f"gave no answer in 3 attempts; the last: status {status}"):
-        asyncio.run(http.score(make_sample("status", status=status), address(service), backoff_s=0.0))
+        asyncio.run(http(make_sample("status", status=status), address(service), backoff_s=0.0))
     assert len(service.seen) == 3  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 410, 422, 501])
 def test_a_status_that_will_not_pass_is_an_error_at_once(service: ThreadingHTTPServer, status: int) -> None:
     with pytest.raises(RewardError, match=f"answered with status {status}"):
-        asyncio.run(http.score(make_sample("status", status=status), address(service), backoff_s=0.0))
+        asyncio.run(http(make_sample("status", status=status), address(service), backoff_s=0.0))
     assert len(service.seen) == 1  # type: ignore[attr-defined]
 
 
 def test_the_service_gets_the_whole_sample_as_json(service: ThreadingHTTPServer) -> None:
     sample = make_sample("good", 7, deep=[1, {"a": None}])
-    assert asyncio.run(http.score(sample, address(service))) == {"score": 7, "length": 9}
+    assert asyncio.run(http(sample, address(service))) == {"score": 7, "length": 9}
     ((headers, body, _),) = service.whole  # type: ignore[attr-defined]
     assert body == dataclasses.asdict(sample)
     assert headers["Content-Type"] == headers["Accept"] == "application/json"
@@ -223,7 +223,7 @@ def test_the_service_gets_the_whole_sample_as_json(service: ThreadingHTTPServer)
 def test_each_pause_is_twice_the_one_before(service: ThreadingHTTPServer) -> None:
     begin = time.monotonic()
     with pytest.raises(RewardError, match="gave no answer in 4 attempts"):
-        asyncio.run(http.score(make_sample("error"), address(service), attempts=4, backoff_s=0.1))
+        asyncio.run(http(make_sample("error"), address(service), attempts=4, backoff_s=0.1))
     end = time.monotonic()
     times = [at for _, _, at in service.whole]  # type: ignore[attr-defined]
     pauses = [after - before for before, after in itertools.pairwise(times)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mrl.errors import RewardError
-from mrl.rewards.functions import ifeval
+from mrl.rewards.functions.ifeval import _CHECKS, ifeval
 from mrl.rewards.sample import Sample
 from tests.rewards.conftest import make_sample
 
@@ -104,21 +104,21 @@ def given(response: str, names: Any, kwargs: Any) -> Sample:
 @pytest.mark.parametrize(("name", "kwargs", "right", "wrong"), CASES, ids=[case[0] for case in CASES])
 def test_each_instruction(name: str, kwargs: dict[str, Any], right: list[str], wrong: list[str]) -> None:
     unused = {"unused": None}  # as the published rows have it
-    assert [ifeval.score(given(text, [name], [kwargs | unused]))["score"] for text in right] == [1.0] * len(right)
-    assert [ifeval.score(given(text, [name], [kwargs]))["score"] for text in [*wrong, " "]] == [0.0] * (len(wrong) + 1)
+    assert [ifeval(given(text, [name], [kwargs | unused]))["score"] for text in right] == [1.0] * len(right)
+    assert [ifeval(given(text, [name], [kwargs]))["score"] for text in [*wrong, " "]] == [0.0] * (len(wrong) + 1)
 
 
 def test_every_instruction_has_a_case() -> None:
-    assert {case[0] for case in CASES} == set(ifeval._CHECKS)
+    assert {case[0] for case in CASES} == set(_CHECKS)
 
 
 def test_all_or_a_share_of_them() -> None:
     names = ["punctuation:no_comma", "startend:quotation", "detectable_format:json_format"]
     sample = given('"good"', names, [{}, None, {}])
-    assert ifeval.score(sample) == {"score": 1.0, "followed": 1.0}
+    assert ifeval(sample) == {"score": 1.0, "followed": 1.0}
     sample = given("good", names, [{}, {}, {}])
-    assert ifeval.score(sample) == {"score": 0.0, "followed": pytest.approx(1 / 3)}
-    assert ifeval.score(sample, share=True)["score"] == pytest.approx(1 / 3)
+    assert ifeval(sample) == {"score": 0.0, "followed": pytest.approx(1 / 3)}
+    assert ifeval(sample, share=True)["score"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,6 @@ def test_all_or_a_share_of_them() -> None:
 )
 def test_rows_that_cannot_be_checked_are_errors(names: Any, kwargs: Any, said: str) -> None:
     with pytest.raises(RewardError) as caught:
-        ifeval.score(given("text", names, kwargs))
+        ifeval(given("text", names, kwargs))
     assert said in str(caught.value)
     assert str(caught.value).startswith("row 0 (uid u0, source unit/test): ")

@@ -18,7 +18,8 @@ import pytest
 from mrl.config.reward import RewardFunctionConfig
 from mrl.errors import RewardError
 from mrl.events import Retried
-from mrl.rewards.functions import judge
+from mrl.rewards.functions import services
+from mrl.rewards.functions.services import judge
 from mrl.rewards.manager import RewardManager
 from mrl.rewards.outcome import Failure, Outcome, Score, reward_metrics
 from mrl.rewards.sample import Sample
@@ -140,7 +141,7 @@ def saying(response: str, row_id: int = 0) -> Sample:
 
 
 def judged(server: Any, response: str, **verdict: Any) -> dict[str, float]:
-    return asyncio.run(judge.score(saying(response), service(server), "{response}", verdict))
+    return asyncio.run(judge(saying(response), service(server), "{response}", verdict))
 
 
 def test_the_judge_is_asked_as_the_template_says(server: Any, tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_the_judge_is_asked_as_the_template_says(server: Any, tmp_path: Path) ->
     sample = dataclasses.replace(saying("4 {ground_truth} Score: 7"), ground_truth=["4", "four"])
     for template in (TEMPLATE, str(file)):
         given = service(server, temperature=0.5, max_tokens=9, model=template[:3])
-        scored = asyncio.run(judge.score(sample, given, template))
+        scored = asyncio.run(judge(sample, given, template))
         assert scored == {"score": 0.7, "asked": 1.0, "prompt_tokens": 11.0, "completion_tokens": 3.0}
         path, headers, asked = server.asked[-1]
         assert (path, "Authorization" in headers) == ("/v1/chat/completions", False)
@@ -166,11 +167,11 @@ def test_the_judge_is_asked_as_the_template_says(server: Any, tmp_path: Path) ->
             "temperature": 0.5,
         }
     file.write_text("Is it good?")
-    judge._template.cache_clear()
+    services._template.cache_clear()
     with pytest.raises(RewardError, match=r"judge\.txt: the template has no \{response\}"):
-        asyncio.run(judge.score(sample, service(server), str(file)))
+        asyncio.run(judge(sample, service(server), str(file)))
     with pytest.raises(RewardError, match="is no file that can be read"):
-        asyncio.run(judge.score(sample, service(server), str(tmp_path / "absent.txt")))
+        asyncio.run(judge(sample, service(server), str(tmp_path / "absent.txt")))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,7 @@ def test_what_is_no_verdict_is_a_failure(server: Any, answer: str, verdict: dict
 
 
 def test_a_question_is_asked_once_unless_there_was_no_verdict(server: Any) -> None:
-    judge._ask.cache_clear()
+    services._ask.cache_clear()
     first, again = judged(server, "say Score: 7"), judged(server, "say Score: 7")
     assert first == {"score": 0.7, "asked": 1.0, "prompt_tokens": 11.0, "completion_tokens": 3.0}
     assert again == {"score": 0.7, "asked": 0.0, "prompt_tokens": 0.0, "completion_tokens": 0.0}

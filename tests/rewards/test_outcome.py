@@ -25,7 +25,7 @@ from mrl.rewards.outcome import (
     sum_of,
 )
 from mrl.rewards.sample import Sample
-from mrl.rewards.worker import RewardFunction, is_built_in, score_sample
+from mrl.rewards.worker import RewardFunction, score_sample
 from tests.rewards.conftest import make_sample
 
 
@@ -172,8 +172,6 @@ def test_options_are_handed_over() -> None:
     config = RewardFunctionConfig(name="own:function", options={"plus": 0.5})
     with_option = RewardFunction("a", config, made.function)
     assert score_sample([with_option], make_sample().to_json(), 1 << 28)["scores"][0]["value"] == 2.5
-    assert is_built_in("gsm8k")
-    assert not is_built_in(made.config.name)
 
 
 def test_the_end_of_a_process_in_words() -> None:

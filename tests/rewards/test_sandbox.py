@@ -19,7 +19,7 @@ import pytest
 from mrl.config.reward import RewardFunctionConfig
 from mrl.errors import RewardError, SetupError
 from mrl.rewards import confinement, contained, sandbox
-from mrl.rewards.functions.code import score, warm_up
+from mrl.rewards.functions.programs import code, warm_up
 from mrl.rewards.outcome import Score
 from mrl.rewards.sandbox import ContainedProgram, Limits, ProgramEnded
 from tests.rewards import programs
@@ -50,7 +50,7 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
 )
 def test_programs(kind: str, case: Case, outside: Outside) -> None:
     limits = LIMITS if kind in ("endless", "hungry") else {}
-    assert score(case.sample(7, outside), limits=limits)["score"] == case.score
+    assert code(case.sample(7, outside), limits=limits)["score"] == case.score
     assert not list(outside.changes())
 
 
@@ -75,7 +75,7 @@ def test_a_verdict_cannot_be_forged(name: str, outside: Outside) -> None:
     truth = "def check(f):\n    assert f(1) == 42\n    assert 43 == f(2)\n"
     sample = Case(name, FORGERIES[name]).sample(0, outside)
     sample = dataclasses.replace(sample, ground_truth=truth, extra_info={"entry_point": "f"})
-    assert score(sample)["passed"] == 0
+    assert code(sample)["passed"] == 0
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_verdict_cannot_be_forged(name: str, outside: Outside) -> None:
 def test_nor_easily_where_the_assert_runs_beside_the_program(program: str, outside: Outside) -> None:
     sample = Case("", program).sample(0, outside)
     sample = dataclasses.replace(sample, ground_truth=["assert f(1) > 41", "assert f(2) > 41"])
-    assert score(sample)["passed"] == 0
+    assert code(sample)["passed"] == 0
 
 
 def ended_by(program: str) -> str:

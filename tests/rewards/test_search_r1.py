@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mrl.errors import RewardError
-from mrl.rewards.functions import exact_match, search_r1
+from mrl.rewards.functions.text import exact_match, search_r1
 from mrl.rewards.sample import Sample
 
 PROMPT = "For example, <answer> Beijing </answer>. <answer> and </answer>. Question: What is the capital of China?\n"
@@ -52,22 +52,22 @@ def sample(*turns: str, truth: Any = None) -> Sample:
     ],
 )
 def test_scores_by_answer_and_form(turns: tuple[str, ...], value: float, valid: float) -> None:
-    found = search_r1.score(sample(*turns))
+    found = search_r1(sample(*turns))
     assert (found["score"], found["valid"]) == (pytest.approx(value), valid)
 
 
 def test_weights_and_what_was_found() -> None:
     weights = {"structure": 0.3, "final": 0.05, "retrieval": 0.1}
-    assert search_r1.score(sample(LOOK, FOUND, WRONG), **weights)["score"] == pytest.approx(0.4)
-    assert search_r1.score(sample(LOOK, "\n\n<information></information>\n\n", WRONG), **weights)["score"] == 0.3
-    assert search_r1.score(sample(LOOK, FOUND, RIGHT), **weights)["score"] == 1
-    assert search_r1.score(sample("<answer>Beijing</answer>"), **weights)["score"] == pytest.approx(0.7)
-    assert search_r1.score(sample("<answer>Rome</answer>"), **weights)["score"] == 0.05
+    assert search_r1(sample(LOOK, FOUND, WRONG), **weights)["score"] == pytest.approx(0.4)
+    assert search_r1(sample(LOOK, "\n\n<information></information>\n\n", WRONG), **weights)["score"] == 0.3
+    assert search_r1(sample(LOOK, FOUND, RIGHT), **weights)["score"] == 1
+    assert search_r1(sample("<answer>Beijing</answer>"), **weights)["score"] == pytest.approx(0.7)
+    assert search_r1(sample("<answer>Rome</answer>"), **weights)["score"] == 0.05
 
 
 def test_to_write_an_accepted_answer_is_not_to_find_it() -> None:
     pasted = "<think>Beijing or Peking?</think><search>Beijing Peking</search>"
-    found = search_r1.score(sample(pasted, "\n\n<information></information>\n\n", WRONG), retrieval=0.5)
+    found = search_r1(sample(pasted, "\n\n<information></information>\n\n", WRONG), retrieval=0.5)
     assert (found["score"], found["retrieved"]) == (0.2, 0)
 
 
@@ -84,15 +84,15 @@ def test_to_write_an_accepted_answer_is_not_to_find_it() -> None:
     ],
 )
 def test_exact_match_takes_the_targets_of_search_r1(answer: str, truth: Any, right: float) -> None:
-    assert exact_match.score(sample(f"<answer>{answer}</answer>", truth=truth), tag="answer")["score"] == right
-    assert search_r1.score(sample(f"<answer>{answer}</answer>", truth=truth))["exact"] == right
+    assert exact_match(sample(f"<answer>{answer}</answer>", truth=truth), tag="answer")["score"] == right
+    assert search_r1(sample(f"<answer>{answer}</answer>", truth=truth))["exact"] == right
 
 
 def test_exact_match_reads_no_answer_out_of_prompt_or_documents() -> None:
-    assert exact_match.score(sample(LOOK, FOUND, ""), tag="answer")["score"] == 0
+    assert exact_match(sample(LOOK, FOUND, ""), tag="answer")["score"] == 0
 
 
 @pytest.mark.parametrize("truth", [{"target": []}, {"targets": ["a"]}, {"target": {"a": 1}}])
 def test_a_ground_truth_that_is_none_is_an_error(truth: Any) -> None:
     with pytest.raises(RewardError, match="neither a text nor a list of texts"):
-        exact_match.score(sample("a", truth=truth), tag="answer")
+        exact_match(sample("a", truth=truth), tag="answer")

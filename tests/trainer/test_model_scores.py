@@ -16,8 +16,8 @@ from mrl.config.agent import AgentConfig, EnvironmentConfig
 from mrl.config.reward import ModelScoreConfig
 from mrl.config.schema import DataConfig
 from mrl.data.chat import load_tokenizer
-from mrl.data.response_text import ResponseEncoder
-from mrl.data.toy_tokenizer import save_toy_tokenizer
+from mrl.data.conversation import ResponseEncoder
+from mrl.demo.model import save_toy_tokenizer
 from mrl.errors import DataError, ModelError, RewardError
 from mrl.protocol import DataProto
 from mrl.trainer.generation import ScoredBatch

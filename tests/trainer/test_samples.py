@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from mrl.data.sample_files import write_samples
+from mrl.data.row_files import write_samples
 from mrl.observe.console import SamplePreview
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows

@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.cli.main import main
-from mrl.data.toy_tokenizer import save_toy_tokenizer
-from mrl.demo.model import make_model
+from mrl.demo.model import make_model, save_toy_tokenizer
 from mrl.errors import EXIT_STOPPED
 from mrl.observe.metrics import read_metrics
 from tests.models.tiny_models import tiny_config

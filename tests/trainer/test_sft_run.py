@@ -30,7 +30,7 @@ from mrl.config.sft import SftBatchConfig, SftConfig, SftTrainingConfig, SftVali
 from mrl.config.values import ConfigLayer, Secrets
 from mrl.data.chat import load_tokenizer
 from mrl.data.packing import PackingRules, RowCost
-from mrl.data.toy_tokenizer import save_toy_tokenizer
+from mrl.demo.model import save_toy_tokenizer
 from mrl.errors import DataError
 from mrl.events import Warned, read_events
 from mrl.observe.metrics import read_metrics

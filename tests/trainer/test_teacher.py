@@ -16,7 +16,7 @@ from mrl.config.algorithm import AlgorithmConfig, DistillationConfig
 from mrl.config.load import load_config
 from mrl.config.schema import Config, ModelConfig, TeacherConfig
 from mrl.data.chat import load_tokenizer
-from mrl.data.toy_tokenizer import save_toy_tokenizer
+from mrl.demo.model import save_toy_tokenizer
 from mrl.errors import DataError, ModelError
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows

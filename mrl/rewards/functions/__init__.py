@@ -1,4 +1,5 @@
-"""The built-in reward functions: one file each, with one function `score` whose docstring is its rule.
+"""The built-in reward functions, by what they judge; `mrl.config.reward.BUILT_IN` says where each is.
 
-Sample in, number out, or numbers by name, and the `answer` that was judged, as text. They run in worker processes only.
+Sample in, number out, or numbers by name, and the `answer` that was judged, as text. The docstring of a function is its
+rule. They run in worker processes only.
 """

@@ -11,7 +11,7 @@ from mrl.errors import RewardError, did_you_mean
 from mrl.rewards.sample import Sample
 
 
-def score(sample: Sample, share: bool = False) -> dict[str, float]:
+def ifeval(sample: Sample, share: bool = False) -> dict[str, float]:
     """1 where the response follows every instruction, else 0; with `share`, the share of those that it follows.
 
     `extra_info` has `instruction_id_list` and `kwargs`, one dictionary for each, as the published rows. The checks are
@@ -81,15 +81,6 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _two_responses(text: str) -> bool:
-    parts = _parts(text, "******")
-    return len(parts) == 2 and parts[0] != parts[1]
-
-
-def _ends_with(text: str, phrase: str) -> bool:
-    return text.strip().strip('"').lower().endswith(phrase.strip().lower())
-
-
 _HIGHLIGHT = r"\*\*[^\n*]*[^\s*][^\n*]*\*\*|\*[^\n*]*[^\s*][^\n*]*\*"
 _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _SENTENCE = r"[^.!?]*\w[^.!?]*(?:[.!?]+(?=\s|$|[\"')])|$)"
@@ -103,7 +94,7 @@ _CHECKS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "combination:repeat_prompt": lambda text, given: (
         text.strip().lower().startswith(given["prompt_to_repeat"].strip().lower())
     ),
-    "combination:two_responses": lambda text, given: _two_responses(text),
+    "combination:two_responses": lambda text, given: len(parts := _parts(text, "******")) == 2 and parts[0] != parts[1],
     "detectable_content:number_placeholders": lambda text, given: (
         len(re.findall(r"\[[^\]\n]*\]", text)) >= given["num_placeholders"]
     ),
@@ -139,7 +130,9 @@ _CHECKS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
         len(_words(text)), given["relation"], given["num_words"]
     ),
     "punctuation:no_comma": lambda text, given: "," not in text,
-    "startend:end_checker": lambda text, given: _ends_with(text, given["end_phrase"]),
+    "startend:end_checker": lambda text, given: (
+        text.strip().strip('"').lower().endswith(given["end_phrase"].strip().lower())
+    ),
     "startend:quotation": lambda text, given: re.fullmatch(r'\s*".*"\s*', text, re.DOTALL) is not None,
 }
 """What each instruction asks of a text; `language:response_language` has none, for it needs a model of languages."""

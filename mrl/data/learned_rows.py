@@ -1,0 +1,128 @@
+"""Rows that a model is to learn from: conversations with their answer, and responses of which one was preferred.
+
+`mrl sft` reads an answer, or a conversation that ends with one. `mrl rm` and `mrl dpo` read the preferred response and
+the others: texts that follow the prompt of columns.prompt, or whole conversations, whose messages up to the last are
+the prompt that they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mrl.config.schema import ColumnsConfig
+from mrl.config.sft import SftBatchConfig
+from mrl.data.rows import Cells, Message, PromptRow, describe, read_prompt
+from mrl.errors import BadRow, DataError
+
+_PROMPT, _ANSWER = "prompt", "answer"
+_LARGEST = 3.4028234663852886e38  # float32's, in which labels are learned from
+
+
+def read_answered(
+    batch: SftBatchConfig, columns: ColumnsConfig, source_name: str, raw: object, where: str
+) -> PromptRow:
+    """Return a prompt with what the model is to say to it: the ground truth, and with `loss_on: all` what it said
+    before."""
+    read = read_prompt if batch.messages is None else read_conversation
+    row = read(columns, source_name, raw, where)
+    if row.ground_truth is None:
+        raise DataError("there is nothing to learn", where=where, fix="columns.ground_truth, or batch.messages")
+    if not isinstance(row.ground_truth, str):
+        what = "the ground truth is a list of accepted answers: which one is to be learned?"
+        raise BadRow(what, where=where, fix="name a column of text in columns.ground_truth")
+    messages = (*row.messages, _said(row.ground_truth))
+    first = len(row.messages)
+    if batch.loss_on == "all":
+        roles = [message["role"] for message in messages]
+        first = roles.index("assistant", roles.index("user"))
+    return replace(row, messages=messages[:first], said=messages[first:])
+
+
+def read_conversation(columns: ColumnsConfig, source_name: str, raw: object, where: str) -> PromptRow:
+    """Return a row whose chat messages, those of columns.prompt, end with the answer: its ground truth."""
+    row = raw if isinstance(raw, Mapping) else {}
+    messages = row.get(columns.prompt)
+    if not isinstance(messages, list) or not messages or not isinstance(messages[-1], Mapping):
+        raise BadRow(f"column `{columns.prompt}` must be a list of messages", where=where)
+    if (role := messages[-1].get("role")) != "assistant":
+        what = f"column `{columns.prompt}` must end with a message of the assistant, not of {role}"
+        raise BadRow(what, where=where)
+    parts = {_PROMPT: messages[:-1], _ANSWER: messages[-1].get("content")}
+    return read_prompt(replace(columns, prompt=_PROMPT, ground_truth=_ANSWER), source_name, {**row, **parts}, where)
+
+
+def read_ranked(columns: ColumnsConfig, source_name: str, raw: object, where: str) -> PromptRow:
+    """Return a prompt with its responses, the best first."""
+    cells = Cells(raw, where)
+    found = {columns.chosen: cells.at(columns.chosen, "chosen")}
+    if columns.rejected is not None:
+        found |= _others(cells.at(columns.rejected, "rejected"), columns.rejected)
+    if empty := [column for column, value in found.items() if value == []]:
+        raise cells.bad(empty[0], "is an empty list: there is no response")
+    if any(isinstance(value, list) for value in found.values()):
+        messages, said = _conversations(cells, found, columns.prompt)
+    else:
+        messages = cells.messages(columns.prompt)
+        said = [_said(cells.text_of(value, column, "chosen")) for column, value in found.items()]
+    if len({message["content"] for message in said}) < len(said):
+        raise BadRow("two responses are the same text: neither was preferred to the other", where=where)
+    return PromptRow(
+        messages=messages,
+        ground_truth=None,
+        extra_info={},
+        said=tuple(said),
+        is_ranked=True,
+        labels=_labels(cells, columns.label, len(said)) if columns.label else (),
+        **cells.names(columns, source_name),
+    )
+
+
+def _said(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def _others(value: Any, column: str) -> dict[str, Any]:
+    """Return the responses that were not preferred, by where they stand: one, or a list of them."""
+    if not isinstance(value, list) or not value or any(isinstance(each, Mapping) for each in value):
+        return {column: value}
+    return {f"{column}[{number}]": each for number, each in enumerate(value)}
+
+
+def _conversations(cells: Cells, found: Mapping[str, Any], prompt: str) -> tuple[tuple[Message, ...], list[Message]]:
+    """Return the messages that all conversations begin with, and the last of each."""
+    conversations: dict[str, list[Message]] = {}
+    for column, value in found.items():
+        if isinstance(value, list) and isinstance(value[0], str):
+            fix = "one text; a list of others may stand in columns.rejected"
+            raise cells.bad(column, "must be text or a list of messages, not a list of texts", fix)
+        if not isinstance(value, list):
+            raise cells.bad(column, f"must be a list of messages as the others are, not {describe(value)}")
+        messages = [cells.message(each, f"{column}[{number}]") for number, each in enumerate(value)]
+        if messages[-1]["role"] != "assistant":
+            raise cells.bad(column, f"must end with a message of the assistant, not of {messages[-1]['role']}")
+        conversations[column] = messages
+    first, *others = conversations
+    for column in others:
+        if conversations[column][:-1] != conversations[first][:-1]:
+            what = f"differs from `{first}` before its last message: the two answer different prompts"
+            raise cells.bad(column, what, "a pair shares its prompt, message by message")
+    shared = tuple(conversations[first][:-1])
+    answered = cells.prompt(shared, f"{first}[:-1]") if shared else cells.messages(prompt)
+    return answered, [messages[-1] for messages in conversations.values()]
+
+
+def _labels(cells: Cells, column: str, num_responses: int) -> tuple[float, ...]:
+    """Return a number for each response. One alone is that of the preferred response, and the others have 0."""
+    value = cells.at(column, "label")
+    numbers = value if isinstance(value, list) else [value, *[0.0] * (num_responses - 1)]
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise cells.bad(column, f"must be a number, not {describe(number)}")
+        if not abs(number) <= _LARGEST:
+            shown = str(number) if len(str(number)) < 32 else f"one of {len(str(number))} digits"
+            raise cells.bad(column, f"must be a finite number, at most 3.4e38, not {shown}")
+    if len(numbers) != num_responses:
+        raise cells.bad(column, f"has {len(numbers)} numbers for {num_responses} responses")
+    return tuple(map(float, numbers))
