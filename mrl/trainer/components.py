@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,8 @@ from typing import Any
 
 from mrl.algos.kl import AdaptiveKLController, FixedKLController, KLController
 from mrl.config.arithmetic import role_mesh
+from mrl.config.judge import JUDGE, KEY_VARIABLE, URLS_VARIABLE, JudgeConfig
+from mrl.config.mesh import Mesh
 from mrl.config.model_names import in_directories
 from mrl.config.reward import RewardConfig
 from mrl.config.schema import Config
@@ -20,6 +23,7 @@ from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext
 from mrl.data.chat import load_tokenizer
 from mrl.data.prompt_loader import PromptLoader
 from mrl.data.rlhf_dataset import open_dataset
+from mrl.errors import RewardError, WorkerDied
 from mrl.events import EventLog, ModelLoaded, Warned
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
@@ -28,10 +32,9 @@ from mrl.registry import load_attribute
 from mrl.rewards.manager import RewardManager
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.trainer.agents import has_stops, open_dialogs
+from mrl.trainer.audit import EngineProbe
 from mrl.trainer.collector import Collector
-from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator
-from mrl.trainer.judge import judge_served
 from mrl.trainer.model_scores import ModelScores, check_reward_models, scoring_models
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.reward_sources import check_reward_sources
@@ -251,3 +254,31 @@ def _kl_controller(config: Config) -> KLController:
         if kl.target is None
         else AdaptiveKLController(kl.coef, kl.target, kl.horizon_samples)
     )
+
+
+@contextmanager
+def judge_served(judge: JudgeConfig, device: str, context: RunContext) -> Iterator[dict[str, str]]:
+    """Start a server for each engine; yield what reward workers must have in their environment to ask them.
+
+    Where too few samples have a reward and a server has ended meanwhile, that is the reason, and a loss.
+    """
+    deadlines, slots = context.deadlines, context.resources.device_slots(JUDGE)
+    addresses = [context.resources.node(device.node_id).network.address for device in slots.devices]
+    worker = RayClassWithInitArgs(
+        "mrl.rollout.judge_server:JudgeServer", judge, deadlines.engine_start_s or deadlines.call_s
+    )
+    group = RayWorkerGroup(JUDGE, worker, Mesh(len(addresses)), context)
+    try:
+        gpus = group.visible_gpus() if device == "gpu" else []
+        key = secrets.token_urlsafe(32)
+        urls = [url for url in group.serve(addresses, gpus, key) if url]
+        yield {URLS_VARIABLE: " ".join(urls), KEY_VARIABLE: key}
+    except RewardError as error:
+        ended = {rank: how for rank, how in enumerate(group.ends()) if how}
+        if not ended:
+            raise
+        said = "\n".join(f"the judge's server of rank {rank} has ended {how}" for rank, how in ended.items())
+        fix = "mend what ended it; training.max_restarts has a run go on by itself"
+        raise WorkerDied(f"{said}\n{error.what}", fix=fix, role=JUDGE, ranks=list(ended)) from error
+    finally:
+        group.shutdown()

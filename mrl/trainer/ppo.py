@@ -22,18 +22,14 @@ from mrl.controller.transport import fetch, store
 from mrl.data.sample_files import write_samples
 from mrl.protocol import DataProto
 from mrl.trainer import step_metrics
-from mrl.trainer.audit import check_invariants
+from mrl.trainer.audit import Answers, ReplayedRun, check_invariants, staleness_metrics, with_staleness
 from mrl.trainer.components import Components, build_components
-from mrl.trainer.drawn_file import drawn_from_bytes, drawn_to_bytes
-from mrl.trainer.engine_probe import Answers
-from mrl.trainer.own_metrics import OwnMetrics
-from mrl.trainer.replayed import ReplayedRun
 from mrl.trainer.role_client import Metrics, mean_of
 from mrl.trainer.run import Run
-from mrl.trainer.samples import preview, sample_columns, tensor_columns
+from mrl.trainer.sample_stream import drawn_from_bytes, drawn_to_bytes
 from mrl.trainer.segments import trained_rows
-from mrl.trainer.staleness import staleness_metrics, with_staleness
 from mrl.trainer.start_progress import show_start_progress
+from mrl.trainer.step_metrics import OwnMetrics, preview, sample_columns, tensor_columns
 from mrl.trainer.teacher import distillation_share, validated_kl
 from mrl.workers.messages import WholeBatch
 

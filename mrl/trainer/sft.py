@@ -29,12 +29,11 @@ from mrl.events import EventLog
 from mrl.observe.console import printable
 from mrl.protocol import DataProto
 from mrl.trainer.nodes import placed_run
-from mrl.trainer.pair_figures import warnings_of
 from mrl.trainer.reference import ReferenceLogProbs, Score, compute_reference, num_groups
 from mrl.trainer.role_client import Metrics, RoleClient, SupervisedClient
 from mrl.trainer.run import Run
 from mrl.trainer.sft_samples import AnswerSampler
-from mrl.trainer.supervised_tasks import supervised_setup, task_of
+from mrl.trainer.supervised_tasks import supervised_setup, task_of, warnings_of
 
 MODEL, ROLE = "model", "actor"
 _NUM_AVERAGED = 10

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from mrl.config.hardware import device_flops_per_s
 from mrl.config.schema import ClusterConfig
+from mrl.observe.console import SamplePreview
 from mrl.protocol import DataProto
+from mrl.protocol.columns import Jagged
+from mrl.registry import load_attribute
 from mrl.trainer.role_client import RoleClient
 
 
@@ -87,4 +93,71 @@ def summary_metrics(name: str, values: npt.NDArray[np.generic]) -> dict[str, flo
         f"{name}/mean": float(values.mean()),
         f"{name}/max": float(values.max()),
         f"{name}/min": float(values.min()),
+    }
+
+
+Warn = Callable[[str, str], None]
+
+
+class OwnMetrics:
+    """The functions that `training.metrics` names."""
+
+    def __init__(self, names: Sequence[str], warn: Warn) -> None:
+        self._functions = {name: load_attribute(name) for name in names}
+        self._warn = warn
+        self._reported: set[str] = set()
+
+    def of(self, batch: DataProto) -> dict[str, float]:
+        """Return the figures of a step's batch, as the driver knows it: texts, scores, lengths, uids, sources."""
+        figures: dict[str, float] = {}
+        for name, function in self._functions.items():
+            try:
+                figures |= {f"own/{key}": float(value) for key, value in function(batch).items()}
+            except Exception as error:
+                self._report(name, f"{type(error).__name__}: {error}")
+        return figures
+
+    def _report(self, name: str, what: str) -> None:
+        if name not in self._reported:
+            self._reported.add(name)
+            self._warn("training.metrics", f"{name} failed, and its figures are missing: {what:.500}")
+
+
+def preview(batch: DataProto) -> SamplePreview:
+    """Return the first sample as the terminal shows it."""
+    return SamplePreview(batch["prompt_text"][0], batch["response_text"][0], float(batch["scores"][0]))
+
+
+def tensor_columns(batch: DataProto) -> dict[str, Any]:
+    """Return every column of numbers, a list per row, with the id of the row."""
+    columns: dict[str, Any] = {"row_id": batch.row_ids.tolist()}
+    for name, column in batch.columns().items():
+        if isinstance(column, Jagged):
+            columns[name] = [row.tolist() for row in column.rows()]
+        elif isinstance(column, torch.Tensor):
+            columns[name] = column.tolist()
+    return columns
+
+
+def _as_text(truth: Any) -> str | None:
+    """Return a ground truth as a column of one type holds it: what is no text, as JSON."""
+    return truth if truth is None or isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
+
+
+def sample_columns(batch: DataProto) -> dict[str, Any]:
+    """Return what a file of samples says of each; of conversations, also what was said by turns and how they ended."""
+    columns = batch.columns()
+    return {
+        "uid": batch["uid"],
+        "data_source": batch["data_source"],
+        "prompt": batch["prompt_text"],
+        "response": batch["response_text"],
+        "answer": batch["answer"],
+        "ground_truth": [_as_text(truth) for truth in batch["ground_truth"]],
+        "score": batch["scores"].tolist(),
+        "num_tokens": written_lengths(batch).tolist(),
+        "truncated": batch["truncated"].tolist(),
+        **{name: batch[name].tolist() for name in columns if name.startswith("reward_model")},
+        **{name: batch[name] for name in ("turns", "ended") if name in columns},
+        **({"segments": [1 + len(more) for more in batch["other_segments"]]} if "other_segments" in columns else {}),
     }

@@ -16,9 +16,8 @@ from mrl.protocol.columns import from_rows
 from mrl.rewards.outcome import Score
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer.generation import Generator, ScoredBatch
-from mrl.trainer.samples import sample_columns
 from mrl.trainer.segments import trained_rows
-from mrl.trainer.step_metrics import batch_metrics, written_lengths
+from mrl.trainer.step_metrics import batch_metrics, sample_columns, written_lengths
 from tests.agents.scripted import Stage, call
 from tests.trainer.fakes import Rewards, make_config
 

@@ -16,8 +16,7 @@ from mrl.config.preference import DpoLossConfig
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.trainer import sft
-from mrl.trainer.pair_figures import PairFigures, calibration_error, warnings_of
-from mrl.trainer.supervised_tasks import measure_preferences
+from mrl.trainer.supervised_tasks import PairFigures, calibration_error, measure_preferences, warnings_of
 
 Group = tuple[str, list[tuple[float, int]]]
 """A source, and of each response, the best first, score and length."""

@@ -321,7 +321,7 @@ def test_a_run_wants_to_stop_when_its_time_is_up(begin: Begin, monkeypatch: pyte
     run, endless = begin(training={"time_limit_s": 60.0}), begin()
     assert not run.should_stop()
     now = SimpleNamespace(monotonic=lambda: run.stopping._began + 61)
-    monkeypatch.setattr("mrl.trainer.shutdown.time", now)
+    monkeypatch.setattr("mrl.trainer.run.time", now)
     assert run.should_stop()
     assert run.console.said == ["training.time_limit_s=60 is reached: saving and stopping"]  # type: ignore[attr-defined]
     assert not endless.should_stop()

@@ -20,9 +20,9 @@ from mrl.observe.metrics import read_metrics
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.rollout.gate import Gate
-from mrl.trainer.drawn_file import drawn_from_bytes, drawn_to_bytes
+from mrl.trainer.audit import staleness_metrics, with_staleness
 from mrl.trainer.generation import ScoredBatch
-from mrl.trainer.staleness import staleness_metrics, with_staleness
+from mrl.trainer.sample_stream import drawn_from_bytes, drawn_to_bytes
 from tests.trainer.fakes import Scene, make_config, scene
 
 APART = PlacementConfig(pools={"all": 4, "engines": 1}, roles={"actor": "all", "rollout": "engines"})
