@@ -15,10 +15,9 @@ from mrl.controller import RayWorkerGroup
 from mrl.errors import MrlError, RolloutError, WorkerError, WorkerRaised
 from mrl.events import EventLog, ReplicaLost, ReplicaServes
 from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, check_request
-from mrl.rollout.pace import Pace
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling, wrong_answer
 from mrl.rollout.schedule import FleetSchedule
-from mrl.rollout.scheduler import MAX_IN_FLIGHT, RequestScheduler
+from mrl.rollout.scheduler import MAX_IN_FLIGHT, Pace, RequestScheduler
 
 WAIT_S = 0.5
 """How long a replica waits for something to be finished before it answers that nothing was."""

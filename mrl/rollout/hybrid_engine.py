@@ -19,16 +19,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from mrl.config.arithmetic import has_own_rollout_pool, longest_sample_tokens, num_engines, rollout_devices
+from mrl.config.arithmetic import (
+    has_own_rollout_pool,
+    longest_sample_tokens,
+    num_engines,
+    role_devices,
+    rollout_devices,
+)
+from mrl.config.judge import JUDGE
 from mrl.config.mesh import Mesh
-from mrl.config.schema import Config, DeadlinesConfig
+from mrl.config.schema import Config, DeadlinesConfig, PlacementConfig
 from mrl.controller import DeviceSlots, RayClassWithInitArgs, RayWorkerGroup, RunContext
 from mrl.errors import RolloutError
 from mrl.models.families import read_spec
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
-from mrl.rollout.device_memory import device_full
-from mrl.rollout.engine import EngineSettings, Part
+from mrl.rollout.engine import EngineSettings, Part, device_full
 from mrl.rollout.fleet import FollowUps, RolloutFleet
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.rollout.schedule import REPLICA
@@ -302,3 +308,32 @@ def start_weight_receivers(config: Config, context: RunContext) -> RayWorkerGrou
         context,
         context.resources.device_slots("rollout"),
     )
+
+
+def engines_alone(config: Config) -> Config:
+    """Return a configuration with as many engines, and no other roles but the judge and reward models.
+
+    These keep their pools, and may share that of the engines, which have ended when they start.
+    """
+    where = config.placement.roles["rollout" if has_own_rollout_pool(config) else "actor"]
+    pools, roles = {where: num_engines(config) * config.rollout.tp}, {"actor": "nobody", "rollout": where}
+    for role in config.scoring_models():
+        pool = roles[role] = config.placement.roles[role]
+        pools[pool] = config.placement.pools[pool]
+    if config.judge is not None:
+        pools[JUDGE], roles[JUDGE] = role_devices(config, JUDGE), JUDGE
+    placement = PlacementConfig(pools=pools, roles=roles)
+    return replace(config, placement=placement, critic=None, teacher=None)
+
+
+class FileEngine(HybridEngine):
+    """The engines of a configuration of `engines_alone`."""
+
+    def __init__(self, config: Config, context: RunContext, *, reads_text: bool = False) -> None:
+        super().__init__(config, {}, context, reads_text=reads_text)
+
+    def _settings(self, index: int) -> EngineSettings:
+        return replace(super()._settings(index), loads_files=True)
+
+    def _send_weights(self, replicas: Sequence[int], version: int) -> None:
+        """Nothing: each has loaded them."""

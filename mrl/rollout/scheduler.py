@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from mrl.errors import RolloutError
+from mrl.events import EventLog, Warned
 from mrl.rollout.requests import Generated, GenerationRequest
 
 MAX_IN_FLIGHT = 1024
@@ -146,3 +148,55 @@ class RequestScheduler:
         self._waiting[replica].clear()
         self._waiting[None].extendleft(reversed(lost + waited))
         return lost
+
+
+@dataclass
+class Gate:
+    """Which batches may begin: a rule of counts alone."""
+
+    ahead: int
+    num_steps: int
+    """Of the whole run: no batch is begun that is not trained."""
+    trained: int = 0
+    """Steps whose weights the engines have."""
+    begun: int = 0
+
+    def open(self) -> Iterator[int]:
+        """Begin the batches that may, one after another; yield their numbers."""
+        while self.begun < min(self.trained + 1 + self.ahead, self.num_steps):
+            self.begun += 1
+            yield self.begun
+
+
+_TIMES, _ROLLOUTS = 3.0, 3
+"""How much slower, and for how many rollouts one after another: a single long sample may hold up anybody once."""
+_LEAST_S = 1.0
+"""Of work, below which a rate says nothing."""
+
+
+class Pace:
+    """Counts what each replica generates in the time in which it has work."""
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self._tokens: Counter[int] = Counter()
+        self._busy_s: dict[int, float] = defaultdict(float)
+        self._num_slow: Counter[int] = Counter()
+
+    def note(self, replica: int, num_tokens: int, seconds: float) -> None:
+        """Add what it finished in some seconds of work."""
+        self._tokens[replica] += num_tokens
+        self._busy_s[replica] += seconds
+
+    def rollout_ends(self) -> None:
+        """Compare the replicas, and warn of one that has been slow for long enough."""
+        rates = {each: self._tokens[each] / busy_s for each, busy_s in self._busy_s.items() if busy_s >= _LEAST_S}
+        for replica, rate in rates.items():
+            others = [other for each, other in rates.items() if each != replica]
+            usual = statistics.median(others) if others else 0.0
+            self._num_slow[replica] = self._num_slow[replica] + 1 if rate * _TIMES < usual else 0
+            if self._num_slow[replica] == _ROLLOUTS:
+                what = f"it generates {rate:.0f} tokens/s, the others {usual:.0f}, for {_ROLLOUTS} rollouts by now"
+                self._events.write(Warned(f"rollout-{replica}", f"{what}: what else runs on its node?"))
+        self._tokens.clear()
+        self._busy_s.clear()

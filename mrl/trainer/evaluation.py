@@ -14,7 +14,7 @@ from mrl.controller import RunContext
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.events import EventLog
-from mrl.rollout.file_engine import FileEngine, engines_alone
+from mrl.rollout.hybrid_engine import FileEngine, engines_alone
 from mrl.trainer.agents import has_stops, open_dialogs
 from mrl.trainer.components import check_model, judge_served, manager_class, model_setup, started_groups, with_models
 from mrl.trainer.generation import Generator

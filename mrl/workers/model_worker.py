@@ -23,7 +23,7 @@ from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
-from mrl.rollout.device_memory import RoleMemory
+from mrl.rollout.engine import RoleMemory
 from mrl.workers.messages import MicroBatchSizes, ModelFacts, ModelSetup, UpdateReport
 
 

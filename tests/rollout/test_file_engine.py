@@ -16,7 +16,7 @@ from mrl.config.schema import PlacementConfig, RewardModelConfig
 from mrl.controller import DeviceSlots, RunContext
 from mrl.events import EventLog
 from mrl.rollout import hybrid_engine
-from mrl.rollout.file_engine import FileEngine, engines_alone
+from mrl.rollout.hybrid_engine import FileEngine, engines_alone
 from mrl.rollout.requests import Sampling
 from mrl.rollout.vllm_engine import _arguments
 from tests.models.conftest import Tiny

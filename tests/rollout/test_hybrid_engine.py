@@ -21,8 +21,7 @@ from mrl.events import EventLog
 from mrl.models.families import read_spec
 from mrl.models.rollout_table import EngineSizes
 from mrl.rollout import hybrid_engine
-from mrl.rollout.device_memory import RoleMemory
-from mrl.rollout.engine import FreeMemory
+from mrl.rollout.engine import FreeMemory, RoleMemory
 from mrl.rollout.hybrid_engine import PARTS, HybridEngine
 from mrl.rollout.requests import GenerationRequest, Sampling
 from tests.models.conftest import Tiny

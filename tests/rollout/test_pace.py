@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from mrl.events import EventLog, Warned, read_events
-from mrl.rollout import pace
-from mrl.rollout.pace import Pace
 from mrl.rollout.requests import Generated, Sampling
+from mrl.rollout.scheduler import Pace
 from tests.rollout.stub_replicas import World, generate, request
 
 

@@ -19,7 +19,7 @@ from mrl.errors import AuditFailed, CheckpointError, RolloutError
 from mrl.observe.metrics import read_metrics
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
-from mrl.rollout.gate import Gate
+from mrl.rollout.scheduler import Gate
 from mrl.trainer.audit import staleness_metrics, with_staleness
 from mrl.trainer.generation import ScoredBatch
 from mrl.trainer.sample_stream import drawn_from_bytes, drawn_to_bytes
