@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.algorithm_cases import Function, Outputs, Packed
 from mrl.algos.aggregate import BatchTotals, LossNormalizer
-from mrl.algos.distillation import divergence
+from mrl.algos.kl import divergence
 from mrl.algos.objectives import Objective
 from mrl.algos.preference import Pairs, RankedTokens, RankingTotals, preference_objective, reward_objective
 from mrl.config.preference import DpoLossConfig, RewardLossConfig

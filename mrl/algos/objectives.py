@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from mrl.algos.aggregate import LossNormalizer
-from mrl.algos.distillation import distilled_advantages
-from mrl.algos.kl import token_kl
+from mrl.algos.kl import distilled_advantages, token_kl
 from mrl.algos.losses import POLICY_LOSSES, PolicyTokens, ValueTokens, value_loss
 from mrl.algos.rows import Rows, apply_mask
 from mrl.config.algorithm import DistillationConfig, KlConfig, LossConfig

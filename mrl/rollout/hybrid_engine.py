@@ -23,12 +23,10 @@ from mrl.config.arithmetic import (
     has_own_rollout_pool,
     longest_sample_tokens,
     num_engines,
-    role_devices,
     rollout_devices,
 )
-from mrl.config.judge import JUDGE
 from mrl.config.mesh import Mesh
-from mrl.config.schema import Config, DeadlinesConfig, PlacementConfig
+from mrl.config.schema import Config, DeadlinesConfig
 from mrl.controller import DeviceSlots, RayClassWithInitArgs, RayWorkerGroup, RunContext
 from mrl.errors import RolloutError
 from mrl.models.families import read_spec
@@ -65,10 +63,14 @@ class HybridEngine:
         context: RunContext,
         *,
         reads_text: bool = False,
+        loads_files: bool = False,
     ) -> None:
-        """Start the engines; with the tokenizer where requests may have texts that end them."""
+        """Start the engines; with the tokenizer where requests may have texts that end them.
+
+        Those that load the model's files serve what these hold: nobody trains, and no weights travel.
+        """
         self._config, self._context, self._groups = config, context, groups
-        self._reads_text = reads_text or bool(config.rollout.stop)
+        self._reads_text, self._loads_files = reads_text or bool(config.rollout.stop), loads_files
         self._receivers: RayWorkerGroup | None = None
         if has_own_rollout_pool(config):
             self._receivers = start_weight_receivers(config, context)
@@ -250,9 +252,10 @@ class HybridEngine:
             sockets=self._sockets,
             replica=REPLICA.format(index),
             tp=rollout.tp,
+            loads_files=self._loads_files,
             reads_text=self._reads_text,
             takes_weights_in_flight=self._cache is not None,
-            records=self._context.run_directory if self._cache else None,
+            records=self._context.run_directory if self._cache and not replay else None,
             replays=Path(replay) if replay else None,
             vllm={name: value for name, value in rollout.vllm.items() if name != "dtype"},
         )
@@ -269,6 +272,8 @@ class HybridEngine:
 
     def _send_weights(self, replicas: Sequence[int], version: int) -> None:
         """The trainer's half of a transfer. A replica that starts late finds the parameters away: they come back."""
+        if self._loads_files:
+            return
         began, tp = time.perf_counter(), self._config.rollout.tp
         if self._parameters_are_away:
             self._actor.onload("parameters")
@@ -303,37 +308,8 @@ def start_weight_receivers(config: Config, context: RunContext) -> RayWorkerGrou
     mesh = Mesh(rollout_devices(config))
     return RayWorkerGroup(
         RECEIVER,
-        RayClassWithInitArgs("mrl.workers.weight_receiver:WeightReceiver"),
+        RayClassWithInitArgs("mrl.rollout.replica:WeightReceiver"),
         mesh,
         context,
         context.resources.device_slots("rollout"),
     )
-
-
-def engines_alone(config: Config) -> Config:
-    """Return a configuration with as many engines, and no other roles but the judge and reward models.
-
-    These keep their pools, and may share that of the engines, which have ended when they start.
-    """
-    where = config.placement.roles["rollout" if has_own_rollout_pool(config) else "actor"]
-    pools, roles = {where: num_engines(config) * config.rollout.tp}, {"actor": "nobody", "rollout": where}
-    for role in config.scoring_models():
-        pool = roles[role] = config.placement.roles[role]
-        pools[pool] = config.placement.pools[pool]
-    if config.judge is not None:
-        pools[JUDGE], roles[JUDGE] = role_devices(config, JUDGE), JUDGE
-    placement = PlacementConfig(pools=pools, roles=roles)
-    return replace(config, placement=placement, critic=None, teacher=None)
-
-
-class FileEngine(HybridEngine):
-    """The engines of a configuration of `engines_alone`."""
-
-    def __init__(self, config: Config, context: RunContext, *, reads_text: bool = False) -> None:
-        super().__init__(config, {}, context, reads_text=reads_text)
-
-    def _settings(self, index: int) -> EngineSettings:
-        return replace(super()._settings(index), loads_files=True)
-
-    def _send_weights(self, replicas: Sequence[int], version: int) -> None:
-        """Nothing: each has loaded them."""

@@ -10,9 +10,14 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from mrl.controller import Dispatch, RankInfo, Worker, register
+import torch
+
+from mrl.config.arithmetic import make_mesh
+from mrl.config.schema import ParallelConfig
+from mrl.controller import Dispatch, RankInfo, Rendezvous, Worker, register
 from mrl.errors import RolloutError, WorkerSilent
 from mrl.hub import node_copy
+from mrl.models.families import read_spec
 from mrl.rollout.engine import (
     Cache,
     EngineSettings,
@@ -24,7 +29,9 @@ from mrl.rollout.engine import (
     need_version,
 )
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
-from mrl.rollout.schedule import CallKind, RecordedSchedule, Schedule, ScheduledCall, schedule_path
+from mrl.rollout.schedule import CallKind, Schedule, ScheduledCall, schedule_path
+from mrl.weight_sync.planner import ReshardPlanner
+from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
 
 T = TypeVar("T")
 _LOOK_S = 0.002
@@ -111,7 +118,9 @@ class RolloutReplica(Worker):
     def __init__(self, place: RankInfo, engine: str, settings: EngineSettings, step_deadline_s: float) -> None:
         super().__init__(place)
         settings = replace(settings, model=node_copy(str(settings.model)))
-        self._thread = EngineThread(partial(engine_class(engine), settings), step_deadline_s, _schedule(settings))
+        runs = (settings.records, settings.replays)
+        schedule = Schedule(*(run and schedule_path(run, settings.replica) for run in runs))
+        self._thread = EngineThread(partial(engine_class(engine), settings), step_deadline_s, schedule)
 
     @register(Dispatch.RANK_ZERO)
     def full_tensor_reason(self) -> str:
@@ -156,7 +165,31 @@ class RolloutReplica(Worker):
         return self._thread.call(lambda engine: engine.wake(part))
 
 
-def _schedule(settings: EngineSettings) -> Schedule:
-    if settings.replays:
-        return RecordedSchedule(schedule_path(settings.replays, settings.replica))
-    return Schedule(schedule_path(settings.records, settings.replica) if settings.records else None)
+class WeightReceiver(Worker):
+    """A rank that holds no weights: what it receives, it hands to the engine's worker on its device."""
+
+    def __init__(self, place: RankInfo) -> None:
+        super().__init__(place)
+        self._resharder: Resharder
+
+    @register(Dispatch.RANK_ZERO)
+    def rendezvous(self) -> Rendezvous:
+        """Address of the first receiver's socket, where the trainer's ranks and the receivers meet."""
+        return replace(self.place.rendezvous, listener=None)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def prepare_receiving(self, model: str, parallel: ParallelConfig, num_trainers: int, route: WeightSyncSpec) -> None:
+        """Plan what comes in; all trainer ranks prepare their sending meanwhile."""
+        on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", self.place.local_rank % torch.cuda.device_count()) if on_gpu else "cpu"
+        # The first receiver serves the store, from the socket that only it has.
+        route = replace(route, rendezvous=self.place.rendezvous)
+        transport = route.transport(num_trainers + self.rank, torch.device(device))
+        spec = read_spec(node_copy(model))
+        planner = ReshardPlanner(spec, parallel, make_mesh(parallel, num_trainers), route.layout)
+        self._resharder = Resharder(planner, transport, {}, route)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def send_weights(self, version: int, workers: list[int]) -> ReshardReport:
+        """Take this rank's part in bringing these workers to a version."""
+        return self._resharder.send(version, workers)

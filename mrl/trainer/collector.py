@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from mrl.algos.advantages import overlong_penalty
 from mrl.algos.groups import Outcomes, filter_groups
-from mrl.algos.token_rewards import overlong_penalty
 from mrl.config.schema import Config
 from mrl.data.prompt_loader import PromptLoader
 from mrl.errors import RewardError

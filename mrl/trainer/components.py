@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.algos.kl import AdaptiveKLController, FixedKLController, KLController
+from mrl.algos.kl import KLController
 from mrl.config.arithmetic import role_mesh
 from mrl.config.judge import JUDGE, KEY_VARIABLE, URLS_VARIABLE, JudgeConfig
 from mrl.config.mesh import Mesh
@@ -47,7 +47,7 @@ from mrl.workers.messages import ModelSetup
 _WORKERS = {
     "actor": "mrl.workers.actor:ActorRolloutRefWorker",
     "critic": "mrl.workers.critic:CriticWorker",
-    "reward_model": "mrl.workers.reward_model:RewardModelWorker",
+    "reward_model": "mrl.workers.teacher:RewardModelWorker",
     "teacher": "mrl.workers.teacher:TeacherWorker",
 }
 _CLIENTS = {
@@ -147,7 +147,7 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             prompts=prompts,
             stream=stream,
             validator=validator,
-            kl=_kl_controller(config),
+            kl=kl_controller(config),
             teacher=roles.get("teacher"),
         )
 
@@ -247,13 +247,9 @@ def with_models(config: Config, groups: Mapping[str, Future[RayWorkerGroup]], ev
     return {name: loaded[name] for name in groups}
 
 
-def _kl_controller(config: Config) -> KLController:
+def kl_controller(config: Config) -> KLController:
     kl = config.algorithm.kl
-    return (
-        FixedKLController(kl.coef)
-        if kl.target is None
-        else AdaptiveKLController(kl.coef, kl.target, kl.horizon_samples)
-    )
+    return KLController(kl.coef, kl.target, kl.horizon_samples)
 
 
 @contextmanager

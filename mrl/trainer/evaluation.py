@@ -7,20 +7,38 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from mrl.config.arithmetic import has_own_rollout_pool, num_engines, role_devices
+from mrl.config.judge import JUDGE
 from mrl.config.model_names import in_directories
-from mrl.config.schema import Config
+from mrl.config.schema import Config, PlacementConfig
 from mrl.config.validation import ValidationConfig
 from mrl.controller import RunContext
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.events import EventLog
-from mrl.rollout.hybrid_engine import FileEngine, engines_alone
+from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.trainer.agents import has_stops, open_dialogs
 from mrl.trainer.components import check_model, judge_served, manager_class, model_setup, started_groups, with_models
 from mrl.trainer.generation import Generator
 from mrl.trainer.model_scores import ModelScores, ScoringModel, check_reward_models, scoring_models
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.validation import Validator
+
+
+def engines_alone(config: Config) -> Config:
+    """Return a configuration with as many engines, and no other roles but the judge and reward models.
+
+    These keep their pools, and may share that of the engines, which have ended when they start.
+    """
+    where = config.placement.roles["rollout" if has_own_rollout_pool(config) else "actor"]
+    pools, roles = {where: num_engines(config) * config.rollout.tp}, {"actor": "nobody", "rollout": where}
+    for role in config.scoring_models():
+        pool = roles[role] = config.placement.roles[role]
+        pools[pool] = config.placement.pools[pool]
+    if config.judge is not None:
+        pools[JUDGE], roles[JUDGE] = role_devices(config, JUDGE), JUDGE
+    placement = PlacementConfig(pools=pools, roles=roles)
+    return replace(config, placement=placement, critic=None, teacher=None)
 
 
 def evaluate(
@@ -41,7 +59,7 @@ def evaluate(
             rewards = stack.enter_context(manager_class(reward)(reward, events, others_score=others_score))
         dialogs = open_dialogs(config, tokenizer, events.write, stack)
         context = stack.enter_context(placed_run(config, directory, events))
-        engines = FileEngine(config, context, reads_text=has_stops(config.agent))
+        engines = HybridEngine(config, {}, context, reads_text=has_stops(config.agent), loads_files=True)
         ending = stack.enter_context(ExitStack())
         ending.callback(engines.close)
         if config.judge is not None:

@@ -169,7 +169,7 @@ def task_of(config: SftConfig) -> SupervisedTask:
             return measure_preferences(client, rows, loss)
 
         return SupervisedTask("mrl.workers.ranked:DpoWorker", (loss,), "lm", "update_dpo", measure, "val/accuracy", 1.0)
-    return SupervisedTask("mrl.workers.sft:SftWorker", (), "lm", "update_sft", measure_loss, "val/loss", -1.0)
+    return SupervisedTask("mrl.workers.ranked:SftWorker", (), "lm", "update_sft", measure_loss, "val/loss", -1.0)
 
 
 def supervised_setup(config: SftConfig) -> ModelSetup:

@@ -8,11 +8,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mrl.algos.advantages import VARIANCE_FLOOR, AdvantageInputs, Advantages, estimate_advantages
+from mrl.algos.advantages import (
+    VARIANCE_FLOOR,
+    AdvantageInputs,
+    Advantages,
+    apply_kl_penalty,
+    estimate_advantages,
+    kl_penalized_scores,
+    scores_to_token_rewards,
+)
 from mrl.algos.groups import Outcomes
 from mrl.algos.kl import mean_row_kl, token_kl
 from mrl.algos.rows import Reduce, Rows, apply_mask
-from mrl.algos.token_rewards import apply_kl_penalty, kl_penalized_scores, scores_to_token_rewards
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.protocol import DataProto
 from mrl.workers.messages import WholeBatch

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 from torch import Tensor
 
 from mrl.config import step_calls
@@ -51,3 +54,16 @@ class TeacherWorker(ModelWorker):
         lengths = batch.lengths("responses")
         written = {name: jagged(x.cpu(), lengths) for name, x in columns.items() if x is not None}
         return DataProto.from_dict(written, row_ids=batch.row_ids)
+
+
+class RewardModelWorker(ModelWorker):
+    @register_call(step_calls.RM_SCORE)
+    def compute_rm_score(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Compute the score of each response, which is the head's output at its last token."""
+        whole = token_rows(batch, {})
+        rows = replace(whole, response_lengths=np.ones_like(whole.response_lengths), columns={}, before=False)
+        scores = self.forward(rows, sizes, ScoreRequest())
+        if scores is None:
+            return None
+        assert scores.values_T is not None, "a score head gives values"
+        return DataProto.from_dict({"rm_scores": scores.values_T.float().cpu()}, row_ids=batch.row_ids)

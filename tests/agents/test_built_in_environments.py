@@ -23,7 +23,7 @@ TASK = Task(messages=[{"role": "user", "content": "Who?"}])
 
 @pytest.fixture
 def retriever() -> Iterator[Retriever]:
-    server = Retriever("127.0.0.1", 0, [{"contents": TEXT}], Bm25([TEXT]), 3)
+    server = Retriever("127.0.0.1", 0, [{"contents": TEXT}], Bm25([TEXT]).find, 3)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server

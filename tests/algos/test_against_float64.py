@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from mrl.algos import advantages as adv
-from mrl.algos.advantages import AdvantageInputs, estimate_advantages, global_moments, whiten
+from mrl.algos.advantages import (
+    AdvantageInputs,
+    apply_kl_penalty,
+    estimate_advantages,
+    global_moments,
+    kl_penalized_scores,
+    overlong_penalty,
+    scores_to_token_rewards,
+    whiten,
+)
 from mrl.algos.aggregate import AGGREGATIONS, BatchTotals, LossNormalizer
 from mrl.algos.groups import PromptGroups, filter_groups
 from mrl.algos.kl import KL_ESTIMATORS, mean_row_kl, token_kl
@@ -24,7 +33,6 @@ from mrl.algos.rollout_correction import (
     correction_weights,
     mismatch_metrics,
 )
-from mrl.algos.token_rewards import apply_kl_penalty, kl_penalized_scores, overlong_penalty, scores_to_token_rewards
 from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 from tests.algos import oracles
 from tests.algos.cases import Case, all_cases

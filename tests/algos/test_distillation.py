@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl.algos.aggregate import BatchTotals, LossNormalizer
-from mrl.algos.distillation import distilled_advantages, divergence
-from mrl.algos.kl import token_kl
+from mrl.algos.kl import distilled_advantages, divergence, token_kl
 from mrl.algos.losses import PolicyTokens
 from mrl.algos.objectives import ActorColumns, actor_objective
 from mrl.algos.rows import Rows

@@ -16,13 +16,17 @@ from torch import Tensor
 from mrl.algos.advantages import (
     ADVANTAGES,
     AdvantageInputs,
+    apply_kl_penalty,
     estimate_advantages,
     global_moments,
+    kl_penalized_scores,
+    overlong_penalty,
+    scores_to_token_rewards,
     whiten,
 )
 from mrl.algos.aggregate import AGGREGATIONS, BatchTotals, LossNormalizer
 from mrl.algos.groups import Outcomes, PromptGroups, filter_groups
-from mrl.algos.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, mean_row_kl, token_kl
+from mrl.algos.kl import KL_ESTIMATORS, KLController, mean_row_kl, token_kl
 from mrl.algos.losses import POLICY_LOSSES, PolicyTokens, ValueTokens, value_loss
 from mrl.algos.objectives import ActorColumns, actor_objective, critic_objective
 from mrl.algos.rollout_correction import (
@@ -32,7 +36,6 @@ from mrl.algos.rollout_correction import (
     mismatch_metrics,
 )
 from mrl.algos.rows import Rows
-from mrl.algos.token_rewards import apply_kl_penalty, kl_penalized_scores, overlong_penalty, scores_to_token_rewards
 from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 from mrl.errors import BatchError, ConfigError, MrlError, NameUnknown, RewardError
 from tests.algos.cases import make_case, take_rows
@@ -424,18 +427,18 @@ def test_the_controller_is_fed_the_mean_over_written_tokens_of_rows_that_have_an
 
 
 def test_the_adaptive_coefficient_survives_a_resume() -> None:
-    straight, before = (AdaptiveKLController(0.2, 6.0, 1000) for _ in range(2))
+    straight, before = (KLController(0.2, 6.0, 1000) for _ in range(2))
     for kl in (9.0, 2.0, 12.0):
         straight.update(kl, 128)
     before.update(9.0, 128)
-    resumed = AdaptiveKLController(0.2, 6.0, 1000)
+    resumed = KLController(0.2, 6.0, 1000)
     resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
     for kl in (2.0, 12.0):
         resumed.update(kl, 128)
     assert resumed.coef == straight.coef != 0.2
-    fixed = FixedKLController(0.1)
+    fixed = KLController(0.1)
     fixed.update(100.0, 128)
-    fixed.load_state_dict(json.loads(json.dumps(FixedKLController(0.7).state_dict())))
+    fixed.load_state_dict(json.loads(json.dumps(KLController(0.7).state_dict())))
     assert fixed.coef == 0.1
     with pytest.raises(MrlError, match=r"'fixed'.*'adaptive'"):
         resumed.load_state_dict(fixed.state_dict())
@@ -444,7 +447,7 @@ def test_the_adaptive_coefficient_survives_a_resume() -> None:
 
 
 def test_the_adaptive_coefficient_moves_the_right_way_and_never_to_nan() -> None:
-    controller = AdaptiveKLController(1.0, target=1.0, horizon_rows=100)
+    controller = KLController(1.0, target=1.0, horizon_rows=100)
     controller.update(1.1, 10)
     assert controller.coef == pytest.approx(1.01)
     controller.update(0.0, 10)
@@ -452,7 +455,7 @@ def test_the_adaptive_coefficient_moves_the_right_way_and_never_to_nan() -> None
     with pytest.raises(MrlError, match="nan"):
         controller.update(math.nan, 10)
     with pytest.raises(ConfigError, match=r"2 problems(.|\n)*target(.|\n)*horizon_rows"):
-        AdaptiveKLController(1.0, target=0.0, horizon_rows=-1)
+        KLController(1.0, target=0.0, horizon_rows=-1)
 
 
 # ---- policy loss, rollout correction, masks

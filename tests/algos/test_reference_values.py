@@ -12,7 +12,7 @@ import torch
 from mrl.algos.advantages import AdvantageInputs, estimate_advantages, whiten
 from mrl.algos.aggregate import BatchTotals, LossNormalizer
 from mrl.algos.groups import Outcomes
-from mrl.algos.kl import AdaptiveKLController, token_kl
+from mrl.algos.kl import KLController, token_kl
 from mrl.algos.losses import PolicyTokens, ValueTokens
 from mrl.algos.objectives import actor_objective, critic_objective
 from mrl.algos.rows import Rows
@@ -58,7 +58,7 @@ def test_kl(name: str, expected: list[float]) -> None:
 
 @pytest.mark.parametrize(("kl", "expected"), [(9.0, 0.201024), (3.0, 0.1999948)])
 def test_adaptive_kl(kl: float, expected: float) -> None:
-    controller = AdaptiveKLController(0.2, target=6.0, horizon_rows=10_000)
+    controller = KLController(0.2, target=6.0, horizon_rows=10_000)
     controller.update(9.0, 256)
     if kl == 3.0:
         controller.update(3.0, 256)

@@ -45,7 +45,7 @@ from mrl.rewards.outcome import Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer.collector import Collector
-from mrl.trainer.components import Components, _kl_controller
+from mrl.trainer.components import Components, kl_controller
 from mrl.trainer.generation import Generator
 from mrl.trainer.model_scores import ModelScores, ScoreScale, ScoringModel
 from mrl.trainer.ppo import RayPPOTrainer
@@ -401,7 +401,7 @@ def scene(
         prompts,  # type: ignore[arg-type]
         open_stream(config, collector, hybrid, probe, run.clock),  # type: ignore[arg-type]
         Validations(journal, validations),  # type: ignore[arg-type]
-        _kl_controller(config),
+        kl_controller(config),
     )
 
     @contextmanager

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mrl.agents.conversation import Conversation
-from mrl.algos.kl import AdaptiveKLController
+from mrl.algos.kl import KLController
 from mrl.config.agent import AgentConfig, EnvironmentConfig
 from mrl.config.algorithm import DynamicSamplingConfig, KlConfig, OverlongConfig
 from mrl.config.reward import RewardFunctionConfig
@@ -158,7 +158,7 @@ def test_the_figures_of_a_step(tmp_path: Path) -> None:
 
 def test_the_kl_coefficient_is_steered_by_what_was_measured_on_all_samples(tmp_path: Path) -> None:
     with scene(with_everything(tmp_path), tmp_path) as found:
-        assert isinstance(found.components.kl, AdaptiveKLController)
+        assert isinstance(found.components.kl, KLController)
         found.components.critic.kl = 4.4e-5
         found.trainer.step()
         assert found.components.kl.coef == pytest.approx(0.1 * (1 + 0.1 * 4 / 100), rel=1e-9), (

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import mrl
-from mrl.algos.kl import FixedKLController
+from mrl.algos.kl import KLController
 from mrl.config.schema import Config
 from mrl.errors import CheckpointError, ConfigError, WorkerRaised
 from mrl.events import Event, PhaseEnd, RunStarted, Warned, read_events
@@ -82,7 +82,7 @@ def team_of(drawn: int = 0) -> Any:
     prompts.num_drawn = drawn
     nothing: Any = None
     role: Any = Role("actor", [])
-    models, kl = ModelScores([]), FixedKLController(0.1)
+    models, kl = ModelScores([]), KLController(0.1)
     return Components(role, None, models, nothing, nothing, prompts, nothing, nothing, kl)  # type: ignore[arg-type]
 
 

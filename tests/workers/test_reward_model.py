@@ -19,7 +19,7 @@ from mrl.protocol.columns import from_rows
 from mrl.verify.layout import make_random
 from mrl.verify.spawn import run_distributed
 from mrl.workers.messages import ModelSetup
-from mrl.workers.reward_model import RewardModelWorker
+from mrl.workers.teacher import RewardModelWorker
 
 LAYOUTS = [ParallelConfig(tp=2, pp=2, sequence_parallel=True), ParallelConfig(cp=2)]
 NUM_RANKS, VOCAB = 4, 100
