@@ -98,7 +98,7 @@ BROAD_EXCEPT_ALLOWED = {
     ("mrl/controller/worker_host.py", "WorkerHost.call_on_shard"),
     ("mrl/verify/spawn.py", "_rank_main"),
     ("mrl/observe/trackers.py", "TrackerThread._work"),
-    ("mrl/trainer/step_metrics.py", "OwnMetrics.of"),
+    ("mrl/trainer/step_metrics.py", "own_metrics"),
     ("mrl/observe/trackers.py", "TrackerThread._delivered"),
     ("mrl/observe/trackers.py", "TrackerThread._closed"),
     ("mrl/agents/worker.py", "Environments.answer"),

@@ -125,7 +125,8 @@ class KLController:
                 f"the checkpoint's KL controller is {state.get('kind')!r}, the configuration's is {self._kind!r}",
                 fix="resume with the kind that the run began with, or start a new run from the weights",
             )
-        self.coef = float(state.get("coef", self.coef))
+        if self.target is not None:
+            self.coef = float(state["coef"])
 
 
 def divergence(log_probs: Tensor, teacher_log_probs: Tensor, beta: float) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mrl.config import step_calls
 from mrl.config.schema import Config
 from mrl.controller.transport import fetch
 from mrl.data.chat import ChatTokenizer
@@ -20,7 +21,7 @@ from mrl.protocol.columns import Jagged, from_rows
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.rounding import round_up
-from mrl.trainer.role_client import ActorClient
+from mrl.trainer.role_client import RoleClient
 
 SAME_POLICY = {"float32": 1e-4, "bfloat16": 2e-2}
 """How far mean log-prob differences of one policy may be from 0: packing and kernels differ between passes."""
@@ -141,7 +142,7 @@ class EngineProbe:
     """Asks engines while they are awake, and compares once the actor has its devices again."""
 
     def __init__(
-        self, config: Config, hybrid: HybridEngine, actor: ActorClient, tokenizer: ChatTokenizer, events: EventLog
+        self, config: Config, hybrid: HybridEngine, actor: RoleClient, tokenizer: ChatTokenizer, events: EventLog
     ) -> None:
         self._config, self._hybrid, self._actor, self._events = config, hybrid, actor, events
         (prompt,) = tokenizer([TEXT], add_special_tokens=False)["input_ids"]
@@ -180,7 +181,7 @@ class EngineProbe:
 
     def _mean_differences(self, answers: Answers) -> dict[int, float]:
         batch = self._batch(list(answers.values()))
-        written, _ = self._actor.compute_log_prob(batch)
+        written, _ = self._actor.forward(step_calls.LOG_PROB, batch)
         found = batch.union(fetch(written, self._config.deadlines.call_s)).values("old_log_probs").float().cpu().numpy()
         rows = np.split(found, np.cumsum(batch.lengths("responses"))[:-1])
         return {

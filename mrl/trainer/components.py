@@ -33,14 +33,13 @@ from mrl.rewards.manager import RewardManager
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.trainer.agents import has_stops, open_dialogs
 from mrl.trainer.audit import EngineProbe
+from mrl.trainer.checks import check_reward_models, check_reward_sources, check_teacher
 from mrl.trainer.collector import Collector
 from mrl.trainer.generation import Generator
-from mrl.trainer.model_scores import ModelScores, check_reward_models, scoring_models
+from mrl.trainer.model_scores import ModelScores, scoring_models
 from mrl.trainer.nodes import placed_run
-from mrl.trainer.reward_sources import check_reward_sources
-from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, RoleClient, TeacherClient
+from mrl.trainer.role_client import RoleClient
 from mrl.trainer.sample_stream import SampleStream, open_stream
-from mrl.trainer.teacher import check_teacher
 from mrl.trainer.validation import Validator, check_best
 from mrl.workers.messages import ModelSetup
 
@@ -49,12 +48,6 @@ _WORKERS = {
     "critic": "mrl.workers.critic:CriticWorker",
     "reward_model": "mrl.workers.teacher:RewardModelWorker",
     "teacher": "mrl.workers.teacher:TeacherWorker",
-}
-_CLIENTS = {
-    "actor": ActorClient,
-    "critic": CriticClient,
-    "reward_model": RewardModelClient,
-    "teacher": TeacherClient,
 }
 
 
@@ -67,8 +60,8 @@ def kind_of(role: str) -> str:
 class Components:
     """What a step calls."""
 
-    actor: ActorClient
-    critic: CriticClient | None
+    actor: RoleClient
+    critic: RoleClient | None
     model_scores: ModelScores
     hybrid: HybridEngine
     engine_probe: EngineProbe
@@ -76,7 +69,7 @@ class Components:
     stream: SampleStream
     validator: Validator
     kl: KLController
-    teacher: TeacherClient | None = None
+    teacher: RoleClient | None = None
 
     @property
     def roles(self) -> dict[str, RoleClient]:
@@ -235,7 +228,7 @@ def with_models(config: Config, groups: Mapping[str, Future[RayWorkerGroup]], ev
         loaded: dict[str, RoleClient] = {}
         for name in names:
             group, began = groups[name].result(), time.monotonic()
-            loaded[name] = _CLIENTS[kind_of(name)](group, config.model_roles()[name])
+            loaded[name] = RoleClient(group, config.model_roles()[name])
             events.write(ModelLoaded(name, loaded[name].num_parameters, time.monotonic() - began))
         return loaded
 

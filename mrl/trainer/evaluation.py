@@ -18,9 +18,10 @@ from mrl.data.rlhf_dataset import open_dataset
 from mrl.events import EventLog
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.trainer.agents import has_stops, open_dialogs
+from mrl.trainer.checks import check_reward_models
 from mrl.trainer.components import check_model, judge_served, manager_class, model_setup, started_groups, with_models
 from mrl.trainer.generation import Generator
-from mrl.trainer.model_scores import ModelScores, ScoringModel, check_reward_models, scoring_models
+from mrl.trainer.model_scores import ModelScores, ScoringModel, scoring_models
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.validation import Validator
 

@@ -24,6 +24,7 @@ from mrl.rewards.outcome import Failure, Outcome, Score, reward_metrics, sum_of
 from mrl.rewards.sample import Sample
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
+from mrl.trainer.segments import segment_of
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ class Generator:
             objects["turns"] = [dialogs[row].said or [samples[row].response] for row in scores]
             objects["response_text"] = ["".join(turns) for turns in objects["turns"]]
             objects["ended"] = [each.ended for each in conversations]
-            objects["other_segments"] = [dialogs[row].other_segments for row in scores]
+            objects["other_segments"] = [list(map(segment_of, dialogs[row].other_segments)) for row in scores]
         return DataProto.from_dict(tensors=tensors, non_tensors=objects, row_ids=row_ids)
 
 

@@ -6,7 +6,7 @@ make them to the workers that read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,23 +17,33 @@ import torch
 from mrl.config import step_calls
 from mrl.config.arithmetic import has_own_rollout_pool
 from mrl.config.schema import Config
-from mrl.config.step_calls import OPTIONAL_SAMPLE_COLUMNS, SAMPLE_COLUMNS
+from mrl.config.step_calls import OPTIONAL_SAMPLE_COLUMNS, SAMPLE_COLUMNS, StepCall
 from mrl.controller.transport import fetch, store
 from mrl.data.sample_files import write_samples
 from mrl.protocol import DataProto
+from mrl.registry import load_attribute
 from mrl.trainer import step_metrics
 from mrl.trainer.audit import Answers, ReplayedRun, check_invariants, staleness_metrics, with_staleness
 from mrl.trainer.components import Components, build_components
-from mrl.trainer.role_client import Metrics, mean_of
+from mrl.trainer.role_client import Metrics, RoleClient, mean_of
 from mrl.trainer.run import Run
 from mrl.trainer.sample_stream import drawn_from_bytes, drawn_to_bytes
 from mrl.trainer.segments import trained_rows
 from mrl.trainer.start_progress import show_start_progress
-from mrl.trainer.step_metrics import OwnMetrics, preview, sample_columns, tensor_columns
-from mrl.trainer.teacher import distillation_share, validated_kl
+from mrl.trainer.step_metrics import preview, sample_columns, tensor_columns
+from mrl.trainer.validation import validated_kl
 from mrl.workers.messages import WholeBatch
 
 _FETCH_S = 600.0
+_FORWARD = {
+    step_calls.LOG_PROB: "old_log_prob",
+    step_calls.REF_LOG_PROB: "ref_log_prob",
+    step_calls.TEACHER_LOG_PROB: "teacher",
+    step_calls.TEACHER_TOP_K: "teacher",
+    step_calls.TEACHER_HIDDEN: "teacher",
+    step_calls.VALUES: "values",
+}
+"""Calls that add columns to the batch, and the names of their phases."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,7 @@ class RayPPOTrainer:
         self.config, self.clock, self.run = run.config, run.clock, run
         self.calls = step_calls.step_calls(run.config)
         self.num_steps_done = 0
-        self.own_metrics = OwnMetrics(self.config.training.metrics, run.warn)
+        self.own_metrics = {name: load_attribute(name) for name in self.config.training.metrics}
         replay = self.config.asynchrony.replay
         self.replayed = ReplayedRun(Path(replay)) if replay else None
         run.best_by = f"the {run.config.validation.best_mode} of {run.config.validation.best}"
@@ -110,25 +120,17 @@ class RayPPOTrainer:
         samples, answers = self.components.stream.next(step)  # responses, rollout_log_probs, scores
         self.compare_engines(step, answers)
         rows = trained_rows(samples.batch)
-        batch = with_staleness(rows.batch, self.hybrid.version)
+        batch = with_staleness(rows, self.hybrid.version)
         metrics = samples.metrics | staleness_metrics(batch, self.config.asynchrony.ahead)
         batch = store(batch.select(*self._train_columns(batch)))
-        if step_calls.LOG_PROB in self.calls:
-            with self.clock("old_log_prob"):
-                old_log_probs, mismatch = self.actor.compute_log_prob(batch)
-                batch, metrics = batch.union(old_log_probs), metrics | mismatch
-        if step_calls.REF_LOG_PROB in self.calls:
-            with self.clock("ref_log_prob"):
-                batch = batch.union(self.actor.compute_ref_log_prob(batch))
         for call in self.calls:
-            if call.role == "teacher":
-                with self.clock("teacher"):
-                    batch = batch.union(getattr(self.components.teacher, call.method)(batch))
-        if self.critic is not None:
-            with self.clock("values"):
-                batch = batch.union(self.critic.compute_values(batch))
+            if phase := _FORWARD.get(call):  # old, reference and teacher's log-probs, values
+                with self.clock(phase):
+                    written, mismatch = getattr(self.components, call.role).forward(call, batch)
+                    batch = batch.union(written)
+                    metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}
         with self.clock("advantage"):
-            whole = WholeBatch(list(samples.batch["uid"]), self.components.kl.coef, rows.sample_of_row)
+            whole = WholeBatch(list(samples.batch["uid"]), self.components.kl.coef, rows["sample"].tolist())
             advantages, figures = self.estimate_advantages(batch, whole)
             batch, metrics = batch.union(advantages), metrics | figures
         if step in self.config.training.dump_steps:
@@ -137,25 +139,26 @@ class RayPPOTrainer:
         updates: dict[str, list[Metrics]] = {}
         if self.critic is not None:
             with self.clock("update_critic"):
-                updates["critic"] = self.train(self.critic.update_critic, batch, len(samples.batch))
+                updates["critic"] = self.train(self.critic, step_calls.UPDATE_CRITIC, batch, len(samples.batch))
         if step > self.config.training.critic_warmup_steps:
             with self.clock("update_actor"):
-                updates["actor"] = self.train(self.actor.update_actor, batch, len(samples.batch))
+                updates["actor"] = self.train(self.actor, step_calls.UPDATE_ACTOR, batch, len(samples.batch))
             self.hybrid.weights_changed()
         for role, of_role in updates.items():
             metrics |= mean_of(of_role, role)
-        metrics |= distillation_share(metrics)
-        num_written = int(step_metrics.written_lengths(rows.batch).sum())
+        metrics |= step_metrics.distillation_share(metrics)
+        num_written = int(step_metrics.written_lengths(rows).sum())
         check_invariants(self.config, step, metrics, updates.get("actor", []), num_written)
         self.components.kl.update(metrics["reward/kl"], len(batch))
         self.num_steps_done = step
-        measured = self._measured(samples.batch, rows.batch)
+        measured = self._measured(samples.batch, rows)
         return StepReport(step, samples.batch, metrics | measured | self.hybrid.metrics())
 
     def _measured(self, batch: DataProto, trained: DataProto) -> Metrics:
         """Return the lengths, seconds and speed of the step that ends now."""
         longest, solved_at = self.config.rollout.max_response_tokens, self.config.validation.solved_at
-        metrics = step_metrics.batch_metrics(batch, longest, solved_at) | self.own_metrics.of(batch)
+        metrics = step_metrics.batch_metrics(batch, longest, solved_at)
+        metrics |= step_metrics.own_metrics(self.own_metrics, batch, self._warn_of_metrics)
         seconds = self.clock.pop_seconds()
         metrics |= step_metrics.timing_metrics(seconds, trained, self.config.cluster)
         if has_own_rollout_pool(self.config):
@@ -165,6 +168,10 @@ class RayPPOTrainer:
         for name, role in self.components.roles.items():
             metrics |= step_metrics.training_metrics(role, name, seconds.get(f"update_{name}", 0.0), num_trained)
         return metrics
+
+    def _warn_of_metrics(self, name: str, what: str) -> None:
+        message = f"{name} failed, and its figures are missing: {what:.500}"
+        self.run.warn_once("training.metrics", message, of=name)
 
     def record(self, step: int, batch: DataProto, metrics: Metrics) -> None:
         """Write down what a step did, and show it."""
@@ -218,13 +225,13 @@ class RayPPOTrainer:
         role = self.critic or self.actor
         return role.compute_advantages(batch, whole)
 
-    def train(self, update: Callable[[DataProto], Metrics], batch: DataProto, num_samples: int) -> list[Metrics]:
+    def train(self, role: RoleClient, call: StepCall, batch: DataProto, num_samples: int) -> list[Metrics]:
         """Make all optimizer steps of a role; what each reports."""
         parts = self.updates(batch, num_samples)
         reports: list[Metrics] = []
         for rows in parts:
             self.clock.progress(len(reports), len(parts))
-            reports.append(update(rows))
+            reports.append(role.update(call.method, rows))
         return reports
 
     def updates(self, batch: DataProto, num_samples: int) -> list[DataProto]:

@@ -1,7 +1,4 @@
-"""The models' workers as the trainer calls them: a batch is cut into even work here, and what comes back is merged.
-
-Each method is the one of that name in `mrl/workers`: `ActorClient` calls `ActorRolloutRefWorker`, and so on.
-"""
+"""The models' workers as the trainer calls them: a batch is cut into even work here, and what comes back is merged."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mrl.config import step_calls
 from mrl.config.schema import MegatronModelConfig
 from mrl.config.step_calls import StepCall
 from mrl.controller import RayWorkerGroup
@@ -45,9 +41,17 @@ class RoleClient:
         """The tokens of a micro-batch, and so of the longest row."""
         return self._packing.capacity(self._max_tokens)
 
-    def _forward(self, call: StepCall, batch: DataProto, prefix: str = "") -> tuple[DataProto, Metrics]:
+    def forward(self, call: StepCall, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Return the columns that the model writes for these rows, and the metrics beside them."""
-        return _merged(getattr(self.group, call.method)(*self._shards(batch)), prefix)
+        return _merged(getattr(self.group, call.method)(*self._shards(batch)))
+
+    def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> tuple[DataProto, Metrics]:
+        """Return the advantages, and figures of what they were made of. No model runs: rows are cut by number."""
+        return _merged(self.group.compute_advantages(batch, whole))
+
+    def update(self, method: str, batch: DataProto) -> Metrics:
+        """Make one optimizer step on these rows."""
+        return self._update(method, *self._shards(batch))
 
     def score(self, method: str, batch: DataProto) -> DataProto:
         """Return the rows, however many, with the columns that a method writes. Where some rank would have none, it is
@@ -57,10 +61,9 @@ class RoleClient:
         by_copy = np.arange(times * len(batch)).reshape(-1, times).T.ravel()  # each row once, then each again
         padded = batch.repeat(times).take(by_copy[:num])
         written, _ = _merged(getattr(self.group, method)(*self._shards(padded)))
-        return padded.union(written).take(np.arange(len(batch)))
+        return DataProto(padded.union(written).take(np.arange(len(batch))).columns(), batch.row_ids, {})
 
     def _update(self, method: str, shards: list[DataProto], sizes: list[list[int]]) -> Metrics:
-        """Make one optimizer step on these rows."""
         reports: list[UpdateReport] = getattr(self.group, method)(shards, sizes)
         names = dict.fromkeys(name for report in reports for name in report.parts)
         sums = {name: sum(report.parts.get(name, 0.0) for report in reports) for name in names}
@@ -75,64 +78,6 @@ class RoleClient:
         plan = plan_step(lengths, self.group.mesh.dp, self._max_tokens, self._packing, groups)
         shards = [batch.take(np.concatenate(batches)) for batches in plan]
         return shards, [[len(rows) for rows in batches] for batches in plan]
-
-
-class _AdvantageClient(RoleClient):
-    def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> tuple[DataProto, Metrics]:
-        """Return the advantages, and figures of what they were made of. No model runs: rows are cut by number."""
-        return _merged(self.group.compute_advantages(batch, whole))
-
-
-class ActorClient(_AdvantageClient):
-    """Calls the policy's workers."""
-
-    def compute_log_prob(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Return `old_log_probs` by the policy as it is, and how far the engines' are from them."""
-        return self._forward(step_calls.LOG_PROB, batch, "mismatch")
-
-    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """Return `ref_log_probs` by the policy as it was before training."""
-        return self._forward(step_calls.REF_LOG_PROB, batch)[0]
-
-    def update_actor(self, batch: DataProto) -> Metrics:
-        """One optimizer step."""
-        return self._update(step_calls.UPDATE_ACTOR.method, *self._shards(batch))
-
-
-class CriticClient(_AdvantageClient):
-    """Calls the critic's workers."""
-
-    def compute_values(self, batch: DataProto) -> DataProto:
-        """Return `values` of the states before each response token."""
-        return self._forward(step_calls.VALUES, batch)[0]
-
-    def update_critic(self, batch: DataProto) -> Metrics:
-        """One optimizer step."""
-        return self._update(step_calls.UPDATE_CRITIC.method, *self._shards(batch))
-
-
-class RewardModelClient(RoleClient):
-    """Calls the reward model's workers."""
-
-    def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """Return `rm_scores` of the responses, in their order."""
-        return self.score(step_calls.RM_SCORE.method, batch).select(*step_calls.RM_SCORE.writes)
-
-
-class TeacherClient(RoleClient):
-    """Calls the teacher's workers."""
-
-    def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:
-        """Return `teacher_log_probs`."""
-        return self._forward(step_calls.TEACHER_LOG_PROB, batch)[0]
-
-    def compute_teacher_top_k(self, batch: DataProto) -> DataProto:
-        """Return also the likeliest tokens of each place, and their log-probs."""
-        return self._forward(step_calls.TEACHER_TOP_K, batch)[0]
-
-    def compute_teacher_hidden(self, batch: DataProto) -> DataProto:
-        """Return also the hidden states of each place."""
-        return self._forward(step_calls.TEACHER_HIDDEN, batch)[0]
 
 
 class SupervisedClient(RoleClient):
@@ -161,9 +106,8 @@ def group_sizes(batch: DataProto) -> npt.NDArray[np.int64] | None:
     return np.diff(starts, append=len(batch))
 
 
-def _merged(written: DataProto, prefix: str = "") -> tuple[DataProto, Metrics]:
-    begin = f"{prefix}/" if prefix else ""
-    metrics = {f"{begin}{name}": of_shards[0] for name, of_shards in written.meta_info.items()}  # alike on all
+def _merged(written: DataProto) -> tuple[DataProto, Metrics]:
+    metrics = {name: of_shards[0] for name, of_shards in written.meta_info.items()}  # alike on all
     written.meta_info = {}
     return written, metrics
 

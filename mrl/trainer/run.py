@@ -67,7 +67,7 @@ class Run(Generic[AnyTyped]):
         self._best: float | None = None
         self._best_before: float | None = None
         self._num_failed_saves = 0
-        self._warned: set[str] = set()
+        self._warned: set[tuple[str, str]] = set()
         self.events.write(RunStarted(self.config.run.name, mrl.__version__))
         for warning in resolved.warnings:
             self.warn("configuration", warning)
@@ -124,10 +124,10 @@ class Run(Generic[AnyTyped]):
         except OSError as error:
             self.warn_once(what, f"cannot be written, and the run goes on without: {error}")
 
-    def warn_once(self, about: str, message: str) -> None:
-        """Warn of the same thing no second time in this process."""
-        if about not in self._warned:
-            self._warned.add(about)
+    def warn_once(self, about: str, message: str, of: str = "") -> None:
+        """Warn of the same thing, and of the same part of it, no second time in this process."""
+        if (about, of) not in self._warned:
+            self._warned.add((about, of))
             self.warn(about, message)
 
     def save_is_due(self, step: int) -> bool:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +54,9 @@ def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) ->
             run.record(0, _validated(run, components, 0))
         coming = thread.submit(components.read)
         while not components.is_done(num_done):
-            rows, coming = coming.result(), thread.submit(components.read)  # read while the workers compute
-            metrics = components.update(rows)
-            if components.held_out and not components.held_out.isdisjoint(_prompts_of([rows.batch])):
+            (rows, reader), coming = coming.result(), thread.submit(components.read)  # read while the workers compute
+            metrics = components.update(rows, reader)
+            if components.held_out and not components.held_out.isdisjoint(_prompts_of([rows])):
                 run.warn_once("data.validation", "some of its prompts are trained on too (split by prompt, not by row)")
             num_done += 1
             is_last = components.is_done(num_done)
@@ -103,14 +102,6 @@ def _export(run: Run[SftConfig], checkpoint: Path) -> Path:
     return model
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Rows of one update, and where their reader stood after them."""
-
-    batch: DataProto
-    state: dict[str, Any]
-
-
 class _SftComponents:
     """The reader of rows and the workers, with the losses by which a run may end early."""
 
@@ -134,12 +125,12 @@ class _SftComponents:
     def roles(self) -> Mapping[str, RoleClient]:
         return {ROLE: self.client}
 
-    def read(self) -> _Rows:
-        """Return the next update's rows."""
+    def read(self) -> tuple[DataProto, dict[str, Any]]:
+        """Return the next update's rows, and where their reader stands behind them."""
         batch = self._prompts.next_batch()
         if self._reference is not None:
             batch = self._reference.joined(batch)
-        return _Rows(batch, self._prompts.state_dict())
+        return batch, self._prompts.state_dict()
 
     def compute_reference(self, run: Run[SftConfig]) -> bool:
         """Have the reference's log-probs of all rows to come, where they are computed once; False if told to stop
@@ -175,15 +166,14 @@ class _SftComponents:
         is_epoch = self._config.data.sampler in SAMPLERS and all(drawn[name] >= size for name, size in sizes.items())
         return is_epoch or self._is_through(num_updates, reader)
 
-    def update(self, rows: _Rows) -> Metrics:
-        """Make one optimizer step on these rows."""
-        metrics = self.client.update(self.task.update, rows.batch)
+    def update(self, rows: DataProto, reader: dict[str, Any]) -> Metrics:
+        """Make one optimizer step on these rows, behind which their reader stood there."""
+        metrics = self.client.update(self.task.update, rows)
         self._losses.append(metrics["loss"])
-        self._trained_on = rows.state
+        self._trained_on = reader
         return metrics | {"epoch": self._epoch(self._trained_on)}
 
     def validate(self) -> Metrics:
-        """Return the figures of the validation rows."""
         return self.task.measure(self.client, self._validation)
 
     def sample(self) -> dict[str, list[Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from mrl.config.schema import ClusterConfig
 from mrl.observe.console import SamplePreview
 from mrl.protocol import DataProto
 from mrl.protocol.columns import Jagged
-from mrl.registry import load_attribute
 from mrl.trainer.role_client import RoleClient
 
 
@@ -96,31 +95,23 @@ def summary_metrics(name: str, values: npt.NDArray[np.generic]) -> dict[str, flo
     }
 
 
-Warn = Callable[[str, str], None]
+OwnMetric = Callable[[DataProto], Mapping[str, Any]]
 
 
-class OwnMetrics:
-    """The functions that `training.metrics` names."""
+def own_metrics(
+    functions: Mapping[str, OwnMetric], batch: DataProto, warn: Callable[[str, str], None]
+) -> dict[str, float]:
+    """Return a user's own figures of a step's batch, as the driver knows it: texts, scores, lengths, uids, sources.
 
-    def __init__(self, names: Sequence[str], warn: Warn) -> None:
-        self._functions = {name: load_attribute(name) for name in names}
-        self._warn = warn
-        self._reported: set[str] = set()
-
-    def of(self, batch: DataProto) -> dict[str, float]:
-        """Return the figures of a step's batch, as the driver knows it: texts, scores, lengths, uids, sources."""
-        figures: dict[str, float] = {}
-        for name, function in self._functions.items():
-            try:
-                figures |= {f"own/{key}": float(value) for key, value in function(batch).items()}
-            except Exception as error:
-                self._report(name, f"{type(error).__name__}: {error}")
-        return figures
-
-    def _report(self, name: str, what: str) -> None:
-        if name not in self._reported:
-            self._reported.add(name)
-            self._warn("training.metrics", f"{name} failed, and its figures are missing: {what:.500}")
+    They cannot hurt: of a function that fails it is said by name and reason, and the run goes on.
+    """
+    figures: dict[str, float] = {}
+    for name, function in functions.items():
+        try:
+            figures |= {f"own/{key}": float(value) for key, value in function(batch).items()}
+        except Exception as error:
+            warn(name, f"{type(error).__name__}: {error}")
+    return figures
 
 
 def preview(batch: DataProto) -> SamplePreview:
@@ -161,3 +152,9 @@ def sample_columns(batch: DataProto) -> dict[str, Any]:
         **{name: batch[name] for name in ("turns", "ended") if name in columns},
         **({"segments": [1 + len(more) for more in batch["other_segments"]]} if "other_segments" in columns else {}),
     }
+
+
+def distillation_share(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return which share of what sampled tokens earn is the teacher's: of |coef (log pi - log nu)| and |A| together."""
+    taught, rewarded = (metrics.get(f"actor/{name}_abs", 0.0) for name in ("taught", "advantages"))
+    return {"actor/taught_share": taught / (taught + rewarded)} if taught else {}

@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from mrl.config import step_calls
 from mrl.config.data_rules import is_measured
 from mrl.config.reward import label_of
 from mrl.config.schema import Config
 from mrl.config.validation import ValidationConfig
 from mrl.config.validation_rules import validation_figures
+from mrl.controller.transport import fetch
 from mrl.data.prompt_loader import SkipLog, one_pass
 from mrl.data.rlhf_dataset import CHECKED_AT_ONCE, Prompt, RLHFDataset
 from mrl.data.sample_files import write_samples
@@ -24,6 +27,8 @@ from mrl.events import EventLog
 from mrl.protocol import DataProto
 from mrl.trainer.generation import Generator, ScoredBatch
 from mrl.trainer.model_scores import ModelScores
+from mrl.trainer.role_client import RoleClient
+from mrl.trainer.segments import trained_rows
 from mrl.trainer.step_metrics import sample_columns
 
 Answers = list[tuple[str | None, float]]
@@ -206,3 +211,18 @@ def _best(table: Table, k: int) -> npt.NDArray[np.float64]:
     """Return the score by rule of the sample that the models choose, of one k samples after the other."""
     starts = range(0, max(1, len(table) - k + 1), k)
     return np.array([table[start + np.argmax(table[start : start + k, _WORTH]), _RULE] for start in starts])
+
+
+def validated_kl(actor: RoleClient, teacher: RoleClient, samples: Sequence[DataProto], timeout_s: float) -> float:
+    """Return the mean of log pi - log nu over the tokens that the policy wrote at validation."""
+    apart = []
+    for part in samples:  # the same row ids occur in several
+        rows = trained_rows(part)
+        batch = rows.select(*(name for name in ("prompts", "responses", "response_mask") if name in rows.columns()))
+        batch = actor.score(step_calls.LOG_PROB.method, batch)
+        batch = teacher.score(step_calls.TEACHER_LOG_PROB.method, batch)
+        found = fetch(batch, timeout_s)
+        apart_T = found.values("old_log_probs").double() - found.values("teacher_log_probs").double()
+        has_mask = "response_mask" in found.columns()
+        apart.append(apart_T[found.values("response_mask").bool()] if has_mask else apart_T)
+    return float(torch.cat(apart).mean())

@@ -18,10 +18,10 @@ from mrl.controller.dispatch import registered_methods
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
+from mrl.rollout import replica
 from mrl.rollout.replica import WeightReceiver
 from mrl.weight_sync.planner import RolloutLayout
 from mrl.weight_sync.resharder import WeightSyncSpec
-from mrl.rollout import replica
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer.collector import Collector
 from mrl.trainer.components import Components, kl_controller
 from mrl.trainer.generation import Generator
-from mrl.trainer.model_scores import ModelScores, ScoreScale, ScoringModel
+from mrl.trainer.model_scores import ModelScores, ScoringModel
 from mrl.trainer.ppo import RayPPOTrainer
 from mrl.trainer.run import Run
 from mrl.trainer.sample_stream import open_stream
@@ -268,18 +268,13 @@ class Role:
         name, extra = WRITTEN[method]
         return DataProto.from_dict({name: self._tokens(batch, extra)}, row_ids=batch.row_ids[::-1].copy())
 
-    def compute_rm_score(self, batch: DataProto) -> DataProto:
-        self._took("compute_rm_score", batch)
+    def score(self, method: str, batch: DataProto) -> DataProto:
+        self._took(method, batch)
         return batch.with_column("rm_scores", torch.tensor(batch.row_ids * 0.5))
 
-    def compute_log_prob(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        return self._written("compute_log_prob", batch), {"mismatch/log_prob_abs_diff_mean": 0.001}
-
-    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        return self._written("compute_ref_log_prob", batch)
-
-    def compute_values(self, batch: DataProto) -> DataProto:
-        return self._written("compute_values", batch)
+    def forward(self, call: Any, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        figures = {"log_prob_abs_diff_mean": 0.001} if call.method == "compute_log_prob" else {}
+        return self._written(call.method, batch), figures
 
     def compute_advantages(self, batch: DataProto, whole: Any) -> tuple[DataProto, dict[str, float]]:
         self._took("compute_advantages", batch)
@@ -288,13 +283,7 @@ class Role:
         tensors = {name: self._tokens(batch, extra) for name, extra in columns.items()}
         return DataProto.from_dict(tensors, row_ids=batch.row_ids[::-1].copy()), {"reward/kl": self.kl}
 
-    def update_actor(self, batch: DataProto) -> dict[str, float]:
-        return self._update("update_actor", batch)
-
-    def update_critic(self, batch: DataProto) -> dict[str, float]:
-        return self._update("update_critic", batch)
-
-    def _update(self, method: str, batch: DataProto) -> dict[str, float]:
+    def update(self, method: str, batch: DataProto) -> dict[str, float]:
         self._took(method, batch)
         self.num_updates += 1
         masked = "response_mask" in batch.columns()
@@ -385,7 +374,7 @@ def scene(
     run = Run(resolved(config), directory, screen)
     roles = {name: Role(name, journal) for name in config.model_roles()}
     models = [
-        ScoringModel(role, settings, roles[role], None, ScoreScale(settings))  # type: ignore[arg-type]
+        ScoringModel(role, settings, roles[role], None)  # type: ignore[arg-type]
         for role, settings in config.scoring_models().items()
     ]
     generator = Generator(config, hybrid, Rewards(outcome), Tokenizer(), run.clock.progress)  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ def test_a_team_remembers_its_prompts_and_its_kl_coefficient(tmp_path: Path) -> 
 def test_the_kl_coefficient_is_steered_where_there_is_a_target(tmp_path: Path) -> None:
     assert kl_controller(make_config(tmp_path, algorithm={"kl": KL})) == KLController(0.2, 0.5, 10)
     fixed = make_config(tmp_path, algorithm={"kl": replace(KL, target=None)})
-    assert kl_controller(fixed) == KLController(0.2)
+    assert kl_controller(fixed) == KLController(0.2, None, 10)
 
 
 def whole_config(directory: Path, **sections: Any) -> Config:
@@ -134,7 +134,7 @@ class Stage:
             "RewardManager": self._manager,
             "RayWorkerGroup": self._group,
             "HybridEngine": self._hybrid,
-            "_CLIENTS": dict.fromkeys(("actor", "critic", "reward_model"), self._role),
+            "RoleClient": self._role,
             "EngineProbe": self._recorder("probe"),
             "Generator": self._recorder("generator"),
             "Validator": self._recorder("validator"),
@@ -289,7 +289,7 @@ def test_models_load_side_by_side_but_for_those_of_one_gpu(
         present.remove(group)
         return SimpleNamespace(num_parameters=7, settings=settings)
 
-    monkeypatch.setattr(made, "_CLIENTS", dict.fromkeys(("actor", "critic", "reward_model"), load))
+    monkeypatch.setattr(made, "RoleClient", load)
     groups: dict[str, Future[Any]] = {role: Future() for role in roles}
     for role, group in groups.items():
         group.set_result(role)

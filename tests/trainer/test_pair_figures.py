@@ -16,7 +16,7 @@ from mrl.config.preference import DpoLossConfig
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.trainer import sft
-from mrl.trainer.supervised_tasks import PairFigures, calibration_error, measure_preferences, warnings_of
+from mrl.trainer.supervised_tasks import calibration_error, measure_preferences, pair_metrics, warnings_of
 
 Group = tuple[str, list[tuple[float, int]]]
 """A source, and of each response, the best first, score and length."""
@@ -31,8 +31,14 @@ def figures_of(*groups: Group, losses: list[float] | None = None, in_batches: in
         ids = from_rows([torch.ones(length, dtype=torch.int32) for _, length in rows])
         ranks = torch.tensor([rank for _, responses in chosen for rank in range(len(responses))])
         sources = [source for source, responses in chosen for _ in responses]
-        batches.append(DataProto.from_dict({"responses": ids, "rank": ranks}, {"data_source": sources}))
-    return PairFigures.of(batches, np.asarray(scores)).metrics(None if losses is None else np.asarray(losses))
+        batches.append(
+            DataProto.from_dict(
+                {"responses": ids, "rank": ranks},
+                {"data_source": sources},
+                row_ids=range(len(scores) - len(rows), len(scores)),
+            )
+        )
+    return pair_metrics(DataProto.concat(batches), np.asarray(scores), None if losses is None else np.asarray(losses))
 
 
 def test_ties_count_half() -> None:

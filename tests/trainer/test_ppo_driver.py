@@ -25,6 +25,7 @@ from mrl.rewards.sample import Sample
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
 from mrl.trainer.collector import Collector
 from mrl.trainer.generation import ScoredBatch
+from mrl.trainer.segments import segment_of
 from tests.trainer.fakes import CRITIC, END, SCORER, Role, Scene, make_config, scene
 
 KL = KlConfig(where="both", coef=0.1, target=4e-5, horizon_samples=100)
@@ -409,7 +410,7 @@ def test_segments_are_rows_of_the_step_but_call_for_no_more_updates(tmp_path: Pa
         def collect(step: int) -> ScoredBatch:
             scored = Collector.collect(found.components.stream.collector, step)
             rows = scored.batch.with_column("response_mask", _all_written(scored.batch))
-            collected.append(rows.with_column("other_segments", [[], [], [segment], []]))
+            collected.append(rows.with_column("other_segments", [[], [], [segment_of(segment)], []]))
             return ScoredBatch(collected[0], scored.metrics)
 
         found.components.stream.collector.collect = collect  # type: ignore[method-assign]

@@ -27,7 +27,7 @@ from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
 from mrl.trainer.generation import Generator
-from mrl.trainer.model_scores import ModelScores, ScoreScale, ScoringModel
+from mrl.trainer.model_scores import ModelScores, ScoringModel
 from mrl.trainer.validation import Validator, check_best, pass_at, score_figures, vote_figures
 from tests.trainer.fakes import END, Hybrid, Rewards, Tokenizer, make_config
 
@@ -281,11 +281,11 @@ def test_the_best_is_of_a_source_that_is_there(tmp_path: Path) -> None:
 def says(config: Any, *said: float) -> ModelScores:
     """A model of those settings that says these numbers of every prompt's samples, one after the other."""
 
-    def compute_rm_score(batch: DataProto) -> DataProto:
+    def compute_rm_score(method: str, batch: DataProto) -> DataProto:
         return batch.with_column("rm_scores", torch.tensor([said[row % len(said)] for row in range(len(batch))]))
 
-    client: Any = SimpleNamespace(compute_rm_score=compute_rm_score)
-    return ModelScores([ScoringModel("reward_model", config, client, None, ScoreScale(config))])
+    client: Any = SimpleNamespace(score=compute_rm_score)
+    return ModelScores([ScoringModel("reward_model", config, client, None)])
 
 
 @pytest.mark.parametrize(("said", "best"), [((1.0, 5.0, 2.0, 0.0), 0.5), ((5.0, 1.0, 2.0, 0.0), 1.0)])
