@@ -55,14 +55,14 @@ class SupervisedTask:
 def task_of(config: SftConfig) -> SupervisedTask:
     """Return what this configuration has a model learn."""
     if isinstance(config, RmConfig):
-        worker, arguments = "mrl.workers.ranked:RmWorker", (config.reward,)
+        worker, arguments = "mrl.workers.supervised:RmWorker", (config.reward,)
         if config.reward.loss == "regression":
             return SupervisedTask(worker, arguments, "score", "update_rm", measure_regression, "val/loss", -1.0)
         return SupervisedTask(worker, arguments, "score", "update_rm", measure_scores, "val/accuracy", 1.0)
     if isinstance(config, DpoConfig):
-        worker, measure = "mrl.workers.ranked:DpoWorker", partial(measure_preferences, loss=config.preference)
+        worker, measure = "mrl.workers.supervised:DpoWorker", partial(measure_preferences, loss=config.preference)
         return SupervisedTask(worker, (config.preference,), "lm", "update_dpo", measure, "val/accuracy", 1.0)
-    return SupervisedTask("mrl.workers.ranked:SftWorker", (), "lm", "update_sft", measure_loss, "val/loss", -1.0)
+    return SupervisedTask("mrl.workers.supervised:SftWorker", (), "lm", "update_sft", measure_loss, "val/loss", -1.0)
 
 
 def supervised_setup(config: SftConfig) -> ModelSetup:

@@ -11,13 +11,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.rows import Reduce, Rows
 from mrl.controller import Dispatch, RankInfo, Worker, register
 from mrl.engine import checkpoint
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.offload import PartName, WeightCopy
 from mrl.engine.packed_rows import TokenRows
 from mrl.engine.parallel import model_parallel, take_device
-from mrl.engine.scores import LossFunction, ScoreRequest, Scores
+from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores
 from mrl.hub import node_copy
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
@@ -77,12 +79,10 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self, *parts: PartName) -> None:
-        """Free the device memory of these parts of the model."""
         self.engine.memory.offload(*parts)
 
     @register(Dispatch.ONE_TO_ALL)
     def onload(self, *parts: PartName) -> None:
-        """Allocate the device memory of these parts again."""
         self.engine.memory.onload(*parts)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -136,6 +136,30 @@ def token_rows(batch: DataProto, columns: Mapping[str, Tensor]) -> TokenRows:
     )
 
 
+def last_tokens(batch: DataProto) -> TokenRows:
+    """Return rows of which only the last token is scored, in its turn."""
+    rows = token_rows(batch, {})
+    return replace(rows, response_lengths=np.ones_like(rows.response_lengths), columns={}, before=False)
+
+
+def normalizer(
+    rows: TokenRows,
+    mode: str,
+    sum_over_shards: Reduce,
+    horizon_tokens: int | None = None,
+    among_T: Tensor | None = None,
+) -> LossNormalizer:
+    """Return what makes one loss of the token losses of an update; of some tokens alone, if these are given."""
+    mask_T = rows.columns["response_mask"] if among_T is None else among_T
+    totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), mask_T, sum_over_shards)
+    return LossNormalizer(mode, totals, horizon_tokens)
+
+
+def rows_of(batch: LossInput, x_T: Tensor) -> Rows:
+    """Return where the rows of a micro-batch stand in a column of their response tokens, on its device."""
+    return Rows.of(torch.from_numpy(batch.response_lengths), x_T.device)
+
+
 def response_mask(batch: DataProto) -> Tensor:
     """Return which response tokens the model wrote."""
     if "response_mask" in batch.columns():
@@ -149,6 +173,14 @@ def response_column(batch: DataProto, name: str, values_T: Tensor | None) -> Dat
         return None
     column = jagged(values_T.float().cpu(), batch.lengths("responses"))
     return DataProto.from_dict(tensors={name: column}, row_ids=batch.row_ids)
+
+
+def score_column(batch: DataProto, name: str, scores: Scores | None) -> DataProto | None:
+    """Return the head's output at each response's last token as a column; nothing on ranks that have none."""
+    if scores is None:
+        return None
+    assert scores.values_T is not None, "a score head gives values"
+    return DataProto.from_dict({name: scores.values_T.float().cpu()}, row_ids=batch.row_ids)
 
 
 def optional_values(batch: DataProto, *names: str) -> dict[str, Tensor]:

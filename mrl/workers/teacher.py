@@ -1,10 +1,7 @@
-"""`TeacherWorker`: a rank of the frozen model that the policy learns from. It reads the policy's own token ids."""
+"""Ranks of models that are frozen: `TeacherWorker`, which the policy learns from, and `RewardModelWorker`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 from torch import Tensor
 
 from mrl.config import step_calls
@@ -13,11 +10,11 @@ from mrl.engine.scores import ScoreRequest
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.workers.messages import MicroBatchSizes, ModelSetup
-from mrl.workers.model_worker import ModelWorker, token_rows
+from mrl.workers.model_worker import ModelWorker, last_tokens, score_column, token_rows
 
 
 class TeacherWorker(ModelWorker):
-    """Tokens that the policy lacks have no probability here."""
+    """Reads the policy's own token ids; tokens that the policy lacks have no probability here."""
 
     def __init__(self, place: RankInfo, setup: ModelSetup, top_k: int, temperature: float) -> None:
         super().__init__(place, setup)
@@ -59,11 +56,4 @@ class TeacherWorker(ModelWorker):
 class RewardModelWorker(ModelWorker):
     @register_call(step_calls.RM_SCORE)
     def compute_rm_score(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Compute the score of each response, which is the head's output at its last token."""
-        whole = token_rows(batch, {})
-        rows = replace(whole, response_lengths=np.ones_like(whole.response_lengths), columns={}, before=False)
-        scores = self.forward(rows, sizes, ScoreRequest())
-        if scores is None:
-            return None
-        assert scores.values_T is not None, "a score head gives values"
-        return DataProto.from_dict({"rm_scores": scores.values_T.float().cpu()}, row_ids=batch.row_ids)
+        return score_column(batch, "rm_scores", self.forward(last_tokens(batch), sizes, ScoreRequest()))

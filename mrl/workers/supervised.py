@@ -1,6 +1,7 @@
-"""Workers that learn from ranked responses: a reward model, and a policy without one.
+"""Workers that learn from what the data say: what it says itself, or which responses it prefers.
 
-A micro-batch holds whole groups, the responses to one prompt, of which `rank` 0 was preferred to 1, and so on.
+Of ranked responses a micro-batch holds whole groups, the responses to one prompt, of which `rank` 0 was preferred to 1,
+and so on.
 """
 
 from __future__ import annotations
@@ -8,11 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.preference import Pairs, RankedTokens, RankingTotals, preference_objective, reward_objective
 from mrl.algos.rows import Rows
 from mrl.config.preference import WITHOUT_REFERENCE, DpoLossConfig, RewardLossConfig
@@ -23,7 +23,15 @@ from mrl.errors import EngineError
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport
-from mrl.workers.model_worker import ModelWorker, response_column, token_rows
+from mrl.workers.model_worker import (
+    ModelWorker,
+    last_tokens,
+    normalizer,
+    response_column,
+    rows_of,
+    score_column,
+    token_rows,
+)
 
 
 class RmWorker(ModelWorker):
@@ -38,17 +46,12 @@ class RmWorker(ModelWorker):
         """Make one optimizer step on these groups."""
         group_B, rank_B = groups_of(batch["rank"])
         totals = RankingTotals.of(group_B, self.sum_over_shards)
-        rows = replace(_last_tokens(batch), columns={"group": group_B, "rank": rank_B, "label": batch["label"]})
+        rows = replace(last_tokens(batch), columns={"group": group_B, "rank": rank_B, "label": batch["label"]})
         return self.update(rows, sizes, partial(reward_loss, self._loss, totals), ScoreRequest())
 
     @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("scores",))
     def score_rm(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Return the score of each response."""
-        scores = self.forward(_last_tokens(batch), sizes, ScoreRequest())
-        if scores is None:
-            return None
-        assert scores.values_T is not None, "a score head gives values"
-        return DataProto.from_dict({"scores": scores.values_T.float().cpu()}, row_ids=batch.row_ids)
+        return score_column(batch, "scores", self.forward(last_tokens(batch), sizes, ScoreRequest()))
 
 
 class DpoWorker(ModelWorker):
@@ -82,9 +85,9 @@ class DpoWorker(ModelWorker):
         columns = {"group": of_rows.expand(group_B), "rank": of_rows.expand(rank_B)}
         if (ref_log_probs_T := self._reference_log_probs(batch, rows, sizes)) is not None:
             columns["ref_log_probs"] = ref_log_probs_T
-        best = BatchTotals.of(of_rows, mask_T & (columns["rank"] == 0), self.sum_over_shards)
+        best = normalizer(rows, "token-mean", self.sum_over_shards, among_T=mask_T & (columns["rank"] == 0))
         totals = RankingTotals.of(group_B, self.sum_over_shards)
-        loss = partial(preference_loss, self._loss, LossNormalizer("token-mean", best), totals)
+        loss = partial(preference_loss, self._loss, best, totals)
         return self.update(replace(rows, columns={**rows.columns, **columns}), sizes, loss, ScoreRequest())
 
     @register(
@@ -127,12 +130,6 @@ def groups_of(rank_B: Tensor) -> tuple[Tensor, Tensor]:
     return (rank_B == 0).cumsum(0), rank_B
 
 
-def _last_tokens(batch: DataProto) -> TokenRows:
-    """Return rows of which only the last token is scored, in its turn."""
-    rows = token_rows(batch, {})
-    return replace(rows, response_lengths=np.ones_like(rows.response_lengths), columns={}, before=False)
-
-
 def reward_loss(config: RewardLossConfig, totals: RankingTotals, batch: LossInput) -> LossOutput:
     """Return the loss of a micro-batch's scores."""
     assert batch.scores.values_T is not None, "a score head gives values"
@@ -145,7 +142,7 @@ def preference_loss(config: DpoLossConfig, norm: LossNormalizer, totals: Ranking
     """Return the loss of a micro-batch's log-probs."""
     log_probs_T, columns = batch.scores.log_probs_T, batch.columns
     assert log_probs_T is not None, "a language model gives log-probs"
-    rows = Rows.of(torch.from_numpy(batch.response_lengths), log_probs_T.device)
+    rows = rows_of(batch, log_probs_T)
     of_rows = {name: columns[name][rows.starts_B] for name in ("group", "rank")}
     tokens = RankedTokens(
         rows,
@@ -164,9 +161,8 @@ class SftWorker(ModelWorker):
     def update_sft(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
         """Make one optimizer step towards these responses; prompts are read and not learned."""
         rows = token_rows(batch, {})
-        mask_T = rows.columns["response_mask"]
-        totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), mask_T, self.sum_over_shards)
-        return self.update(rows, sizes, partial(likelihood_loss, LossNormalizer("token-mean", totals)), ScoreRequest())
+        norm = normalizer(rows, "token-mean", self.sum_over_shards)
+        return self.update(rows, sizes, partial(likelihood_loss, norm), ScoreRequest())
 
     @register(
         Dispatch.DATA_PARALLEL,
@@ -182,10 +178,10 @@ class SftWorker(ModelWorker):
         if scores is None:
             return None
         assert scores.log_probs_T is not None, "a language model gives log-probs"
-        mask_T, lengths = rows.columns["response_mask"], rows.response_lengths.tolist()
-        learned_T = torch.where(mask_T, scores.log_probs_T.double().cpu(), 0.0)
-        sums, nums = (torch.stack([x.sum() for x in torch.split(x_T, lengths)]) for x_T in (learned_T, mask_T))
-        return DataProto.from_dict({"sum_log_probs": sums, "num_learned": nums}, row_ids=batch.row_ids)
+        mask_T, of_rows = rows.columns["response_mask"], Rows.of(torch.from_numpy(rows.response_lengths))
+        sums = of_rows.sum(torch.where(mask_T, scores.log_probs_T.double().cpu(), 0.0))
+        columns = {"sum_log_probs": sums, "num_learned": of_rows.count(mask_T)}
+        return DataProto.from_dict(columns, row_ids=batch.row_ids)
 
     @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("greedy_tokens",))
     def predict_sft(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
@@ -202,6 +198,5 @@ def likelihood_loss(norm: LossNormalizer, batch: LossInput) -> LossOutput:
     """Return minus the mean log-prob of the response tokens."""
     log_probs_T = batch.scores.log_probs_T
     assert log_probs_T is not None, "a language model gives log-probs"
-    rows = Rows.of(torch.from_numpy(batch.response_lengths), log_probs_T.device)
-    loss = norm.aggregate(-log_probs_T, rows, batch.columns["response_mask"])
+    loss = norm.aggregate(-log_probs_T, rows_of(batch, log_probs_T), batch.columns["response_mask"])
     return LossOutput(loss, {"loss": loss.detach()})
