@@ -20,8 +20,6 @@ Asker = TypeVar("Asker")
 
 @dataclass(frozen=True)
 class EnvironmentAnswer:
-    """What an environment says, and how long it took."""
-
     said: Answer
     seconds: float
 
@@ -82,7 +80,6 @@ class EnvironmentClient(Generic[Asker]):
         return heard
 
     def close(self) -> None:
-        """End the environments with their processes."""
         self._pool.close()
         self._reader.shutdown(cancel_futures=True)
 

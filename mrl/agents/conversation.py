@@ -59,7 +59,6 @@ class Conversation:
 
     @property
     def response_ids(self) -> Ids:
-        """Everything after the prompt."""
         return self._context[self._num_prompt :]
 
     @property
@@ -78,7 +77,6 @@ class Conversation:
 
     @property
     def room(self) -> int:
-        """How many tokens may follow."""
         return self._max_tokens - len(self._mask)
 
     @property

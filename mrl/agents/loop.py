@@ -61,7 +61,6 @@ class Opening:
         return f"conversation {self.uid}/{self.sample}"
 
     def task(self) -> Task:
-        """Return what an environment is told."""
         return Task(
             messages=self.messages,
             ground_truth=self.ground_truth,
@@ -164,7 +163,6 @@ class Dialogs:
         return self._environments
 
     def begin(self, openings: Sequence[Opening]) -> list[Dialog]:
-        """Have these conversations begin, each by its environment where it has one."""
         dialogs = [Dialog(each, self._config.name_for(each.data_source)) for each in openings]
         for dialog in dialogs:
             if dialog.environment is None:
@@ -261,7 +259,6 @@ class Dialogs:
         return True
 
     def _converse(self, dialog: Dialog, prompt_ids: Ids, max_tokens: int) -> None:
-        """Begin a segment, and ask for its first turn."""
         opening, number = dialog.opening, len(dialog.segments)
         key, seed = f"{opening.key}.{number}" if number else opening.key, segment_seed(opening.seed, number)
         dialog.segments.append(Conversation(key, opening.uid, prompt_ids, max_tokens=max_tokens, seed=seed))

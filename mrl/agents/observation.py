@@ -77,7 +77,6 @@ class ObservationEncoder:
         return EncodedObservation(ids, text, num_cut, sum(map(len, after)) - sum(map(len, before)))
 
     def _harmless(self, text: str) -> str:
-        """Return the text with a space in each token and tag that must not stand in it."""
         while self._forbidden.search(text):
             text = self._forbidden.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
         return text

@@ -139,8 +139,6 @@ class Program(Environment):
 
 @dataclass(eq=False)
 class _Segment:
-    """What the program has asked behind, and what the model wrote then."""
-
     messages: list[Message]
     tools: list[Mapping[str, Any]]
     written: Message | None = None

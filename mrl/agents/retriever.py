@@ -124,7 +124,6 @@ class Retriever(ThreadingHTTPServer):
         return f"http://{host!s}:{port}/retrieve"
 
     def answer(self, asked: Any) -> dict[str, Any]:
-        """Return what is found for a request's JSON."""
         if not isinstance(asked, dict):
             raise _Refused(422, 'the body is no JSON object: {"queries": ["..."], "topk": 3, "return_scores": true}')
         queries = asked["queries"] if "queries" in asked else asked.get("query")

@@ -102,7 +102,6 @@ def violations(value: Any, schema: Mapping[str, Any], where: str = "") -> Iterat
 
 
 def _schema_of(hint: Any, where: str) -> dict[str, Any]:
-    """Return the JSON schema of a type."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint in _TYPES:
         return {"type": _TYPES[hint]}

@@ -86,8 +86,6 @@ STD_FLOOR = 1e-6
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """One shard's rows, and of the whole batch what the estimator needs."""
-
     rows: Rows
     mask_T: Tensor
     rewards_T: Tensor | None = None
@@ -129,7 +127,6 @@ def _required(inputs: AdvantageInputs, column: str) -> Tensor:
 
 
 def _rewards(inputs: AdvantageInputs) -> Tensor:
-    """Return the token rewards, checked."""
     rewards_T = _required(inputs, "rewards_T")
     check_token_rewards(rewards_T, inputs.rows, inputs.mask_T)
     return rewards_T

@@ -91,7 +91,6 @@ def _apart(config: DistillationConfig, tokens: PolicyTokens, extra: ActorColumns
 
 
 def critic_objective(tokens: ValueTokens, rows: Rows, norm: LossNormalizer, clip: float | None = 0.5) -> Objective:
-    """L = agg(value loss)."""
     value = value_loss(tokens, clip)
     loss = norm.aggregate(value.loss_T, rows, tokens.mask_T)
     return Objective(loss, {"vf_loss": loss.detach()} | _reports(value.reports_T, norm, tokens.mask_T))

@@ -31,7 +31,6 @@ class FreeMemory:
 
     @property
     def lacking_bytes(self) -> int:
-        """What is missing for it; negative where there is room."""
         return self.wanted_bytes - self.free_bytes
 
 
@@ -82,7 +81,6 @@ class UnderWay(dict[str, int]):
             self[key] = version
 
     def end(self, sample: Generated) -> Generated:
-        """Return a finished sample with what drew which of its tokens."""
         version, switches = self.pop(sample.key, sample.weight_version), self._switches.pop(sample.key, [])
         return replace(sample, weight_version=version, switches=tuple(switches))
 
@@ -120,11 +118,9 @@ class RolloutEngine(ABC):
         self._start(requests, sampling)
 
     def step(self) -> list[Generated]:
-        """One token more for everything under way; what is finished with that."""
         return [self.unfinished.end(sample) for sample in self._step()]
 
     def abort(self) -> None:
-        """Forget everything under way."""
         self._abort(self.unfinished)
         self.unfinished.clear()
 

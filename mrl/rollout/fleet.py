@@ -197,7 +197,6 @@ class RolloutFleet:
         return self._call(list(self._replicas), "wake", part)
 
     def close(self) -> None:
-        """End every replica."""
         wait(self._starting.values())
         started = [future.result() for future in self._starting.values() if future.exception() is None]
         for replica in (*self._replicas.values(), *started):
@@ -293,7 +292,6 @@ class RolloutFleet:
             self._sync_weights(raised, version, cache)
 
     def _call(self, indices: Sequence[int], method: str, *args: Any) -> dict[int, Any]:
-        """Call these replicas at once; let those go that fail."""
         calls = {index: getattr(self._replicas[index], method).future(*args) for index in indices}
         answers = {}
         for index, call in calls.items():
@@ -342,7 +340,6 @@ def _timed(call: Callable[..., Any], *args: Any) -> tuple[Any, float]:
 
 
 def _probe_replica(replica: RayWorkerGroup, request: GenerationRequest, sampling: Sampling, version: int) -> Generated:
-    """What one replica answers to one request."""
     answer: list[Generated] | RolloutError = replica.submit_and_poll([request], sampling, version, WAIT_S)
     while not answer:
         answer = replica.submit_and_poll([], sampling, version, WAIT_S)

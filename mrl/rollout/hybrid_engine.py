@@ -129,7 +129,6 @@ class HybridEngine:
         waiting.get()
 
     def weights_changed(self) -> None:
-        """The actor has been updated: what the engines hold is of yesterday."""
         self.version += 1
 
     def metrics(self) -> dict[str, float]:

@@ -88,7 +88,6 @@ class EngineThread:
         return samples
 
     def abort(self) -> None:
-        """Forget everything under way, and what has been finished of it."""
         self.act("abort", [], lambda engine: engine.abort())
         self.poll(0)
 
@@ -146,7 +145,6 @@ class RolloutReplica(Worker):
 
     @register(Dispatch.RANK_ZERO)
     def abort(self) -> None:
-        """Forget every request."""
         self._thread.abort()
 
     @register(Dispatch.RANK_ZERO)

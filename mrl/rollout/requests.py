@@ -61,8 +61,6 @@ class GenerationRequest:
 
 @dataclass(frozen=True, eq=False)
 class Generated:
-    """A finished sample."""
-
     key: str
     token_ids: npt.NDArray[np.int32]
     log_probs: npt.NDArray[np.float32]

@@ -60,7 +60,6 @@ class Schedule:
         return self._calls[self._next] if self._next < len(self._calls) else None
 
     def note(self, call: ScheduledCall) -> None:
-        """Note what the engine is asked now."""
         if self._file is not None:
             files.append(self._file, f"{json.dumps([call.at, call.kind, *call.of])}\n".encode())
         if self.next is not None and call != self.next:
@@ -72,7 +71,6 @@ class Schedule:
         self.advance()
 
     def advance(self) -> None:
-        """Go on to the next call."""
         self._next += 1
 
 
@@ -93,7 +91,6 @@ class FleetSchedule:
         return all(call is None or (call.kind, call.of) == ("weights", (str(version),)) for call in calls)
 
     def advance(self, replicas: Iterable[int]) -> None:
-        """Note that these have been asked what came next."""
         for replica in replicas:
             if replica in self._of:
                 self._of[replica].advance()

@@ -42,11 +42,9 @@ class RequestScheduler:
 
     @property
     def num_left(self) -> int:
-        """Requests that are not finished."""
         return sum(map(len, self._waiting.values())) + sum(map(len, self._in_flight))
 
     def num_in_flight(self, replica: int) -> int:
-        """Number of requests that a replica has."""
         return len(self._in_flight[replica])
 
     def assign(self, replica: int, num_sharing: int) -> list[GenerationRequest]:
@@ -86,12 +84,10 @@ class RequestScheduler:
         return queue or (deque() if self._in_flight[replica] else max(self._waiting.values(), key=len))
 
     def finish(self, replica: int, samples: Sequence[Generated]) -> None:
-        """Note what a replica has finished."""
         for sample in samples:
             del self._in_flight[replica][sample.key]
 
     def in_flight(self, replica: int) -> Mapping[str, GenerationRequest]:
-        """What a replica has, by key."""
         return self._in_flight[replica]
 
     def forgive(self) -> None:
@@ -184,7 +180,6 @@ class Pace:
         self._num_slow: Counter[int] = Counter()
 
     def note(self, replica: int, num_tokens: int, seconds: float) -> None:
-        """Add what it finished in some seconds of work."""
         self._tokens[replica] += num_tokens
         self._busy_s[replica] += seconds
 

@@ -54,7 +54,6 @@ class VllmEngine(RolloutEngine):
         """The first request since the weights changed, for which nothing can be cached; None once it has ended."""
 
     def close(self) -> None:
-        """End every process of the engine."""
         self._engine.engine_core.shutdown()
 
     def _start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:

@@ -34,13 +34,11 @@ def open_dialogs(
 
 
 def environment_pool(config: AgentConfig) -> WorkerPool:
-    """Return the processes of the environments."""
     told = json.dumps(asdict(config)).encode()
     return WorkerPool("agent", "mrl.agents.worker", told, config.environment, MAX_ANSWER_BYTES + 1024)
 
 
 def has_stops(config: AgentConfig) -> bool:
-    """Return whether turns end at texts in any of the formats."""
     return any(load_format(each.format).stops for each in config.environments.values())
 
 

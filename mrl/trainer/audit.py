@@ -30,7 +30,6 @@ SAME_POLICY = {"float32": 1e-4, "bfloat16": 2e-2}
 def check_invariants(
     config: Config, step: int, metrics: Mapping[str, float], updates: Sequence[Mapping[str, float]], num_tokens: int
 ) -> None:
-    """Check what must hold after a step."""
     tolerance = SAME_POLICY[config.actor.dtype]
     if updates:
         # The first update meets the policy that made the old log-probs.
@@ -153,7 +152,6 @@ class EngineProbe:
         self._sampling = Sampling(config.rollout.temperature)
 
     def is_due(self, step: int) -> bool:
-        """Return whether all engines are asked at this step."""
         every = self._config.sync.probe_every
         return bool(every) and step % every == 0
 

@@ -70,8 +70,6 @@ def best_step(directory: Path) -> int | None:
 
 @dataclass(frozen=True)
 class _Save:
-    """A save under way."""
-
     step: int
     staged: Path
     roles: Mapping[str, RoleClient]
@@ -104,7 +102,6 @@ class CheckpointManager:
         is_best: bool,
         drawn_ahead: bytes = b"",
     ) -> None:
-        """Begin to write a checkpoint of this moment."""
         assert self._save is None, "one save at a time"
         staged = self._directory / f"{_STAGED}-{step:06d}"
         for leftover in [*self._directory.glob(f"{_STAGED}-*"), *self._directory.glob(f"{_REMOVED}-*")]:

@@ -26,7 +26,6 @@ class Collector:
         self._prompts, self.generator, self._models = prompts, generator, models
 
     def collect(self, step: int) -> ScoredBatch:
-        """Generate the step's samples, and score them."""
         scored = full_batch(self._config, self._prompts, lambda prompts: self.generate(prompts, step))
         return self._penalized(scored)
 
@@ -39,7 +38,6 @@ class Collector:
         self._prompts.learn(solved_shares(self._config, batch))
 
     def finish(self, scored: ScoredBatch) -> ScoredBatch:
-        """Return samples that others generated with their whole scores."""
         return self._penalized(self._models.add(scored, learn=True))
 
     def _penalized(self, scored: ScoredBatch) -> ScoredBatch:

@@ -58,8 +58,6 @@ def kind_of(role: str) -> str:
 
 @dataclass
 class Components:
-    """What a step calls."""
-
     actor: RoleClient
     critic: RoleClient | None
     model_scores: ModelScores
@@ -73,17 +71,14 @@ class Components:
 
     @property
     def roles(self) -> dict[str, RoleClient]:
-        """The models that are trained."""
         roles: dict[str, RoleClient] = {"actor": self.actor}
         return roles if self.critic is None else roles | {"critic": self.critic}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside the models, as plain JSON."""
         model_scores = self.model_scores.state_dict()
         return {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict(), "model_scores": model_scores}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         self.prompts.load_state_dict(state["prompts"])
         self.kl.load_state_dict(state["kl"])
         self.model_scores.load_state_dict(state.get("model_scores", {}))  # older runs have saved none

@@ -86,7 +86,6 @@ def evaluate(
 def _started_models(
     config: Config, context: RunContext, events: EventLog, tokenizer: ChatTokenizer
 ) -> Iterator[list[ScoringModel]]:
-    """The reward models, for the length of the block."""
     names = list(config.scoring_models())
     with started_groups(config, context, names) as groups:
         yield scoring_models(config, with_models(config, groups, events), tokenizer)

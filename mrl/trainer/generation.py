@@ -97,7 +97,6 @@ class Generator:
         return self.scored(found, self.rewards.drain() if self.rewards is not None else {})
 
     def begin(self, batch: DataProto, step: int) -> Round:
-        """Have the conversations of a batch begin."""
         dialogs = self.dialogs.begin(self._openings(batch, step))
         return Round(step, batch, dialogs, Counter(batch["uid"]), len(dialogs))
 
@@ -159,7 +158,6 @@ class Generator:
         return openings
 
     def _ended(self, sampling: Sampling) -> Iterator[Dialog]:
-        """Yield the conversations as they end."""
         follow_ups = self.dialogs if self.dialogs.has_environments else None
         for generated in self.hybrid.generate(self.dialogs.take(), sampling, follow_ups):
             self.dialogs.written(generated)

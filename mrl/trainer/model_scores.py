@@ -93,7 +93,6 @@ class ScoringModel:
 
 
 def scoring_models(config: Config, roles: Mapping[str, Any], policy: ChatTokenizer) -> list[ScoringModel]:
-    """Return the reward models among these roles."""
     found = []
     for role, model in config.scoring_models().items():
         is_other = different_tokens(policy, load_tokenizer(model.path, renders=False))

@@ -155,7 +155,6 @@ class RayPPOTrainer:
         return StepReport(step, samples.batch, metrics | measured | self.hybrid.metrics())
 
     def _measured(self, batch: DataProto, trained: DataProto) -> Metrics:
-        """Return the lengths, seconds and speed of the step that ends now."""
         longest, solved_at = self.config.rollout.max_response_tokens, self.config.validation.solved_at
         metrics = step_metrics.batch_metrics(batch, longest, solved_at)
         metrics |= step_metrics.own_metrics(self.own_metrics, batch, self._warn_of_metrics)
@@ -174,7 +173,6 @@ class RayPPOTrainer:
         self.run.warn_once("training.metrics", message, of=name)
 
     def record(self, step: int, batch: DataProto, metrics: Metrics) -> None:
-        """Write down what a step did, and show it."""
         self.run.record(step, metrics)
         self.compare_runs(step, metrics)
         self.run.console.step(step, metrics, preview(batch))

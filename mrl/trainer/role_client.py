@@ -50,7 +50,6 @@ class RoleClient:
         return _merged(self.group.compute_advantages(batch, whole))
 
     def update(self, method: str, batch: DataProto) -> Metrics:
-        """Make one optimizer step on these rows."""
         return self._update(method, *self._shards(batch))
 
     def score(self, method: str, batch: DataProto) -> DataProto:
@@ -89,7 +88,6 @@ class SupervisedClient(RoleClient):
         return batch.union(written)
 
     def update(self, method: str, batch: DataProto) -> Metrics:
-        """Make one optimizer step on these rows; return how full its micro-batches are too."""
         shards, sizes = self._shards(batch, group_sizes(batch))
         num = sum(map(len, sizes))
         tokens = int(batch.lengths("prompts").sum() + batch.lengths("responses").sum()) / num

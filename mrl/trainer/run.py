@@ -73,11 +73,9 @@ class Run(Generic[AnyTyped]):
             self.warn("configuration", warning)
 
     def warn(self, about: str, message: str) -> None:
-        """Write it down, which is printed as well."""
         self.events.write(Warned(about, message))
 
     def _show(self, event: Event) -> None:
-        """Print what anybody warns of."""
         if isinstance(event, Warned):
             self.console.print(f"warning: {event.about}: {event.message}")
 
@@ -258,8 +256,6 @@ _AGAIN_S = 2.0
 
 
 class ShutdownSignal:
-    """Asked between steps."""
-
     def __init__(self, time_limit_s: float | None) -> None:
         self._time_limit_s = time_limit_s
         self._began = time.monotonic()

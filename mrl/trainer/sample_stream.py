@@ -268,7 +268,6 @@ class CarriedOver(_Open):
 def open_stream(
     config: Config, collector: Collector, hybrid: HybridEngine, probe: EngineProbe, clock: StepTimer
 ) -> SampleStream:
-    """Return the stream that the section `asynchrony` asks for."""
     kind: type[SampleStream] = SampleStream
     if config.asynchrony.ahead:
         in_flight = InFlight if has_own_rollout_pool(config) else CarriedOver

@@ -48,7 +48,6 @@ def _listed(segment: Segment, name: str) -> list[Any]:
 
 
 def segments_from_json(found: Sequence[Sequence[Any]]) -> list[Segment]:
-    """Return them again."""
     return [
         {name: np.array(values, _COLUMNS[name]) for name, values in zip(_COLUMNS, each, strict=True)} for each in found
     ]

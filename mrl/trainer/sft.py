@@ -181,7 +181,6 @@ class _SftComponents:
         return {} if self._sampler is None else self._sampler.columns(self.client)
 
     def is_done(self, num_updates: int) -> bool:
-        """Return whether all updates are done, or the loss is as low as it need be."""
         training = self._config.training
         is_low = (
             training.until_loss is not None
@@ -196,7 +195,6 @@ class _SftComponents:
         return (epochs is not None and self._epoch(reader) >= epochs) or (steps is not None and num_updates >= steps)
 
     def _epoch(self, reader: Mapping[str, Any]) -> float:
-        """Return how often the rows of all sources have been drawn."""
         drawn: int = sum(reader["sampler"]["drawn"].values())
         return drawn / self._prompts.num_rows
 
@@ -216,7 +214,6 @@ def _prompts_of(batches: Sequence[DataProto]) -> set[bytes]:
 
 @contextmanager
 def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
-    """Start the workers for the length of the block."""
     config = in_directories(run.config)
     tokenizer = load_tokenizer(config.model.path, config.data)
     batch = BatchConfig(

@@ -87,7 +87,6 @@ def training_metrics(role: RoleClient, name: str, seconds: float, num_tokens: in
 
 
 def summary_metrics(name: str, values: npt.NDArray[np.generic]) -> dict[str, float]:
-    """Return the mean, largest and smallest."""
     return {
         f"{name}/mean": float(values.mean()),
         f"{name}/max": float(values.max()),
@@ -115,7 +114,6 @@ def own_metrics(
 
 
 def preview(batch: DataProto) -> SamplePreview:
-    """Return the first sample as the terminal shows it."""
     return SamplePreview(batch["prompt_text"][0], batch["response_text"][0], float(batch["scores"][0]))
 
 

@@ -53,7 +53,6 @@ class SupervisedTask:
 
 
 def task_of(config: SftConfig) -> SupervisedTask:
-    """Return what this configuration has a model learn."""
     if isinstance(config, RmConfig):
         worker, arguments = "mrl.workers.supervised:RmWorker", (config.reward,)
         if config.reward.loss == "regression":
@@ -205,7 +204,6 @@ def calibration_error(gaps: Floats, weights: Floats) -> float:
 def mean_by_source(
     figure: str, sums: Floats, nums: npt.NDArray[np.number], sources: npt.NDArray[np.object_]
 ) -> Metrics:
-    """Return the mean of all, and of each source."""
     parts = {"val": np.ones(len(sources), bool)}
     parts |= {f"val/{source}": sources == source for source in dict.fromkeys(sources)}
     return {f"{prefix}/{figure}": float(sums[rows].sum() / nums[rows].sum()) for prefix, rows in parts.items()}

@@ -36,8 +36,6 @@ Answers = list[tuple[str | None, float]]
 
 
 class Validator:
-    """Goes through the validation prompts."""
-
     def __init__(
         self, config: Config, dataset: RLHFDataset, generator: Generator, directory: Path, events: EventLog
     ) -> None:
@@ -51,7 +49,6 @@ class Validator:
         """Of the last run, where a teacher is to read them too."""
 
     def run(self, step: int, models: ModelScores) -> dict[str, float]:
-        """Measure every source, and all together."""
         return self.measure(step, self.sample(), models)
 
     def sample(self) -> list[ScoredBatch]:

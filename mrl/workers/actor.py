@@ -133,7 +133,6 @@ class ActorRolloutRefWorker(ModelWorker):
 
 
 def policy_loss(config: AlgorithmConfig, norm: LossNormalizer, batch: LossInput) -> LossOutput:
-    """Return the actor's loss on a micro-batch, and its part of what to report."""
     columns, log_probs_T = batch.columns, batch.scores.log_probs_T
     assert log_probs_T is not None, "a policy gives log-probs"
     rows, mask_T = rows_of(batch, log_probs_T), columns["response_mask"]

@@ -44,7 +44,6 @@ class CriticWorker(ModelWorker):
 
 
 def value_loss(clip: float | None, norm: LossNormalizer, batch: LossInput) -> LossOutput:
-    """Return the critic's loss on a micro-batch."""
     values_T, columns = batch.scores.values_T, batch.columns
     assert values_T is not None, "a critic gives values"
     tokens = ValueTokens(columns["response_mask"], values_T, columns["values"], columns["returns"])

@@ -42,7 +42,6 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> ModelFacts:
-        """Join the other ranks, and load the weights."""
         setup = self.setup
         self.init_process_group(take_device(self.place.local_rank), setup.timeout_s)
         groups = self._groups.enter_context(model_parallel(setup.settings.parallel, setup.seed))
@@ -161,7 +160,6 @@ def rows_of(batch: LossInput, x_T: Tensor) -> Rows:
 
 
 def response_mask(batch: DataProto) -> Tensor:
-    """Return which response tokens the model wrote."""
     if "response_mask" in batch.columns():
         return batch.values("response_mask").bool()
     return torch.ones(int(batch.lengths("responses").sum()), dtype=torch.bool)
@@ -184,6 +182,5 @@ def score_column(batch: DataProto, name: str, scores: Scores | None) -> DataProt
 
 
 def optional_values(batch: DataProto, *names: str) -> dict[str, Tensor]:
-    """Return the jagged columns of these names that are there."""
     present = batch.columns()
     return {name: batch.values(name) for name in names if name in present}

@@ -43,7 +43,6 @@ class RmWorker(ModelWorker):
 
     @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses", "rank", "label"))
     def update_rm(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
-        """Make one optimizer step on these groups."""
         group_B, rank_B = groups_of(batch["rank"])
         totals = RankingTotals.of(group_B, self.sum_over_shards)
         rows = replace(last_tokens(batch), columns={"group": group_B, "rank": rank_B, "label": batch["label"]})
@@ -131,7 +130,6 @@ def groups_of(rank_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reward_loss(config: RewardLossConfig, totals: RankingTotals, batch: LossInput) -> LossOutput:
-    """Return the loss of a micro-batch's scores."""
     assert batch.scores.values_T is not None, "a score head gives values"
     pairs = Pairs.of(batch.columns["group"], batch.columns["rank"])
     objective = reward_objective(batch.scores.values_T, pairs, batch.columns["label"], config, totals)
@@ -139,7 +137,6 @@ def reward_loss(config: RewardLossConfig, totals: RankingTotals, batch: LossInpu
 
 
 def preference_loss(config: DpoLossConfig, norm: LossNormalizer, totals: RankingTotals, batch: LossInput) -> LossOutput:
-    """Return the loss of a micro-batch's log-probs."""
     log_probs_T, columns = batch.scores.log_probs_T, batch.columns
     assert log_probs_T is not None, "a language model gives log-probs"
     rows = rows_of(batch, log_probs_T)
