@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 from mrl.agents.environment import Answer, Task, Turn, from_json, to_json
+from mrl.agents.worker import MAX_ANSWER_BYTES
+from mrl.config.agent import AgentConfig
 from mrl.errors import AgentError
 from mrl.events import Event, Warned
 from mrl.rewards.messages import GOES_ON
@@ -82,6 +84,11 @@ class EnvironmentClient(Generic[Asker]):
     def close(self) -> None:
         self._pool.close()
         self._reader.shutdown(cancel_futures=True)
+
+
+def environment_pool(config: AgentConfig) -> WorkerPool:
+    told = json.dumps(asdict(config)).encode()
+    return WorkerPool("agent", "mrl.agents.worker", told, config.environment, MAX_ANSWER_BYTES + 1024)
 
 
 def _read(body: bytes) -> EnvironmentAnswer | Again | Failure:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mrl.agents.loop import has_stops, open_dialogs
 from mrl.algos.kl import KLController
 from mrl.config.arithmetic import role_mesh
 from mrl.config.judge import JUDGE, KEY_VARIABLE, URLS_VARIABLE, JudgeConfig
@@ -31,7 +32,6 @@ from mrl.observe.metrics import StepTimer
 from mrl.registry import load_attribute
 from mrl.rewards.manager import RewardManager
 from mrl.rollout.hybrid_engine import HybridEngine
-from mrl.trainer.agents import has_stops, open_dialogs
 from mrl.trainer.audit import EngineProbe
 from mrl.trainer.checks import check_reward_models, check_reward_sources, check_teacher
 from mrl.trainer.collector import Collector

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from mrl.agents.loop import has_stops, open_dialogs
 from mrl.config.arithmetic import has_own_rollout_pool, num_engines, role_devices
 from mrl.config.judge import JUDGE
 from mrl.config.model_names import in_directories
@@ -17,7 +18,6 @@ from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.events import EventLog
 from mrl.rollout.hybrid_engine import HybridEngine
-from mrl.trainer.agents import has_stops, open_dialogs
 from mrl.trainer.checks import check_reward_models
 from mrl.trainer.components import check_model, judge_served, manager_class, model_setup, started_groups, with_models
 from mrl.trainer.generation import Generator
