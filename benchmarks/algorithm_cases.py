@@ -21,7 +21,7 @@ from mrl.algos.advantages import (
     overlong_penalty,
     whiten,
 )
-from mrl.algos.aggregate import AGGREGATIONS, BatchTotals, LossNormalizer
+from mrl.algos.aggregate import AGGREGATIONS, LossNormalizer
 from mrl.algos.groups import Outcomes, PromptGroups
 from mrl.algos.kl import KLController, token_kl
 from mrl.algos.losses import PolicyTokens, ValueTokens
@@ -118,7 +118,7 @@ class Packed:
 
     def norm(self, mode: str) -> LossNormalizer:
         """The case as the whole batch."""
-        return LossNormalizer(mode, BatchTotals.of(self.rows, self.mask_T), self.case["horizon"])
+        return LossNormalizer.of(mode, self.rows, self.mask_T, self.case["horizon"])
 
     def outcomes(self) -> Outcomes:
         """The case's scores."""

@@ -97,7 +97,7 @@ def critic_objective(tokens: ValueTokens, rows: Rows, norm: LossNormalizer, clip
 
 
 def _reports(reports_T: dict[str, Tensor], norm: LossNormalizer, mask_T: Tensor) -> dict[str, Tensor]:
-    num_tokens = max(norm.totals.num_tokens, 1.0)
+    num_tokens = max(norm.num_tokens, 1.0)
     return {name: apply_mask(value_T, mask_T).sum() / num_tokens for name, value_T in reports_T.items()}
 
 

@@ -35,7 +35,6 @@ from mrl.workers.advantages import shard_advantages
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch
 from mrl.workers.model_worker import (
     ModelWorker,
-    normalizer,
     optional_values,
     response_column,
     response_mask,
@@ -89,7 +88,9 @@ class ActorRolloutRefWorker(ModelWorker):
         columns = optional_values(batch, *names)
         rows = token_rows(batch, columns)
         loss = self._algorithm.loss
-        norm = normalizer(rows, loss.aggregation, self.sum_over_shards, self._horizon_tokens)
+        norm = LossNormalizer.of(
+            loss.aggregation, rows_of(rows), rows.columns["response_mask"], self._horizon_tokens, self.sum_over_shards
+        )
         entropy: EntropyUse = "grad" if loss.entropy_coef else "value" if loss.log_entropy else "none"
         request = ScoreRequest(self._temperature, entropy, divergence=self._divergence())
         return self.update(rows, sizes, partial(policy_loss, self._algorithm, norm), request)
@@ -135,7 +136,7 @@ class ActorRolloutRefWorker(ModelWorker):
 def policy_loss(config: AlgorithmConfig, norm: LossNormalizer, batch: LossInput) -> LossOutput:
     columns, log_probs_T = batch.columns, batch.scores.log_probs_T
     assert log_probs_T is not None, "a policy gives log-probs"
-    rows, mask_T = rows_of(batch, log_probs_T), columns["response_mask"]
+    rows, mask_T = rows_of(batch, log_probs_T.device), columns["response_mask"]
     old_T = columns.get("old_log_probs", log_probs_T.detach())
     weights_T = None
     if config.correction is not None:
@@ -167,6 +168,6 @@ def _means(batch: LossInput, norm: LossNormalizer, distillation: DistillationCon
         means_T["advantages_abs"] = batch.columns["advantages"].abs()
     if batch.scores.teacher_mass_T is not None:
         means_T["teacher_mass"] = batch.scores.teacher_mass_T
-    num_tokens = max(norm.totals.num_tokens, 1.0)
+    num_tokens = max(norm.num_tokens, 1.0)
     means = {name: torch.where(mask_T, value_T, 0.0).sum() / num_tokens for name, value_T in means_T.items()}
     return means | {"tokens": mask_T.sum()}

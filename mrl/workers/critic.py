@@ -14,7 +14,7 @@ from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
 from mrl.protocol import DataProto
 from mrl.workers.advantages import shard_advantages
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch
-from mrl.workers.model_worker import ModelWorker, normalizer, optional_values, response_column, rows_of, token_rows
+from mrl.workers.model_worker import ModelWorker, optional_values, response_column, rows_of, token_rows
 
 
 class CriticWorker(ModelWorker):
@@ -38,7 +38,8 @@ class CriticWorker(ModelWorker):
     def update_critic(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
         """Make one optimizer step on these rows, which are one update's."""
         rows = token_rows(batch, optional_values(batch, "values", "returns"))
-        norm = normalizer(rows, self._algorithm.loss.aggregation, self.sum_over_shards, self._horizon_tokens)
+        mode, mask_T = self._algorithm.loss.aggregation, rows.columns["response_mask"]
+        norm = LossNormalizer.of(mode, rows_of(rows), mask_T, self._horizon_tokens, self.sum_over_shards)
         loss = partial(value_loss, self._algorithm.loss.value_clip, norm)
         return self.update(rows, sizes, loss, ScoreRequest())
 
@@ -47,5 +48,5 @@ def value_loss(clip: float | None, norm: LossNormalizer, batch: LossInput) -> Lo
     values_T, columns = batch.scores.values_T, batch.columns
     assert values_T is not None, "a critic gives values"
     tokens = ValueTokens(columns["response_mask"], values_T, columns["values"], columns["returns"])
-    objective = critic_objective(tokens, rows_of(batch, values_T), norm, clip)
+    objective = critic_objective(tokens, rows_of(batch, values_T.device), norm, clip)
     return LossOutput(objective.loss, {"loss": objective.loss.detach()} | objective.reports)

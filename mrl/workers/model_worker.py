@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mrl.algos.aggregate import BatchTotals, LossNormalizer
-from mrl.algos.rows import Reduce, Rows
+from mrl.algos.rows import Rows
 from mrl.controller import Dispatch, RankInfo, Worker, register
 from mrl.engine import checkpoint
 from mrl.engine.engine import EngineRequest, MegatronEngine
@@ -141,22 +140,9 @@ def last_tokens(batch: DataProto) -> TokenRows:
     return replace(rows, response_lengths=np.ones_like(rows.response_lengths), columns={}, before=False)
 
 
-def normalizer(
-    rows: TokenRows,
-    mode: str,
-    sum_over_shards: Reduce,
-    horizon_tokens: int | None = None,
-    among_T: Tensor | None = None,
-) -> LossNormalizer:
-    """Return what makes one loss of the token losses of an update; of some tokens alone, if these are given."""
-    mask_T = rows.columns["response_mask"] if among_T is None else among_T
-    totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), mask_T, sum_over_shards)
-    return LossNormalizer(mode, totals, horizon_tokens)
-
-
-def rows_of(batch: LossInput, x_T: Tensor) -> Rows:
-    """Return where the rows of a micro-batch stand in a column of their response tokens, on its device."""
-    return Rows.of(torch.from_numpy(batch.response_lengths), x_T.device)
+def rows_of(batch: TokenRows | LossInput, device: torch.device | None = None) -> Rows:
+    """Return where each row's response tokens stand in a column of them."""
+    return Rows.of(torch.from_numpy(batch.response_lengths), device)
 
 
 def response_mask(batch: DataProto) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.preference import Pairs, RankedTokens, RankingTotals, preference_objective, reward_objective
-from mrl.algos.rows import Rows
 from mrl.config.preference import WITHOUT_REFERENCE, DpoLossConfig, RewardLossConfig
 from mrl.controller import Dispatch, RankInfo, register
 from mrl.engine.packed_rows import TokenRows
@@ -26,7 +25,6 @@ from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport
 from mrl.workers.model_worker import (
     ModelWorker,
     last_tokens,
-    normalizer,
     response_column,
     rows_of,
     score_column,
@@ -79,12 +77,13 @@ class DpoWorker(ModelWorker):
         """Make one optimizer step on these groups. A reference in place sees the same micro-batches, so that both round
         alike: the first margins are 0."""
         rows = token_rows(batch, {})
-        of_rows = Rows.of(torch.from_numpy(rows.response_lengths))
+        of_rows = rows_of(rows)
         mask_T, (group_B, rank_B) = rows.columns["response_mask"], groups_of(batch["rank"])
         columns = {"group": of_rows.expand(group_B), "rank": of_rows.expand(rank_B)}
         if (ref_log_probs_T := self._reference_log_probs(batch, rows, sizes)) is not None:
             columns["ref_log_probs"] = ref_log_probs_T
-        best = normalizer(rows, "token-mean", self.sum_over_shards, among_T=mask_T & (columns["rank"] == 0))
+        of_best_T = mask_T & (columns["rank"] == 0)
+        best = LossNormalizer.of("token-mean", of_rows, of_best_T, sum_over_ranks=self.sum_over_shards)
         totals = RankingTotals.of(group_B, self.sum_over_shards)
         loss = partial(preference_loss, self._loss, best, totals)
         return self.update(replace(rows, columns={**rows.columns, **columns}), sizes, loss, ScoreRequest())
@@ -103,7 +102,7 @@ class DpoWorker(ModelWorker):
         if scores is None:
             return None
         assert scores.log_probs_T is not None, "a language model gives log-probs"
-        mask_T, of_rows = rows.columns["response_mask"], Rows.of(torch.from_numpy(rows.response_lengths))
+        mask_T, of_rows = rows.columns["response_mask"], rows_of(rows)
         log_probs_T = scores.log_probs_T.double().cpu()
         refs_T = torch.zeros_like(log_probs_T) if ref_log_probs_T is None else ref_log_probs_T.double()
         sums = [of_rows.sum(torch.where(mask_T, each_T, 0.0)) for each_T in (log_probs_T, refs_T)]
@@ -139,7 +138,7 @@ def reward_loss(config: RewardLossConfig, totals: RankingTotals, batch: LossInpu
 def preference_loss(config: DpoLossConfig, norm: LossNormalizer, totals: RankingTotals, batch: LossInput) -> LossOutput:
     log_probs_T, columns = batch.scores.log_probs_T, batch.columns
     assert log_probs_T is not None, "a language model gives log-probs"
-    rows = rows_of(batch, log_probs_T)
+    rows = rows_of(batch, log_probs_T.device)
     of_rows = {name: columns[name][rows.starts_B] for name in ("group", "rank")}
     tokens = RankedTokens(
         rows,
@@ -158,7 +157,8 @@ class SftWorker(ModelWorker):
     def update_sft(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
         """Make one optimizer step towards these responses; prompts are read and not learned."""
         rows = token_rows(batch, {})
-        norm = normalizer(rows, "token-mean", self.sum_over_shards)
+        mask_T = rows.columns["response_mask"]
+        norm = LossNormalizer.of("token-mean", rows_of(rows), mask_T, sum_over_ranks=self.sum_over_shards)
         return self.update(rows, sizes, partial(likelihood_loss, norm), ScoreRequest())
 
     @register(
@@ -175,7 +175,7 @@ class SftWorker(ModelWorker):
         if scores is None:
             return None
         assert scores.log_probs_T is not None, "a language model gives log-probs"
-        mask_T, of_rows = rows.columns["response_mask"], Rows.of(torch.from_numpy(rows.response_lengths))
+        mask_T, of_rows = rows.columns["response_mask"], rows_of(rows)
         sums = of_rows.sum(torch.where(mask_T, scores.log_probs_T.double().cpu(), 0.0))
         columns = {"sum_log_probs": sums, "num_learned": of_rows.count(mask_T)}
         return DataProto.from_dict(columns, row_ids=batch.row_ids)
@@ -195,5 +195,5 @@ def likelihood_loss(norm: LossNormalizer, batch: LossInput) -> LossOutput:
     """Return minus the mean log-prob of the response tokens."""
     log_probs_T = batch.scores.log_probs_T
     assert log_probs_T is not None, "a language model gives log-probs"
-    loss = norm.aggregate(-log_probs_T, rows_of(batch, log_probs_T), batch.columns["response_mask"])
+    loss = norm.aggregate(-log_probs_T, rows_of(batch, log_probs_T.device), batch.columns["response_mask"])
     return LossOutput(loss, {"loss": loss.detach()})

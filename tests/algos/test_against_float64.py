@@ -22,7 +22,7 @@ from mrl.algos.advantages import (
     scores_to_token_rewards,
     whiten,
 )
-from mrl.algos.aggregate import AGGREGATIONS, BatchTotals, LossNormalizer
+from mrl.algos.aggregate import AGGREGATIONS, LossNormalizer
 from mrl.algos.groups import PromptGroups, filter_groups
 from mrl.algos.kl import KL_ESTIMATORS, mean_row_kl, token_kl
 from mrl.algos.losses import POLICY_LOSSES, ValueTokens
@@ -55,7 +55,7 @@ def assert_tokens(case: Case, found_T: torch.Tensor, expected: list[oracles.Row]
 
 
 def norm_of(case: Case, mode: str) -> LossNormalizer:
-    return LossNormalizer(mode, BatchTotals.of(case.rows, case.mask_T), HORIZON)
+    return LossNormalizer.of(mode, case.rows, case.mask_T, HORIZON)
 
 
 def test_all_names_are_tested() -> None:

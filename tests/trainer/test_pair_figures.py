@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.preference import Pairs, RankedTokens, RankingTotals, preference_objective
 from mrl.algos.rows import Rows
 from mrl.config.preference import DpoLossConfig
@@ -66,7 +66,7 @@ def test_validation_of_a_policy_says_what_its_training_says(loss: DpoLossConfig)
     tokens = RankedTokens(
         rows, mask_T, log_probs_T, torch.zeros_like(log_probs_T), Pairs.of(group_B, ranks), rows.expand(ranks == 0)
     )
-    norm = LossNormalizer("token-mean", BatchTotals.of(rows, mask_T))
+    norm = LossNormalizer.of("token-mean", rows, mask_T)
     trained = preference_objective(tokens, loss, norm, RankingTotals(3, 6)).reports
     columns = {"responses": from_rows([torch.ones(length, dtype=torch.int32) for length in lengths]), "rank": ranks}
     sums = {"sum_log_probs": rows.sum(log_probs_T), "sum_ref_log_probs": torch.zeros(6, dtype=torch.float64)}
