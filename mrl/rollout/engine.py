@@ -63,32 +63,6 @@ class EngineSettings:
     """The run that is followed in that."""
 
 
-class UnderWay(dict[str, int]):
-    """The samples that an engine has begun: their keys, and the version of the weights that each began with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._switches: dict[str, list[tuple[int, int]]] = {}
-
-    def switch(self, key: str, first: int, version: int) -> None:
-        """Note that these weights draw a sample from that token on."""
-        switches = self._switches.setdefault(key, [])
-        if switches and switches[-1][0] == first:
-            switches.pop()  # those drew nothing of it
-        if first:
-            switches.append((first, version))
-        else:
-            self[key] = version
-
-    def end(self, sample: Generated) -> Generated:
-        version, switches = self.pop(sample.key, sample.weight_version), self._switches.pop(sample.key, [])
-        return replace(sample, weight_version=version, switches=tuple(switches))
-
-    def clear(self) -> None:
-        super().clear()
-        self._switches.clear()
-
-
 class RolloutEngine(ABC):
     """One model that generates. Requests start and finish independently.
 
@@ -99,7 +73,8 @@ class RolloutEngine(ABC):
         self.settings = settings
         self.weight_version: int | None = None
         """None while what it holds came from a file, or from an update that failed."""
-        self.unfinished = UnderWay()
+        self.unfinished: dict[str, list[tuple[int, int]]] = {}
+        """The samples that it has begun: from which of its tokens on which version of the weights draws each."""
         self.full_tensor_reason = ""
         """Why fused and sharded tensors cannot be written into this engine; empty where they can."""
         self.resident: set[Part] = {"weights", "kv_cache"}
@@ -114,11 +89,15 @@ class RolloutEngine(ABC):
         keys = {request.key for request in requests}
         if len(keys) < len(requests) or keys & self.unfinished.keys():
             raise RolloutError(f"two samples of {self.settings.replica} have the same key")
-        self.unfinished |= dict.fromkeys(keys, self.weight_version)
+        self.unfinished |= {key: [(0, self.weight_version)] for key in keys}
         self._start(requests, sampling)
 
     def step(self) -> list[Generated]:
-        return [self.unfinished.end(sample) for sample in self._step()]
+        finished = []
+        for sample in self._step():
+            (_, first), *switches = self.unfinished.pop(sample.key, [(0, sample.weight_version)])
+            finished.append(replace(sample, weight_version=first, switches=tuple(switches)))
+        return finished
 
     def abort(self) -> None:
         self._abort(self.unfinished)
@@ -138,7 +117,10 @@ class RolloutEngine(ABC):
             self._receive_weights(version, keeps_cache=cache == "keep")
         self.weight_version = version
         for key, first in num_written.items():
-            self.unfinished.switch(key, first, version)
+            drawn_by = self.unfinished[key]
+            if drawn_by[-1][0] == first:
+                drawn_by.pop()  # those drew nothing of it
+            drawn_by.append((first, version))
 
     def sleep(self, *, keep: bool = False) -> None:
         """Give the device's memory back: weights are sent again, and the cache is worth nothing after that.

@@ -83,7 +83,7 @@ class TransformersEngine(RolloutEngine):
 
     def _generated(self, row: RowState, stopped: bool) -> Generated:
         token_ids, log_probs = np.asarray(row.token_ids, np.int32), np.asarray(row.log_probs, np.float32)
-        version = self.unfinished[row.request.key]
+        _, version = self.unfinished[row.request.key][0]
         return Generated(row.request.key, token_ids, log_probs, "stop" if stopped else "length", version)
 
     def _abort(self, keys: Iterable[str]) -> None:

@@ -88,7 +88,7 @@ class VllmEngine(RolloutEngine):
             np.asarray(sample.token_ids, np.int32),
             np.asarray(sample.logprobs.logprobs, np.float32),
             sample.finish_reason,
-            self.unfinished[key],
+            self.unfinished[key][0][1],
         )
 
     def _abort(self, keys: Iterable[str]) -> None:

@@ -178,22 +178,18 @@ class EngineProbe:
             )
 
     def _mean_differences(self, answers: Answers) -> dict[int, float]:
-        batch = self._batch(list(answers.values()))
+        each = list(answers.values())
+        # A row for each engine, and more from the first on until every rank has its micro-batches.
+        rows = [each[row % len(each)] for row in range(round_up(len(each), self._actor.row_multiple))]
+        columns = {
+            "prompts": from_rows([torch.tensor(self._request.prompt_ids) for _ in rows]),
+            "responses": from_rows([torch.tensor(row.token_ids) for row in rows]),
+        }
+        batch = DataProto.from_dict(columns)
         written, _ = self._actor.forward(step_calls.LOG_PROB, batch)
         found = batch.union(fetch(written, self._config.deadlines.call_s)).values("old_log_probs").float().cpu().numpy()
-        rows = np.split(found, np.cumsum(batch.lengths("responses"))[:-1])
+        by_row = np.split(found, np.cumsum(batch.lengths("responses"))[:-1])
         return {
             engine: float(np.abs(row - answer.log_probs).mean())
-            for (engine, answer), row in zip(answers.items(), rows[: len(answers)], strict=True)
+            for (engine, answer), row in zip(answers.items(), by_row[: len(answers)], strict=True)
         }
-
-    def _batch(self, answers: list[Generated]) -> DataProto:
-        """Return a row for each engine, and more from the first on until every rank has its micro-batches."""
-        rows = [answers[row % len(answers)] for row in range(round_up(len(answers), self._actor.row_multiple))]
-        prompt = torch.tensor(self._request.prompt_ids)
-        return DataProto.from_dict(
-            {
-                "prompts": from_rows([prompt for _ in rows]),
-                "responses": from_rows([torch.tensor(row.token_ids) for row in rows]),
-            }
-        )

@@ -89,7 +89,8 @@ def full_batch(config: Config, prompts: PromptLoader, generate: Callable[[DataPr
             )
         scored = generate(prompts.next_batch())
         rounds.append(scored)
-        found = filter_groups(_outcomes(scored.batch))
+        scores, lengths = scored.batch["scores"], torch.from_numpy(written_lengths(scored.batch))
+        found = filter_groups(Outcomes(scores, list(scored.batch["uid"]), lengths))
         number = min(wanted - num_kept, len(found.kept_uids))
         kept.append(scored.batch.take(found.take(number).numpy()))
         num_kept += number
@@ -109,8 +110,3 @@ def solved_shares(config: Config, batch: DataProto) -> dict[str, float]:
     uids, group = np.unique(batch["uid"].astype(str), return_inverse=True)
     solved = np.bincount(group, weights=np.asarray(batch["scores"]) >= config.validation.solved_at)
     return dict(zip(uids.tolist(), (solved / np.bincount(group)).tolist(), strict=True))
-
-
-def _outcomes(batch: DataProto) -> Outcomes:
-    scores = batch["scores"]
-    return Outcomes(scores, list(batch["uid"]), scores.new_tensor(written_lengths(batch).tolist()))

@@ -248,12 +248,12 @@ class OpenRounds:
         self,
         generator: Generator,
         opening: Callable[[], Iterable[tuple[int, DataProto]]],
-        publish: Callable[[int, ScoredBatch], None],
+        whole: dict[int, ScoredBatch],
         *,
         stays_open: bool = False,
     ) -> None:
-        """Ask `opening` for the numbers and rows of rounds that may begin, and `publish` each that is whole."""
-        self._generator, self._opening, self._publish = generator, opening, publish
+        """Ask `opening` for the numbers and rows of rounds that may begin, and put those that are `whole` there."""
+        self._generator, self._opening, self._whole = generator, opening, whole
         self._rounds: list[Round] = []
         self._round_of: dict[Dialog, Round] = {}
         self._outcomes: dict[int, Outcome] = {}
@@ -262,12 +262,14 @@ class OpenRounds:
         """Whether to wait for more rounds where none is under way."""
 
     def run(self) -> None:
-        """Generate until all rounds are whole, and it need not stay open."""
         for _ in self.samples():
             pass
 
     def samples(self) -> Iterator[None]:
-        """Do the same, and pause behind each sample; whoever stops asking may go on with it later."""
+        """Generate until all rounds are whole, and it need not stay open; pause behind each sample.
+
+        Whoever stops asking may go on with it later.
+        """
         generator = self._generator
         for generated in generator.hybrid.generate((), generator.training, self, in_flight=True):
             generator.dialogs.written(generated)
@@ -308,7 +310,7 @@ class OpenRounds:
                 outcomes = ((found.samples[row], scored[ticket]) for row, ticket in found.tickets.items())
                 failed = [(sample, outcome) for sample, outcome in outcomes if isinstance(outcome, Failure)]
                 self._generator.rewards.check_share(failed, len(scored))
-            self._publish(found.number, self._generator.scored(found, scored))
+            self._whole[found.number] = self._generator.scored(found, scored)
 
     def _is_whole(self, found: Round) -> bool:
         return not found.num_left and all(ticket in self._outcomes for ticket in found.tickets.values())

@@ -122,7 +122,8 @@ class RayPPOTrainer:
         rows = trained_rows(samples.batch)
         batch = with_staleness(rows, self.hybrid.version)
         metrics = samples.metrics | staleness_metrics(batch, self.config.asynchrony.ahead)
-        batch = store(batch.select(*self._train_columns(batch)))
+        optional = [name for name in OPTIONAL_SAMPLE_COLUMNS if name in batch.columns()]
+        batch = store(batch.select(*SAMPLE_COLUMNS, *optional))
         for call in self.calls:
             if phase := _FORWARD.get(call):  # old, reference and teacher's log-probs, values
                 with self.clock(phase):
@@ -131,7 +132,9 @@ class RayPPOTrainer:
                     metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}
         with self.clock("advantage"):
             whole = WholeBatch(list(samples.batch["uid"]), self.components.kl.coef, rows["sample"].tolist())
-            advantages, figures = self.estimate_advantages(batch, whole)
+            role = self.critic or self.actor  # the critic's values are on its ranks
+            positions = torch.arange(len(batch))
+            advantages, figures = role.compute_advantages(batch.with_column("position", positions), whole)
             batch, metrics = batch.union(advantages), metrics | figures
         if step in self.config.training.dump_steps:
             with self.run.may_be_lost("tensors"):
@@ -144,8 +147,8 @@ class RayPPOTrainer:
             with self.clock("update_actor"):
                 updates["actor"] = self.train(self.actor, step_calls.UPDATE_ACTOR, batch, len(samples.batch))
             self.hybrid.weights_changed()
-        for role, of_role in updates.items():
-            metrics |= mean_of(of_role, role)
+        for name, of_role in updates.items():
+            metrics |= mean_of(of_role, name)
         metrics |= step_metrics.distillation_share(metrics)
         num_written = int(step_metrics.written_lengths(rows).sum())
         check_invariants(self.config, step, metrics, updates.get("actor", []), num_written)
@@ -217,12 +220,6 @@ class RayPPOTrainer:
             if step == self.replayed.num_steps:
                 self.run.console.print(f"equal to {self.replayed.directory} to the bit, up to its last step, {step}")
 
-    def estimate_advantages(self, batch: DataProto, whole: WholeBatch) -> tuple[DataProto, Metrics]:
-        """Compute advantages, on the critic's ranks where there is one: its values are there."""
-        batch = batch.with_column("position", torch.arange(len(batch)))
-        role = self.critic or self.actor
-        return role.compute_advantages(batch, whole)
-
     def train(self, role: RoleClient, call: StepCall, batch: DataProto, num_samples: int) -> list[Metrics]:
         """Make all optimizer steps of a role; what each reports."""
         parts = self.updates(batch, num_samples)
@@ -244,7 +241,3 @@ class RayPPOTrainer:
             order = chance.permutation(len(batch)) if num_updates > 1 else np.arange(len(batch))
             parts += [batch.take(rows) for rows in np.array_split(order, num_updates)]
         return parts
-
-    @staticmethod
-    def _train_columns(batch: DataProto) -> list[str]:
-        return [*SAMPLE_COLUMNS, *(name for name in OPTIONAL_SAMPLE_COLUMNS if name in batch.columns())]

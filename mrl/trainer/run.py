@@ -182,7 +182,11 @@ class Run(Generic[AnyTyped]):
         self._best = self._best_before
         self._num_failed_saves += 1
         if is_needed or self._num_failed_saves > self.config.training.max_failed_saves:
-            raise error if isinstance(error, MrlError) else _cannot_save(error) from error
+            if isinstance(error, MrlError):
+                raise error
+            what, where = f"a checkpoint cannot be written: {error}", str(getattr(error, "filename", None) or "")
+            fix = "free space there; the run goes on from the one before"
+            raise CheckpointError(what, where=where, fix=fix) from error
         self.warn("checkpoint", f"not saved, which is tried again after the next step: {error}")
 
     def should_stop(self) -> bool:
@@ -191,12 +195,6 @@ class Run(Generic[AnyTyped]):
         if reason:
             self.console.print(f"{reason}: saving and stopping")
         return bool(reason)
-
-
-def _cannot_save(error: Exception) -> CheckpointError:
-    where = str(getattr(error, "filename", None) or "")
-    what, fix = f"a checkpoint cannot be written: {error}", "free space there; the run goes on from the one before"
-    return CheckpointError(what, where=where, fix=fix)
 
 
 @contextmanager
@@ -282,14 +280,10 @@ class ShutdownSignal:
                     os.write(2, b"SIGTERM again: ended without saving\n")
                     os._exit(128 + number)  # what keeps Ray and the reward workers ends them now
             if number == signal.SIGHUP:  # a terminal that is gone fails every print
+                nowhere = os.open(os.devnull, os.O_WRONLY)
                 for stream in terminals:
-                    _close(stream)
+                    os.dup2(nowhere, stream)
+                os.close(nowhere)
 
         with listening(_SIGNALS, note):
             yield
-
-
-def _close(stream: int) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream)
-    os.close(nowhere)

@@ -126,17 +126,13 @@ class BetweenBatches(_Threaded):
             self._gate.trained = step - 1
             if self._gate.begun < step:
                 with self._hybrid.rollout_mode():
-                    self._begin(next(self._gate.open()))
+                    self._under_way.append(self._thread.submit(self._collect, next(self._gate.open())))
                     self._settle()
             with self.settled():
                 answers = self._probe.ask(step)
-            for number in self._gate.open():
-                self._begin(number)
+            self._under_way += [self._thread.submit(self._collect, number) for number in self._gate.open()]
             self._hold_actor()
         return self._take(step), answers
-
-    def _begin(self, number: int) -> None:
-        self._under_way.append(self._thread.submit(self._collect, number))
 
     def _collect(self, number: int) -> None:
         self._whole[number] = self.collector.collect(number)
@@ -147,7 +143,6 @@ class _Open(SampleStream):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self._rounds: OpenRounds | None = None
         self._taken: DataProto | None = None
         self._finished: set[int] = set()
 
@@ -177,9 +172,6 @@ class _Open(SampleStream):
         for number in self._gate.open():
             yield number, self.collector.draw()
 
-    def _publish(self, number: int, scored: ScoredBatch) -> None:
-        self._whole[number] = scored
-
     def _take(self, step: int) -> ScoredBatch:
         self._taken = self._whole[step].batch
         self._finish(step)
@@ -188,6 +180,8 @@ class _Open(SampleStream):
 
 class InFlight(_Open, _Threaded):
     """Engines with devices of their own: another thread generates, and never stops."""
+
+    _rounds: OpenRounds | None = None
 
     def next(self, step: int) -> tuple[ScoredBatch, Answers]:
         with self._clock("rollout"):
@@ -200,14 +194,14 @@ class InFlight(_Open, _Threaded):
                 with self.settled():
                     answers = self._probe.ask(step)
             self._gate.trained = step - 1
-            self._start()
+            self._begin()
             self._wait_until(lambda: step in self._whole)
             self._hold_actor()
         return self._take(step), answers
 
-    def _start(self) -> None:
+    def _begin(self) -> None:
         if self._rounds is None:
-            self._rounds = OpenRounds(self.collector.generator, self._opening, self._publish, stays_open=True)
+            self._rounds = OpenRounds(self.collector.generator, self._opening, self._whole, stays_open=True)
             self._under_way = [self._thread.submit(self._rounds.run)]
 
     def _settle(self) -> None:
@@ -227,7 +221,7 @@ class CarriedOver(_Open):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self._running: Iterator[None] = iter(())
+        self._running: Iterator[None] | None = None
 
     def next(self, step: int) -> tuple[ScoredBatch, Answers]:
         with self._clock("rollout"), self._hybrid.rollout_mode():
@@ -248,20 +242,19 @@ class CarriedOver(_Open):
             yield
 
     def _settle(self) -> None:
-        if self._rounds is not None:
+        if self._running is not None:
             with self.settled():
                 pass
 
     def _advance(self) -> None:
         """Generate until some sample has ended; begin with what may, where nothing is under way."""
-        if self._rounds is None:
-            self._rounds = OpenRounds(self.collector.generator, self._opening, self._publish)
-            self._running = self._rounds.samples()
+        if self._running is None:
+            self._running = OpenRounds(self.collector.generator, self._opening, self._whole).samples()
         if next(self._running, "end") == "end":
-            self._rounds = None
+            self._running = None
 
     def _exhaust(self) -> None:
-        while self._rounds is not None:
+        while self._running is not None:
             self._advance()
 
 

@@ -18,13 +18,12 @@ from mrl.config.run_directory import CHECKPOINTS, checkpoint_of
 from mrl.config.schema import BatchConfig
 from mrl.config.sft import SftConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup
-from mrl.data.chat import ChatTokenizer, load_tokenizer
+from mrl.data.chat import load_tokenizer
 from mrl.data.prompt_loader import PromptLoader, SkipLog, one_pass
 from mrl.data.sample_files import write_samples
 from mrl.data.sft_rows import open_sft_dataset
 from mrl.dtypes import torch_dtype
 from mrl.errors import DataError
-from mrl.events import EventLog
 from mrl.observe.console import printable
 from mrl.protocol import DataProto
 from mrl.trainer.nodes import placed_run
@@ -222,7 +221,13 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
         samples_per_update=config.batch.rows_per_update,
     )
     prompts = PromptLoader(open_sft_dataset(config.data.train, config, tokenizer), config.data, batch, run.events)
-    validation = _validation_rows(config, tokenizer, run.events) if config.validation.every else []
+    validation: list[DataProto] = []
+    if config.validation.every:  # all its rows are read once for the whole run
+        held_out = open_sft_dataset(config.data.validation, config, tokenizer)
+        skips = SkipLog(config.data.max_bad_rows, run.events)
+        validation = list(one_pass(held_out, config.batch.rows_per_update, skips))
+        if not validation:
+            raise DataError("none of its rows is usable", where="data.validation", fix="mrl check CONFIG --all-rows")
     answers = task_of(config).update == "update_sft"  # the other tasks compare answers, and give none
     has_samples = answers and bool(validation) and config.validation.samples > 0
     sampler = AnswerSampler(config, tokenizer, DataProto.concat(validation)) if has_samples else None
@@ -236,12 +241,3 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
         group = RayWorkerGroup(ROLE, worker, role_mesh(config, ROLE), context)
         stack.callback(group.shutdown)
         yield _SftComponents(config, prompts, validation, SupervisedClient(group, config.actor), sampler, reference)
-
-
-def _validation_rows(config: SftConfig, tokenizer: ChatTokenizer, events: EventLog) -> list[DataProto]:
-    """Read all rows of data.validation, once for the whole run."""
-    dataset = open_sft_dataset(config.data.validation, config, tokenizer)
-    skips = SkipLog(config.data.max_bad_rows, events)
-    if batches := list(one_pass(dataset, config.batch.rows_per_update, skips)):
-        return batches
-    raise DataError("none of its rows is usable", where="data.validation", fix="mrl check CONFIG --all-rows")
