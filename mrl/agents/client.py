@@ -67,7 +67,6 @@ class EnvironmentClient(Generic[Asker]):
         return self._receiving
 
     def answers(self) -> list[tuple[Asker, EnvironmentAnswer | Again | Failure]]:
-        """Return what has been answered since this was last asked."""
         if self._receiving is None or not self._receiving.done():
             return []
         received, self._receiving = self._receiving.result(), None

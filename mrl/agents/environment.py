@@ -159,7 +159,6 @@ _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Task, Start, Tu
 
 
 def to_json(value: Task | Start | Turn | Observation | Done) -> str:
-    """Return what crosses between processes."""
     return json.dumps({"kind": type(value).__name__, **asdict(value)}, allow_nan=False)
 
 

@@ -32,8 +32,6 @@ _HAS_SEGMENTS = (
 
 @dataclass(frozen=True)
 class Opening:
-    """What a conversation begins with."""
-
     row: int
     """Of the batch."""
     key: str
@@ -164,7 +162,6 @@ class Dialogs:
         return dialogs
 
     def take(self) -> list[GenerationRequest]:
-        """Return the turns that are to be written by now."""
         for dialog, answer in self._client.answers() if self.has_environments else ():
             if isinstance(answer, Failure):
                 self._failed(dialog, answer)
@@ -206,7 +203,6 @@ class Dialogs:
         self._client.step(dialog.ticket, dialog, turn)
 
     def ended(self) -> list[Dialog]:
-        """Return the conversations that have ended or failed since this was last asked."""
         ended, self._ended = self._ended, []
         return ended
 

@@ -90,8 +90,6 @@ def _passages(path: Path) -> Iterator[Passage]:
 
 
 class _Refused(Exception):
-    """What is asked for in a way that has no answer."""
-
     def __init__(self, status: int, what: str) -> None:
         super().__init__(what)
         self.status = status

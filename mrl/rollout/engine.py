@@ -36,8 +36,6 @@ class FreeMemory:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What one engine is made from."""
-
     model: Path
     """A directory in Hugging Face format."""
     dtype: str
@@ -80,7 +78,6 @@ class RolloutEngine(ABC):
         self.resident: set[Part] = {"weights", "kv_cache"}
 
     def start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
-        """Begin to generate these beside those under way."""
         self._need("weights", "kv_cache")
         if self.weight_version is None:
             raise RolloutError(f"{self.settings.replica} is stale: it holds no weights that the trainer has sent")

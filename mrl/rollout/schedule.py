@@ -27,8 +27,6 @@ _MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class ScheduledCall:
-    """One thing that an engine was asked."""
-
     at: int
     """How many steps it had done by then."""
     kind: CallKind

@@ -34,7 +34,6 @@ class Collector:
         return self._prompts.next_batch().repeat(self._config.batch.samples_per_prompt)
 
     def learn(self, batch: DataProto) -> None:
-        """Tell what draws the prompts how these were solved."""
         self._prompts.learn(solved_shares(self._config, batch))
 
     def finish(self, scored: ScoredBatch) -> ScoredBatch:

@@ -168,7 +168,6 @@ def check_model(setup: ModelSetup) -> None:
 
 
 def model_setup(role: str, config: Config) -> ModelSetup:
-    """Return what a role's workers are told of their model."""
     pools, distillation = config.placement.roles, config.algorithm.distillation
     is_taught = role == "actor" and distillation is not None and distillation.form == "full"
     return ModelSetup(

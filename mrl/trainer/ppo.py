@@ -214,7 +214,6 @@ class RayPPOTrainer:
                 self.components.engine_probe.compare(step, answers)
 
     def compare_runs(self, step: int, metrics: Metrics) -> None:
-        """See that a replay is what it repeats."""
         if self.replayed is not None:
             self.replayed.compare(step, metrics)
             if step == self.replayed.num_steps:

@@ -80,8 +80,6 @@ class RoleClient:
 
 
 class SupervisedClient(RoleClient):
-    """Calls the workers of a model that learns from what the data say."""
-
     def score_groups(self, method: str, batch: DataProto) -> DataProto:
         """Return the rows with the columns that a method writes, in the micro-batches of an update on them."""
         written, _ = _merged(getattr(self.group, method)(*self._shards(batch, group_sizes(batch))))

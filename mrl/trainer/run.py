@@ -134,7 +134,6 @@ class Run(Generic[AnyTyped]):
         return (bool(every) and step % every == 0) or self._num_failed_saves > 0
 
     def is_best(self, score: float | None) -> bool:
-        """Return whether a checkpoint with this score would be the best so far."""
         return score is not None and (self._best is None or score > self._best)
 
     def save(

@@ -176,7 +176,6 @@ class _SftComponents:
         return self.task.measure(self.client, self._validation)
 
     def sample(self) -> dict[str, list[Any]]:
-        """Return the model's answers to some validation prompts as columns; none where none are wanted."""
         return {} if self._sampler is None else self._sampler.columns(self.client)
 
     def is_done(self, num_updates: int) -> bool:

@@ -24,8 +24,6 @@ Ids = list[int]
 
 
 class AnswerSampler:
-    """Asks the model for its answers to the same prompts again and again."""
-
     def __init__(self, config: SftConfig, tokenizer: ChatTokenizer, rows: DataProto) -> None:
         self._rows, self._tokenizer = first_by_source(rows, config.validation.samples), tokenizer
         self._ends = {end for ends in model_end_tokens(tokenizer, config.model.path).values() for end in ends}
@@ -36,7 +34,6 @@ class AnswerSampler:
         self._truths = [list(compress(ids, takewhile(bool, mask))) for ids, mask in pairs]
 
     def columns(self, client: SupervisedClient) -> dict[str, list[Any]]:
-        """Return the answers of the model as it is, in the columns of a file of samples."""
         answers = self._answers(client)
         return {
             "uid": list(self._rows["uid"]),

@@ -33,8 +33,6 @@ _MAX_FALL = 0.5  # nats per token
 
 @dataclass(frozen=True)
 class SupervisedTask:
-    """The worker and its methods, and how the model is measured."""
-
     worker: str
     arguments: tuple[Any, ...]
     """Of the worker, behind its setup."""
@@ -65,7 +63,6 @@ def task_of(config: SftConfig) -> SupervisedTask:
 
 
 def supervised_setup(config: SftConfig) -> ModelSetup:
-    """Return what the workers are told of their model."""
     task, path = task_of(config), config.model.path
     if task.head == "score" and padding_token(Path(path)) is None:
         raise ModelError(

@@ -58,7 +58,6 @@ class Validator:
         return [self._generator.run(some.repeat(num), sampling, step=0) for some in prompts]
 
     def measure(self, step: int, sampled: Sequence[ScoredBatch], models: ModelScores) -> dict[str, float]:
-        """Return the figures of these samples; the models are asked when all are there."""
         answers: dict[str, dict[str, Answers]] = defaultdict(lambda: defaultdict(list))
         columns: dict[str, list[Any]] = defaultdict(list)
         scored, whole = [each.batch for each in sampled], [models.add(each).batch for each in sampled]

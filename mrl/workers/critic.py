@@ -36,7 +36,6 @@ class CriticWorker(ModelWorker):
 
     @register_call(step_calls.UPDATE_CRITIC)
     def update_critic(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
-        """Make one optimizer step on these rows, which are one update's."""
         rows = token_rows(batch, optional_values(batch, "values", "returns"))
         mode, mask_T = self._algorithm.loss.aggregation, rows.columns["response_mask"]
         norm = LossNormalizer.of(mode, rows_of(rows), mask_T, self._horizon_tokens, self.sum_over_shards)

@@ -22,7 +22,6 @@ class TeacherWorker(ModelWorker):
 
     @register_call(step_calls.TEACHER_LOG_PROB)
     def compute_teacher_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Compute the log-prob of each response token."""
         return self._said(batch, sizes)
 
     @register_call(step_calls.TEACHER_TOP_K)
