@@ -1,4 +1,4 @@
-"""Tools from plain functions: their schema from hints and docstring, and calls that are held against it.
+"""Tools from plain functions, and the environment `tools`, whose turns without a call are the last.
 
 A function's keyword-only parameters, and whatever `options` give, are the configuration's: no model is told of them.
 """
@@ -130,6 +130,11 @@ class ToolEnvironment(Environment):
 
     The parts `calls` and `failed_calls` count what the model called, and what of it was answered by an error: a call
     that cannot be read, a tool that does not exist, wrong arguments, or a `ValueError` of the tool.
+
+    What a model reads is up to whose fault it is. A `ValueError` of a tool says what the model got wrong, such as a
+    page that does not exist: the model reads "error: ..." and goes on. Anything else that a tool raises is a failure of
+    the tool, a service that is down or a bug: the conversation is tried again or left out. So is a subclass of
+    `ValueError`, which libraries raise over what they were sent, such as `json.JSONDecodeError`.
     """
 
     def __init__(self, tools: Mapping[str, ToolConfig], max_result_characters: int = 20_000) -> None:

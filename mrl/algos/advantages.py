@@ -1,4 +1,4 @@
-"""Advantages: how much better each token did than expected.
+"""Advantages: how much better each token did than expected; and rewards as a column of tokens, which they start from.
 
 An estimator is `(AdvantageInputs, AlgorithmConfig) -> Advantages`. Group-wise ones compare whole rows with the
 other rows of their prompt, so they read the whole batch's `Outcomes` and hand each token its row's number; the

@@ -1,9 +1,13 @@
-"""KL between the policy and its reference: estimators per token, and the controller of its coefficient.
+"""KL between the policy and its reference or teacher: estimators, divergences, and the coefficient's controller.
 
 With d = log pi - log pi_ref of the sampled token, an estimator is a function of d alone. As a *value* (KL in the
 reward) k1, k2 and k3 all estimate KL(pi || pi_ref), k1 and k3 without bias. As a *loss* their gradients differ:
 on samples of pi the gradient of k2 is the gradient of the KL without bias, that of k3 is biased, and that of k1 is 0 on
 average. `k1+`, `k3+` and `abs+` have the value of their namesake and the gradient of k2.
+
+In distillation pi is the policy's and nu the teacher's distribution of the next token behind the same tokens, both at
+the temperature of sampling. log pi(y) and log nu(y) of each token are enough for an advantage or an estimate; the
+divergences take the whole vocabulary, or its likeliest tokens and all others together as one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rollout replica as a worker: an engine in a process of its own, which may die and be replaced."""
+"""Workers on the devices of engines: a replica, which may die and be replaced, and a receiver of weights beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which replica generates what: shares by remaining tokens, and what becomes of the requests of one that died."""
+"""Which replica generates what, and which batches may begin; who is far slower than the others.
+
+Shares go by remaining tokens, and the requests of a replica that died to others.
+"""
 
 from __future__ import annotations
 

@@ -138,7 +138,12 @@ Answers = Mapping[int, Generated]
 
 
 class EngineProbe:
-    """Asks engines while they are awake, and compares once the actor has its devices again."""
+    """Does every engine compute what the trainer computes? One prompt, answered by each and scored by the actor.
+
+    Digests prove that an engine got the right bytes; they cannot see kernels that read them in another order, or
+    experts that stayed behind. The step's own samples would show one such engine only in the mean of all. Engines are
+    asked while they are awake, and compared once the actor has its devices again.
+    """
 
     def __init__(
         self, config: Config, hybrid: HybridEngine, actor: RoleClient, tokenizer: ChatTokenizer, events: EventLog

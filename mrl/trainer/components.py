@@ -51,11 +51,6 @@ _WORKERS = {
 }
 
 
-def kind_of(role: str) -> str:
-    """Return the key above: that of `reward_models.NAME` is the one of `reward_model`."""
-    return "reward_model" if role.startswith("reward_models.") else role
-
-
 @dataclass
 class Components:
     actor: RoleClient
@@ -209,7 +204,7 @@ def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
         "reward_model": [],
         "teacher": [distillation.top_k if distillation is not None else 0, config.rollout.temperature],
     }
-    kind = kind_of(role)
+    kind = "reward_model" if role.startswith("reward_models.") else role
     worker_class = config.model_roles()[role].worker or _WORKERS[kind]
     worker = RayClassWithInitArgs(worker_class, model_setup(role, config), *arguments[kind])
     return RayWorkerGroup(role, worker, role_mesh(config, role), context)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,15 +13,14 @@ from mrl.config.judge import JUDGE
 from mrl.config.model_names import in_directories
 from mrl.config.schema import Config, PlacementConfig
 from mrl.config.validation import ValidationConfig
-from mrl.controller import RunContext
-from mrl.data.chat import ChatTokenizer, load_tokenizer
+from mrl.data.chat import load_tokenizer
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.events import EventLog
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.trainer.checks import check_reward_models
 from mrl.trainer.components import check_model, judge_served, manager_class, model_setup, started_groups, with_models
 from mrl.trainer.generation import Generator
-from mrl.trainer.model_scores import ModelScores, ScoringModel, scoring_models
+from mrl.trainer.model_scores import ModelScores, scoring_models
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.validation import Validator
 
@@ -75,17 +74,9 @@ def evaluate(
                 sampled.append(validators[-1].sample())
                 say(f"{number} of {len(settings)} done")
         ending.close()  # reward models may be given their devices
-        models = ModelScores(stack.enter_context(_started_models(config, context, events, tokenizer)))
+        groups = stack.enter_context(started_groups(config, context, list(config.scoring_models())))
+        models = ModelScores(scoring_models(config, with_models(config, groups, events), tokenizer))
         found = [validator.measure(0, of_it, models) for validator, of_it in zip(validators, sampled, strict=True)]
         for message in (message for validator in validators for message in validator.warnings):
             say(message)
     return found
-
-
-@contextmanager
-def _started_models(
-    config: Config, context: RunContext, events: EventLog, tokenizer: ChatTokenizer
-) -> Iterator[list[ScoringModel]]:
-    names = list(config.scoring_models())
-    with started_groups(config, context, names) as groups:
-        yield scoring_models(config, with_models(config, groups, events), tokenizer)

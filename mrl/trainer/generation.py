@@ -239,7 +239,10 @@ class Generator:
 
 
 class OpenRounds:
-    """The rounds under way, as what a fleet asks for follow-ups: turns of conversations, and what opens meanwhile."""
+    """The rounds under way, as what a fleet asks for follow-ups: turns of conversations, and what opens meanwhile.
+
+    Each is whole when its last sample has its score, whatever the others do.
+    """
 
     def __init__(
         self,

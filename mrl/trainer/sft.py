@@ -81,7 +81,7 @@ def _validated(run: Run[SftConfig], components: _SftComponents, step: int) -> Me
         run.console.print(f"sample of step {step}: {prompt[-_NUM_SHOWN:]} -> {response[:_NUM_SHOWN]}")
         with run.may_be_lost("samples"):
             write_samples(run.directory / "samples", step, samples, "validation")
-    figures = components.validate()
+    figures = components.task.measure(components.client, components.validation)
     if step:  # before training a model may be anything
         for about, message in warnings_of(figures):
             run.warn_once(about, message)
@@ -114,7 +114,7 @@ class _SftComponents:
         reference: ReferenceLogProbs | None,
     ) -> None:
         self.task = task_of(config)
-        self._config, self._prompts, self._validation, self.client = config, prompts, validation, client
+        self._config, self._prompts, self.validation, self.client = config, prompts, validation, client
         self._sampler, self._reference = sampler, reference
         self._trained_on = prompts.state_dict()
         self._losses: deque[float] = deque(maxlen=_NUM_AVERAGED)
@@ -138,11 +138,11 @@ class _SftComponents:
             return True
         num_rows, steps = self._prompts.num_rows, self._config.training.steps
         at_most = min(num_rows, steps * self._config.batch.rows_per_update) if steps else num_rows
-        at_most += sum(map(num_groups, self._validation))
+        at_most += sum(map(num_groups, self.validation))
         is_whole = compute_reference(self._reference, self._rows_to_come(self._reference), at_most, run)
         self._prompts.load_state_dict(self._trained_on)
         if is_whole:
-            self._validation = [self._reference.joined(rows) for rows in self._validation]
+            self.validation = [self._reference.joined(rows) for rows in self.validation]
         return is_whole
 
     def _rows_to_come(self, kept: ReferenceLogProbs) -> Iterator[tuple[DataProto, Score]]:
@@ -150,7 +150,7 @@ class _SftComponents:
 
         Each is cut into micro-batches as it will be, so that in the first epoch reference and policy round alike.
         """
-        yield from ((rows, self.client.score) for rows in self._validation)
+        yield from ((rows, self.client.score) for rows in self.validation)
         if kept.reader is not None:
             self._prompts.load_state_dict(kept.reader)
         num_rows = self._config.batch.rows_per_update
@@ -171,9 +171,6 @@ class _SftComponents:
         self._losses.append(metrics["loss"])
         self._trained_on = reader
         return metrics | {"epoch": self._epoch(self._trained_on)}
-
-    def validate(self) -> Metrics:
-        return self.task.measure(self.client, self._validation)
 
     def sample(self) -> dict[str, list[Any]]:
         return {} if self._sampler is None else self._sampler.columns(self.client)

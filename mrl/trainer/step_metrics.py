@@ -1,4 +1,4 @@
-"""The figures of a step that follow from its batch and its clock; their names are those that verl made known."""
+"""What is written down of a step: figures of its batch and its clock, named as verl made them known, and samples."""
 
 from __future__ import annotations
 
