@@ -153,7 +153,7 @@ class RolloutFleet:
         finally:
             wait(asked)
             self._pace.rollout_ends()
-            self._schedule.advance(busy := [index for index in self._replicas if work.num_in_flight(index)])
+            self._schedule.advance(busy := [index for index in self._replicas if work.in_flight(index)])
             self._call(busy, "abort")
             self._work = RequestScheduler((), len(self.versions))
 
@@ -213,7 +213,7 @@ class RolloutFleet:
                 requests = work.assign(index, len(serving))
             elif requests := work.take(index, call.of if call.kind == "start" else ()):
                 self._schedule.advance([index])
-            if work.num_in_flight(index):
+            if work.in_flight(index):
                 replica = self._replicas[index]
                 version = serving[index]
                 submitted = self._threads.submit(_timed, replica.submit_and_poll, requests, sampling, version, wait_s)
@@ -303,7 +303,7 @@ class RolloutFleet:
 
     def _drop_replica(self, index: int, said: str, *, num_asked: int = 0, wrong: str = "") -> None:
         """Let go of one that has died, or whose answer is wrong; others do what it had in hand."""
-        num_unfinished, has_served = self._work.num_in_flight(index), index in self._served
+        num_unfinished, has_served = len(self._work.in_flight(index)), index in self._served
         self._events.write(ReplicaLost(index, said.partition("\n")[0], num_unfinished + num_asked))
         self._served.discard(index)
         self._unseen_versions.pop(index, None)

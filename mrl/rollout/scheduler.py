@@ -47,9 +47,6 @@ class RequestScheduler:
     def num_left(self) -> int:
         return sum(map(len, self._waiting.values())) + sum(map(len, self._in_flight))
 
-    def num_in_flight(self, replica: int) -> int:
-        return len(self._in_flight[replica])
-
     def assign(self, replica: int, num_sharing: int) -> list[GenerationRequest]:
         """More requests for a replica, until it has its share of the tokens that are left.
 

@@ -178,7 +178,8 @@ class CheckpointManager:
 
     def _delete_old(self) -> None:
         try:
-            kept = {self._best_path(), self._pointers.get("best")}
+            best = best_step(self._directory)
+            kept = {best and checkpoint_of(self._directory, best), self._pointers.get("best")}
         except CheckpointError as error:
             self._warn(f"none is removed: {error}")
             return
@@ -190,10 +191,6 @@ class CheckpointManager:
                     shutil.rmtree(removed)
                 except OSError as error:
                     self._warn(f"{path.name} cannot be removed, which is tried again after the next save: {error}")
-
-    def _best_path(self) -> Path | None:
-        step = best_step(self._directory)
-        return None if step is None else checkpoint_of(self._directory, step)
 
     def _warn(self, message: str) -> None:
         self._events.write(Warned("checkpoint", message))
