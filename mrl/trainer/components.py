@@ -46,8 +46,8 @@ from mrl.workers.messages import ModelSetup
 _WORKERS = {
     "actor": "mrl.workers.actor:ActorRolloutRefWorker",
     "critic": "mrl.workers.critic:CriticWorker",
-    "reward_model": "mrl.workers.teacher:RewardModelWorker",
-    "teacher": "mrl.workers.teacher:TeacherWorker",
+    "reward_model": "mrl.workers.frozen:RewardModelWorker",
+    "teacher": "mrl.workers.frozen:TeacherWorker",
 }
 
 

@@ -52,7 +52,7 @@ from mrl.trainer.sample_stream import open_stream
 from mrl.trainer.validation import Validator
 from mrl.workers.actor import ActorRolloutRefWorker
 from mrl.workers.critic import CriticWorker
-from mrl.workers.teacher import RewardModelWorker, TeacherWorker
+from mrl.workers.frozen import RewardModelWorker, TeacherWorker
 from tests.reference.history import history
 from tests.reference.matrix import LocalCase
 from tests.reference.recording import Recorder

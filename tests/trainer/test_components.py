@@ -311,7 +311,7 @@ def test_workers_are_started_with_what_they_need(tmp_path: Path, stage: Stage) -
     assert workers == {
         "actor": ("mrl.workers.actor:ActorRolloutRefWorker", (setups["actor"], config.algorithm, 0.7, 6)),
         "critic": ("mrl.workers.critic:CriticWorker", (setups["critic"], config.algorithm, 6)),
-        "reward_model": ("mrl.workers.teacher:RewardModelWorker", (setups["reward_model"],)),
+        "reward_model": ("mrl.workers.frozen:RewardModelWorker", (setups["reward_model"],)),
     }
     meshes = {role: mesh for role, (_, mesh, _) in stage.workers.items()}
     assert meshes == {"actor": Mesh(4, tp=2), "critic": Mesh(4), "reward_model": Mesh(4)}
@@ -332,7 +332,7 @@ def test_a_teacher_is_told_the_policys_vocabulary_and_temperature(
         made._start(role, config, SimpleNamespace())  # type: ignore[arg-type]
     (of_actor, _, _), (of_teacher, _, _) = (stage.workers[role] for role in roles)
     setup, top_k, temperature = of_teacher.args
-    assert of_teacher.worker_class == "mrl.workers.teacher:TeacherWorker"
+    assert of_teacher.worker_class == "mrl.workers.frozen:TeacherWorker"
     assert (setup.path, setup.head, setup.vocab, top_k) == ("teacher", "lm", 90, 5)
     assert (temperature, of_actor.args[2]) == (0.7, 0.7)
 
