@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from mrl.config import step_calls
 from mrl.config.schema import Config
 from mrl.controller.transport import fetch
 from mrl.data.chat import ChatTokenizer
@@ -21,7 +20,7 @@ from mrl.protocol.columns import Jagged, from_rows
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.rounding import round_up
-from mrl.trainer.role_client import RoleClient
+from mrl.trainer.role_client import ActorClient
 
 SAME_POLICY = {"float32": 1e-4, "bfloat16": 2e-2}
 """How far mean log-prob differences of one policy may be from 0: packing and kernels differ between passes."""
@@ -146,7 +145,7 @@ class EngineProbe:
     """
 
     def __init__(
-        self, config: Config, hybrid: HybridEngine, actor: RoleClient, tokenizer: ChatTokenizer, events: EventLog
+        self, config: Config, hybrid: HybridEngine, actor: ActorClient, tokenizer: ChatTokenizer, events: EventLog
     ) -> None:
         self._config, self._hybrid, self._actor, self._events = config, hybrid, actor, events
         (prompt,) = tokenizer([TEXT], add_special_tokens=False)["input_ids"]
@@ -191,7 +190,7 @@ class EngineProbe:
             "responses": from_rows([torch.tensor(row.token_ids) for row in rows]),
         }
         batch = DataProto.from_dict(columns)
-        written, _ = self._actor.forward(step_calls.LOG_PROB, batch)
+        written, _ = self._actor.compute_log_prob(batch)
         found = batch.union(fetch(written, self._config.deadlines.call_s)).values("old_log_probs").float().cpu().numpy()
         by_row = np.split(found, np.cumsum(batch.lengths("responses"))[:-1])
         return {

@@ -38,7 +38,7 @@ from mrl.trainer.collector import Collector
 from mrl.trainer.generation import Generator
 from mrl.trainer.model_scores import ModelScores, scoring_models
 from mrl.trainer.nodes import placed_run
-from mrl.trainer.role_client import RoleClient
+from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, RoleClient, TeacherClient
 from mrl.trainer.sample_stream import SampleStream, open_stream
 from mrl.trainer.validation import Validator, check_best
 from mrl.workers.messages import ModelSetup
@@ -49,12 +49,25 @@ _WORKERS = {
     "reward_model": "mrl.workers.frozen:RewardModelWorker",
     "teacher": "mrl.workers.frozen:TeacherWorker",
 }
+_CLIENTS = {
+    "actor": ActorClient,
+    "critic": CriticClient,
+    "reward_model": RewardModelClient,
+    "teacher": TeacherClient,
+}
+
+
+def kind_of(role: str) -> str:
+    """Return the key above: that of `reward_models.NAME` is the one of `reward_model`."""
+    return "reward_model" if role.startswith("reward_models.") else role
 
 
 @dataclass
 class Components:
-    actor: RoleClient
-    critic: RoleClient | None
+    """What a step calls."""
+
+    actor: ActorClient
+    critic: CriticClient | None
     model_scores: ModelScores
     hybrid: HybridEngine
     engine_probe: EngineProbe
@@ -62,7 +75,7 @@ class Components:
     stream: SampleStream
     validator: Validator
     kl: KLController
-    teacher: RoleClient | None = None
+    teacher: TeacherClient | None = None
 
     @property
     def roles(self) -> dict[str, RoleClient]:
@@ -204,7 +217,7 @@ def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
         "reward_model": [],
         "teacher": [distillation.top_k if distillation is not None else 0, config.rollout.temperature],
     }
-    kind = "reward_model" if role.startswith("reward_models.") else role
+    kind = kind_of(role)
     worker_class = config.model_roles()[role].worker or _WORKERS[kind]
     worker = RayClassWithInitArgs(worker_class, model_setup(role, config), *arguments[kind])
     return RayWorkerGroup(role, worker, role_mesh(config, role), context)
@@ -217,7 +230,7 @@ def with_models(config: Config, groups: Mapping[str, Future[RayWorkerGroup]], ev
         loaded: dict[str, RoleClient] = {}
         for name in names:
             group, began = groups[name].result(), time.monotonic()
-            loaded[name] = RoleClient(group, config.model_roles()[name])
+            loaded[name] = _CLIENTS[kind_of(name)](group, config.model_roles()[name])
             events.write(ModelLoaded(name, loaded[name].num_parameters, time.monotonic() - began))
         return loaded
 

@@ -13,14 +13,13 @@ import torch
 
 from mrl.config.reward import ModelScoreConfig, label_of
 from mrl.config.schema import Config
-from mrl.config.step_calls import RM_SCORE
 from mrl.data.chat import ChatTokenizer, different_tokens, load_tokenizer
 from mrl.data.response_text import ResponseEncoder
 from mrl.errors import RewardError
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.trainer.generation import ScoredBatch
-from mrl.trainer.role_client import Metrics, RoleClient
+from mrl.trainer.role_client import Metrics, RewardModelClient
 from mrl.trainer.step_metrics import summary_metrics
 
 Scores = npt.NDArray[np.float64]
@@ -30,7 +29,7 @@ class ScoringModel:
     """One reward model, what becomes of its scores, and the mean and spread of all that it has scored in training."""
 
     def __init__(
-        self, role: str, config: ModelScoreConfig, client: RoleClient, encoder: ResponseEncoder | None = None
+        self, role: str, config: ModelScoreConfig, client: RewardModelClient, encoder: ResponseEncoder | None = None
     ) -> None:
         """Make one that is given texts in its own tokens by an encoder; without it the policy's are its own."""
         self.role, self.config, self.client, self.encoder = role, config, client, encoder
@@ -42,7 +41,7 @@ class ScoringModel:
         if self.encoder is not None:
             samples = zip(batch["messages"], batch["response_text"], batch["truncated"].tolist(), strict=True)
             rows = self._fitting(batch, [self.encoder.encode(*sample) for sample in samples])
-        scores: Scores = self.client.score(RM_SCORE.method, rows)["rm_scores"].double().numpy()
+        scores: Scores = self.client.compute_rm_score(rows)["rm_scores"].double().numpy()
         for row in np.flatnonzero(~np.isfinite(scores))[:1].tolist():
             raise RewardError(
                 f"the reward model gives {_sample(batch, row)} a score of {float(scores[row])}; "

@@ -6,7 +6,7 @@ make them to the workers that read them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from mrl.config import step_calls
 from mrl.config.arithmetic import has_own_rollout_pool
 from mrl.config.schema import Config
-from mrl.config.step_calls import OPTIONAL_SAMPLE_COLUMNS, SAMPLE_COLUMNS, StepCall
+from mrl.config.step_calls import OPTIONAL_SAMPLE_COLUMNS, SAMPLE_COLUMNS
 from mrl.controller.transport import fetch, store
 from mrl.data.sample_files import write_samples
 from mrl.protocol import DataProto
@@ -25,7 +25,7 @@ from mrl.registry import load_attribute
 from mrl.trainer import step_metrics
 from mrl.trainer.audit import Answers, ReplayedRun, check_invariants, staleness_metrics, with_staleness
 from mrl.trainer.components import Components, build_components
-from mrl.trainer.role_client import Metrics, RoleClient, mean_of
+from mrl.trainer.role_client import Metrics, mean_of
 from mrl.trainer.run import Run
 from mrl.trainer.sample_stream import drawn_from_bytes, drawn_to_bytes
 from mrl.trainer.segments import trained_rows
@@ -35,15 +35,6 @@ from mrl.trainer.validation import validated_kl
 from mrl.workers.messages import WholeBatch
 
 _FETCH_S = 600.0
-_FORWARD = {
-    step_calls.LOG_PROB: "old_log_prob",
-    step_calls.REF_LOG_PROB: "ref_log_prob",
-    step_calls.TEACHER_LOG_PROB: "teacher",
-    step_calls.TEACHER_TOP_K: "teacher",
-    step_calls.TEACHER_HIDDEN: "teacher",
-    step_calls.VALUES: "values",
-}
-"""Calls that add columns to the batch, and the names of their phases."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +115,20 @@ class RayPPOTrainer:
         metrics = samples.metrics | staleness_metrics(batch, self.config.asynchrony.ahead)
         optional = [name for name in OPTIONAL_SAMPLE_COLUMNS if name in batch.columns()]
         batch = store(batch.select(*SAMPLE_COLUMNS, *optional))
+        if step_calls.LOG_PROB in self.calls:
+            with self.clock("old_log_prob"):
+                old_log_probs, mismatch = self.actor.compute_log_prob(batch)
+                batch, metrics = batch.union(old_log_probs), metrics | mismatch
+        if step_calls.REF_LOG_PROB in self.calls:
+            with self.clock("ref_log_prob"):
+                batch = batch.union(self.actor.compute_ref_log_prob(batch))
         for call in self.calls:
-            if phase := _FORWARD.get(call):  # old, reference and teacher's log-probs, values
-                with self.clock(phase):
-                    written, mismatch = getattr(self.components, call.role).forward(call, batch)
-                    batch = batch.union(written)
-                    metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}
+            if call.role == "teacher":
+                with self.clock("teacher"):
+                    batch = batch.union(getattr(self.components.teacher, call.method)(batch))
+        if self.critic is not None:
+            with self.clock("values"):
+                batch = batch.union(self.critic.compute_values(batch))
         with self.clock("advantage"):
             whole = WholeBatch(list(samples.batch["uid"]), self.components.kl.coef, rows["sample"].tolist())
             role = self.critic or self.actor  # the critic's values are on its ranks
@@ -142,10 +141,10 @@ class RayPPOTrainer:
         updates: dict[str, list[Metrics]] = {}
         if self.critic is not None:
             with self.clock("update_critic"):
-                updates["critic"] = self.train(self.critic, step_calls.UPDATE_CRITIC, batch, len(samples.batch))
+                updates["critic"] = self.train(self.critic.update_critic, batch, len(samples.batch))
         if step > self.config.training.critic_warmup_steps:
             with self.clock("update_actor"):
-                updates["actor"] = self.train(self.actor, step_calls.UPDATE_ACTOR, batch, len(samples.batch))
+                updates["actor"] = self.train(self.actor.update_actor, batch, len(samples.batch))
             self.hybrid.weights_changed()
         for name, of_role in updates.items():
             metrics |= mean_of(of_role, name)
@@ -219,13 +218,13 @@ class RayPPOTrainer:
             if step == self.replayed.num_steps:
                 self.run.console.print(f"equal to {self.replayed.directory} to the bit, up to its last step, {step}")
 
-    def train(self, role: RoleClient, call: StepCall, batch: DataProto, num_samples: int) -> list[Metrics]:
+    def train(self, update: Callable[[DataProto], Metrics], batch: DataProto, num_samples: int) -> list[Metrics]:
         """Make all optimizer steps of a role; what each reports."""
         parts = self.updates(batch, num_samples)
         reports: list[Metrics] = []
         for rows in parts:
             self.clock.progress(len(reports), len(parts))
-            reports.append(role.update(call.method, rows))
+            reports.append(update(rows))
         return reports
 
     def updates(self, batch: DataProto, num_samples: int) -> list[DataProto]:

@@ -1,4 +1,7 @@
-"""The models' workers as the trainer calls them: a batch is cut into even work here, and what comes back is merged."""
+"""The models' workers as the trainer calls them: a batch is cut into even work here, and what comes back is merged.
+
+Each method is the one of that name in `mrl/workers`: `ActorClient` calls `ActorRolloutRefWorker`, and so on.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mrl.config import step_calls
 from mrl.config.schema import MegatronModelConfig
 from mrl.config.step_calls import StepCall
 from mrl.controller import RayWorkerGroup
@@ -41,16 +45,13 @@ class RoleClient:
         """The tokens of a micro-batch, and so of the longest row."""
         return self._packing.capacity(self._max_tokens)
 
-    def forward(self, call: StepCall, batch: DataProto) -> tuple[DataProto, Metrics]:
+    def _forward(self, call: StepCall, batch: DataProto, prefix: str = "") -> tuple[DataProto, Metrics]:
         """Return the columns that the model writes for these rows, and the metrics beside them."""
-        return _merged(getattr(self.group, call.method)(*self._shards(batch)))
+        return _merged(getattr(self.group, call.method)(*self._shards(batch)), prefix)
 
     def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> tuple[DataProto, Metrics]:
         """Return the advantages, and figures of what they were made of. No model runs: rows are cut by number."""
         return _merged(self.group.compute_advantages(batch, whole))
-
-    def update(self, method: str, batch: DataProto) -> Metrics:
-        return self._update(method, *self._shards(batch))
 
     def score(self, method: str, batch: DataProto) -> DataProto:
         """Return the rows, however many, with the columns that a method writes. Where some rank would have none, it is
@@ -79,6 +80,47 @@ class RoleClient:
         return shards, [[len(rows) for rows in batches] for batches in plan]
 
 
+class ActorClient(RoleClient):
+    def compute_log_prob(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """Return `old_log_probs` by the policy as it is, and how far the engines' are from them."""
+        return self._forward(step_calls.LOG_PROB, batch, "mismatch")
+
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """Return `ref_log_probs` by the policy as it was before training."""
+        return self._forward(step_calls.REF_LOG_PROB, batch)[0]
+
+    def update_actor(self, batch: DataProto) -> Metrics:
+        return self._update(step_calls.UPDATE_ACTOR.method, *self._shards(batch))
+
+
+class CriticClient(RoleClient):
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """Return `values` of the states before each response token."""
+        return self._forward(step_calls.VALUES, batch)[0]
+
+    def update_critic(self, batch: DataProto) -> Metrics:
+        return self._update(step_calls.UPDATE_CRITIC.method, *self._shards(batch))
+
+
+class RewardModelClient(RoleClient):
+    def compute_rm_score(self, batch: DataProto) -> DataProto:
+        """Return `rm_scores` of the responses, in their order."""
+        return self.score(step_calls.RM_SCORE.method, batch).select(*step_calls.RM_SCORE.writes)
+
+
+class TeacherClient(RoleClient):
+    def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:
+        return self._forward(step_calls.TEACHER_LOG_PROB, batch)[0]
+
+    def compute_teacher_top_k(self, batch: DataProto) -> DataProto:
+        """Return also the likeliest tokens of each place, and their log-probs."""
+        return self._forward(step_calls.TEACHER_TOP_K, batch)[0]
+
+    def compute_teacher_hidden(self, batch: DataProto) -> DataProto:
+        """Return also the hidden states of each place."""
+        return self._forward(step_calls.TEACHER_HIDDEN, batch)[0]
+
+
 class SupervisedClient(RoleClient):
     def score_groups(self, method: str, batch: DataProto) -> DataProto:
         """Return the rows with the columns that a method writes, in the micro-batches of an update on them."""
@@ -102,8 +144,9 @@ def group_sizes(batch: DataProto) -> npt.NDArray[np.int64] | None:
     return np.diff(starts, append=len(batch))
 
 
-def _merged(written: DataProto) -> tuple[DataProto, Metrics]:
-    metrics = {name: of_shards[0] for name, of_shards in written.meta_info.items()}  # alike on all
+def _merged(written: DataProto, prefix: str = "") -> tuple[DataProto, Metrics]:
+    begin = f"{prefix}/" if prefix else ""
+    metrics = {f"{begin}{name}": of_shards[0] for name, of_shards in written.meta_info.items()}  # alike on all
     written.meta_info = {}
     return written, metrics
 

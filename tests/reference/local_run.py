@@ -201,7 +201,7 @@ def local_team(
             worker = _Critic(place, setup, config.algorithm, horizon)
         else:
             worker = _RewardModel(place, setup)
-        return RoleClient(LocalGroup(role, worker, mesh), config.model_roles()[role])
+        return team_module._CLIENTS[role](LocalGroup(role, worker, mesh), config.model_roles()[role])
 
     tokenizer = load_tokenizer(config.model.path)
     dataset = open_dataset(config.data.train, config.data, config.rollout, tokenizer)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mrl.config.step_calls import RM_SCORE
+from mrl.config.step_calls import STEP
 from mrl.controller.transport import fetch
 from mrl.engine.checkpoint_export import export_checkpoint
 from mrl.hub import local_files
@@ -57,18 +57,17 @@ class Recorder:
     def _listen(self, name: str, role: RoleClient) -> None:
         def on_columns(original: Callable[..., Any], *args: Any) -> Any:
             written = original(*args)
-            of_role = written[0] if isinstance(written, tuple) else written.select(*RM_SCORE.writes)
-            self._now["columns"] |= _columns(of_role)
+            self._now["columns"] |= _columns(written[0] if isinstance(written, tuple) else written)
             return written
 
-        def on_update(original: Callable[..., Any], method: str, batch: DataProto) -> Any:
-            report = original(method, batch)
+        def on_update(original: Callable[..., Any], batch: DataProto) -> Any:
+            report = original(batch)
             self._now["updates"].setdefault(name, []).append(report | {"row_ids": sorted(batch.row_ids.tolist())})
             return report
 
-        for method in ("score",) if name == RM_SCORE.role else ("forward", "compute_advantages"):
-            self._wrap(role, method, on_columns)
-        self._wrap(role, "update", on_update)
+        for call in STEP:
+            if call.role == name:
+                self._wrap(role, call.method, on_columns if call.writes else on_update)
 
     def _on_generate(
         self,

@@ -268,13 +268,18 @@ class Role:
         name, extra = WRITTEN[method]
         return DataProto.from_dict({name: self._tokens(batch, extra)}, row_ids=batch.row_ids[::-1].copy())
 
-    def score(self, method: str, batch: DataProto) -> DataProto:
-        self._took(method, batch)
+    def compute_rm_score(self, batch: DataProto) -> DataProto:
+        self._took("compute_rm_score", batch)
         return batch.with_column("rm_scores", torch.tensor(batch.row_ids * 0.5))
 
-    def forward(self, call: Any, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        figures = {"log_prob_abs_diff_mean": 0.001} if call.method == "compute_log_prob" else {}
-        return self._written(call.method, batch), figures
+    def compute_log_prob(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        return self._written("compute_log_prob", batch), {"mismatch/log_prob_abs_diff_mean": 0.001}
+
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        return self._written("compute_ref_log_prob", batch)
+
+    def compute_values(self, batch: DataProto) -> DataProto:
+        return self._written("compute_values", batch)
 
     def compute_advantages(self, batch: DataProto, whole: Any) -> tuple[DataProto, dict[str, float]]:
         self._took("compute_advantages", batch)
@@ -283,7 +288,13 @@ class Role:
         tensors = {name: self._tokens(batch, extra) for name, extra in columns.items()}
         return DataProto.from_dict(tensors, row_ids=batch.row_ids[::-1].copy()), {"reward/kl": self.kl}
 
-    def update(self, method: str, batch: DataProto) -> dict[str, float]:
+    def update_actor(self, batch: DataProto) -> dict[str, float]:
+        return self._update("update_actor", batch)
+
+    def update_critic(self, batch: DataProto) -> dict[str, float]:
+        return self._update("update_critic", batch)
+
+    def _update(self, method: str, batch: DataProto) -> dict[str, float]:
         self._took(method, batch)
         self.num_updates += 1
         masked = "response_mask" in batch.columns()

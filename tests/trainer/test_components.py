@@ -134,7 +134,7 @@ class Stage:
             "RewardManager": self._manager,
             "RayWorkerGroup": self._group,
             "HybridEngine": self._hybrid,
-            "RoleClient": self._role,
+            "_CLIENTS": dict.fromkeys(("actor", "critic", "reward_model"), self._role),
             "EngineProbe": self._recorder("probe"),
             "Generator": self._recorder("generator"),
             "Validator": self._recorder("validator"),
@@ -289,7 +289,7 @@ def test_models_load_side_by_side_but_for_those_of_one_gpu(
         present.remove(group)
         return SimpleNamespace(num_parameters=7, settings=settings)
 
-    monkeypatch.setattr(made, "RoleClient", load)
+    monkeypatch.setattr(made, "_CLIENTS", dict.fromkeys(("actor", "critic", "reward_model"), load))
     groups: dict[str, Future[Any]] = {role: Future() for role in roles}
     for role, group in groups.items():
         group.set_result(role)

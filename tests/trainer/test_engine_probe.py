@@ -46,7 +46,7 @@ class Actor:
         self.row_multiple = row_multiple
         self.batches: list[DataProto] = []
 
-    def forward(self, call: Any, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+    def compute_log_prob(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         self.batches.append(batch)
         rows = from_rows([SCORED.tolist() for _ in range(len(batch))])
         return DataProto.from_dict({"old_log_probs": rows}, row_ids=batch.row_ids[::-1].copy()), {}

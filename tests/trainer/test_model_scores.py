@@ -41,11 +41,11 @@ def models_that_say(said: list[float], *settings: ModelScoreConfig, journal: lis
     """One model, or several with names, which say these numbers of the rows."""
     journal = [] if journal is None else journal
 
-    def compute_rm_score(method: str, batch: DataProto) -> DataProto:
+    def compute_rm_score(batch: DataProto) -> DataProto:
         journal.append("score")
         return batch.with_column("rm_scores", torch.tensor(said[: len(batch)]))
 
-    client: Any = SimpleNamespace(score=compute_rm_score, capacity=8)
+    client: Any = SimpleNamespace(compute_rm_score=compute_rm_score, capacity=8)
     roles = ["reward_model"] if len(settings) == 1 else [f"reward_models.{name}" for name in "xyz"[: len(settings)]]
     found = [ScoringModel(role, config, client, None) for role, config in zip(roles, settings, strict=True)]
     return ModelScores(found, pause=lambda: journal.append("pause"))
@@ -208,12 +208,12 @@ def test_a_scorer_with_other_tokens_is_given_texts_which_is_said(tmp_path: Path)
 def test_texts_go_over_by_rows_and_what_does_not_fit_is_named(tmp_path: Path) -> None:
     given: list[DataProto] = []
 
-    def compute_rm_score(method: str, batch: DataProto) -> DataProto:
+    def compute_rm_score(batch: DataProto) -> DataProto:
         given.append(batch)
         return batch.with_column("rm_scores", torch.tensor([1.0, 2.0, 3.0]))
 
     encoder = ResponseEncoder(str(other_tokenizer(tmp_path / "scorer")), DataConfig(train={}))
-    client: Any = SimpleNamespace(score=compute_rm_score, capacity=30)
+    client: Any = SimpleNamespace(compute_rm_score=compute_rm_score, capacity=30)
     model = ScoringModel("reward_models.x", ModelScoreConfig(), client, encoder)
     found = samples()
     batch = found.batch.with_column("messages", [({"role": "user", "content": text},) for text in ("1", "2", "3")])

@@ -10,11 +10,11 @@ import torch
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import TrainedModelConfig
-from mrl.config.step_calls import LOG_PROB, REF_LOG_PROB, UPDATE_ACTOR
+from mrl.config.step_calls import STEP
 from mrl.data.packing import PackingRules, RowCost
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
-from mrl.trainer.role_client import RoleClient, mean_of
+from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, TeacherClient, mean_of
 from mrl.workers.messages import ModelFacts, UpdateReport, WholeBatch
 
 LENGTHS = {20: (3, 2), 21: (1, 7), 22: (4, 4), 23: (2, 1), 24: (1, 1)}
@@ -41,8 +41,8 @@ class Group:
     compute_log_prob = compute_ref_log_prob = compute_advantages = update_actor = _work
 
 
-def role_of(group: Any, max_tokens: int = 8) -> RoleClient:
-    return RoleClient(group, TrainedModelConfig(max_tokens_per_device=max_tokens))
+def role_of(group: Any, max_tokens: int = 8) -> ActorClient:
+    return ActorClient(group, TrainedModelConfig(max_tokens_per_device=max_tokens))
 
 
 def batch_of(*row_ids: int) -> DataProto:
@@ -68,7 +68,7 @@ def test_what_workers_know_of_their_model_is_kept() -> None:
 
 def test_rows_go_into_micro_batches_that_hold_prompt_and_response() -> None:
     group = Group(written())
-    role_of(group).forward(REF_LOG_PROB, batch_of(*LENGTHS))
+    role_of(group).compute_ref_log_prob(batch_of(*LENGTHS))
     ((shards, sizes),) = group.calls
     assert len(shards) == len(sizes) == SHARDS
     assert sorted(row for shard in shards for row in shard.row_ids) == [20, 21, 22, 23, 24]
@@ -86,21 +86,21 @@ def test_rows_go_into_micro_batches_that_hold_prompt_and_response() -> None:
 
 def test_rows_are_stored_as_the_layout_of_the_model_wants_it() -> None:
     group = Group(written(), row_multiple=8)
-    role_of(group).forward(REF_LOG_PROB, batch_of(20, 21, 23, 24))
+    role_of(group).compute_ref_log_prob(batch_of(20, 21, 23, 24))
     ((_, sizes),) = group.calls
     assert sizes == [[1, 1], [1, 1]], "each row takes up 8 tokens, whatever it has"
 
 
 def test_a_larger_budget_makes_fewer_micro_batches() -> None:
     group = Group(written())
-    role_of(group, max_tokens=32).forward(REF_LOG_PROB, batch_of(*LENGTHS))
+    role_of(group, max_tokens=32).compute_ref_log_prob(batch_of(*LENGTHS))
     ((_, sizes),) = group.calls
     assert [len(of_shard) for of_shard in sizes] == [1, 1]
 
 
 def test_what_all_shards_say_alike_is_said_once() -> None:
-    found, metrics = role_of(Group(written(kl=[0.5, 0.5], other=[2.0, 2.0]))).forward(LOG_PROB, batch_of(*LENGTHS))
-    assert metrics == {"kl": 0.5, "other": 2.0}
+    found, metrics = role_of(Group(written(kl=[0.5, 0.5], other=[2.0, 2.0]))).compute_log_prob(batch_of(*LENGTHS))
+    assert metrics == {"mismatch/kl": 0.5, "mismatch/other": 2.0}
     assert found["scores"].tolist() == [1.0]
     assert not found.meta_info
 
@@ -117,7 +117,7 @@ def test_the_shards_parts_of_an_update_are_added() -> None:
     parts: list[dict[str, float]] = [{"loss": 0.5, "tokens": 9.0}, {"loss": 0.25, "tokens": 4.0, "masked": 2.0}]
     group = Group([UpdateReport(part, 1.5, 1e-3, applied=True) for part in parts])
     role = role_of(group)
-    assert role.update(UPDATE_ACTOR.method, batch_of(*LENGTHS)) == {
+    assert role.update_actor(batch_of(*LENGTHS)) == {
         "loss": 0.75,
         "tokens": 13.0,
         "masked": 2.0,
@@ -128,7 +128,7 @@ def test_the_shards_parts_of_an_update_are_added() -> None:
     ((shards, sizes),) = group.calls
     assert [len(shard) for shard in shards] == [sum(of_shard) for of_shard in sizes]
     group.answer = [UpdateReport(part, float("nan"), 1e-3, applied=False) for part in parts]
-    assert role.update(UPDATE_ACTOR.method, batch_of(*LENGTHS))["skipped"] == 1.0
+    assert role.update_actor(batch_of(*LENGTHS))["skipped"] == 1.0
 
 
 def test_updates_are_averaged_and_skipped_ones_counted() -> None:
@@ -136,3 +136,14 @@ def test_updates_are_averaged_and_skipped_ones_counted() -> None:
     updates.append({"loss": 1.0, "lr": 0.2, "skipped": 0.0})
     assert mean_of(updates, "actor") == pytest.approx({"actor/loss": 2.0, "actor/lr": 0.4, "actor/skipped": 2.0})
     assert mean_of([], "actor") == {}
+
+
+def test_each_call_of_a_step_has_a_method_of_its_role() -> None:
+    clients = {
+        "actor": ActorClient,
+        "critic": CriticClient,
+        "reward_model": RewardModelClient,
+        "teacher": TeacherClient,
+    }
+    for call in STEP:
+        assert callable(getattr(clients[call.role], call.method)), call.method

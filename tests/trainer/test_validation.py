@@ -281,10 +281,10 @@ def test_the_best_is_of_a_source_that_is_there(tmp_path: Path) -> None:
 def says(config: Any, *said: float) -> ModelScores:
     """A model of those settings that says these numbers of every prompt's samples, one after the other."""
 
-    def compute_rm_score(method: str, batch: DataProto) -> DataProto:
+    def compute_rm_score(batch: DataProto) -> DataProto:
         return batch.with_column("rm_scores", torch.tensor([said[row % len(said)] for row in range(len(batch))]))
 
-    client: Any = SimpleNamespace(score=compute_rm_score)
+    client: Any = SimpleNamespace(compute_rm_score=compute_rm_score)
     return ModelScores([ScoringModel("reward_model", config, client, None)])
 
 
