@@ -13,10 +13,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mrl.algos.advantages import ADVANTAGES, AdvantageInputs, estimate_advantages, whiten
-from mrl.algos.aggregate import AGGREGATIONS, BatchTotals, LossNormalizer
+from mrl.algos.advantages import (
+    ADVANTAGES,
+    AdvantageInputs,
+    apply_kl_penalty,
+    estimate_advantages,
+    overlong_penalty,
+    whiten,
+)
+from mrl.algos.aggregate import AGGREGATIONS, LossNormalizer
 from mrl.algos.groups import Outcomes, PromptGroups
-from mrl.algos.kl import AdaptiveKLController, token_kl
+from mrl.algos.kl import KLController, token_kl
 from mrl.algos.losses import PolicyTokens, ValueTokens
 from mrl.algos.objectives import ActorColumns, actor_objective, critic_objective
 from mrl.algos.rollout_correction import (
@@ -26,7 +33,6 @@ from mrl.algos.rollout_correction import (
     mismatch_metrics,
 )
 from mrl.algos.rows import Rows
-from mrl.algos.token_rewards import apply_kl_penalty, overlong_penalty
 from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 
 Outputs = dict[str, Tensor | float | list[float]]
@@ -112,7 +118,7 @@ class Packed:
 
     def norm(self, mode: str) -> LossNormalizer:
         """The case as the whole batch."""
-        return LossNormalizer(mode, BatchTotals.of(self.rows, self.mask_T), self.case["horizon"])
+        return LossNormalizer.of(mode, self.rows, self.mask_T, self.case["horizon"])
 
     def outcomes(self) -> Outcomes:
         """The case's scores."""
@@ -204,7 +210,7 @@ def value_loss(case: Packed) -> Outputs:
 
 def adaptive_kl(case: Packed) -> Outputs:
     """The coefficient after each of five steps."""
-    controller = AdaptiveKLController(0.2, target=0.5, horizon_rows=100)
+    controller = KLController(0.2, target=0.5, horizon_rows=100)
     coefficients = []
     for measured in np.abs(case.case["values"]).flatten()[:5].tolist():
         controller.update(measured, 16)

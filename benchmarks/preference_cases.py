@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.algorithm_cases import Function, Outputs, Packed
-from mrl.algos.aggregate import BatchTotals, LossNormalizer
-from mrl.algos.distillation import divergence
+from mrl.algos.aggregate import LossNormalizer
+from mrl.algos.kl import divergence
 from mrl.algos.objectives import Objective
 from mrl.algos.preference import Pairs, RankedTokens, RankingTotals, preference_objective, reward_objective
 from mrl.config.sft import DpoLossConfig, RewardLossConfig
@@ -80,7 +80,7 @@ def preference(loss: str, *read: str, reference: bool = True, **fixed: Any) -> F
         log_probs_T = case.column("log_probs").requires_grad_()
         ref_T = case.column("ref_log_probs") if reference else None
         tokens = RankedTokens(case.rows, case.mask_T, log_probs_T, ref_T, pairs, is_best_T)
-        norm = LossNormalizer("token-mean", BatchTotals.of(case.rows, case.mask_T & is_best_T))
+        norm = LossNormalizer.of("token-mean", case.rows, case.mask_T & is_best_T)
         config = DpoLossConfig(loss=loss, **{name: case.case[name] for name in ("beta", *read)}, **fixed)
         return _outputs(preference_objective(tokens, config, norm, totals), log_probs_T)
 
@@ -108,7 +108,7 @@ def distillation(beta: float) -> Function:
             (case.column(name) / temperature).log_softmax(1) for name in ("logits", "teacher_logits")
         )
         parts_TV, slopes_TV = divergence(student_TV, teacher_TV, beta)
-        norm = LossNormalizer("token-mean", BatchTotals.of(case.rows, case.mask_T))
+        norm = LossNormalizer.of("token-mean", case.rows, case.mask_T)
         weights_T1 = norm.weights(case.rows, case.mask_T)[:, None] / temperature
         gradient_TV = weights_T1 * (slopes_TV - student_TV.exp() * slopes_TV.sum(1, keepdim=True))
         return {"loss": norm.aggregate(parts_TV.sum(1), case.rows, case.mask_T), "gradient": gradient_TV}

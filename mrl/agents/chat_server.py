@@ -21,25 +21,19 @@ _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found"
 
 @dataclass(frozen=True, eq=False)
 class ChatRequest:
-    """What a program asks, and where it waits for an answer."""
-
     body: dict[str, Any]
     answered: asyncio.Future[tuple[int, dict[str, Any]]]
 
-    def answer(self, body: dict[str, Any]) -> None:
+    def answer(self, body: dict[str, Any], status: int = 200) -> None:
         if not self.answered.done():
-            self.answered.set_result((200, body))
+            self.answered.set_result((status, body))
 
     def refuse(self, status: int, what: str) -> None:
-        """Answer with an error in the form that clients know."""
-        if not self.answered.done():
-            self.answered.set_result((status, _error(what)))
+        self.answer(_error(what), status)
 
 
 @dataclass(eq=False)
 class Session:
-    """What comes from one program."""
-
     key: str
     """Stands in its address, and is its API key."""
     requests: asyncio.Queue[ChatRequest] = field(default_factory=asyncio.Queue)
@@ -72,7 +66,7 @@ class ChatServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             status, body, streams = await self._answer(reader)
-            writer.write(_event_stream(body) if streams and status == 200 else _response(status, body))
+            writer.write(_response(status, body, streams=streams))
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # it has gone
@@ -97,11 +91,8 @@ class ChatServer:
         if (method, call) == ("GET", "models"):
             return 200, {"object": "list", "data": [_MODEL]}, False
         if method != "POST" or call not in ("chat/completions", "score"):
-            return (
-                404,
-                _error(f"there are POST chat/completions, POST score and GET models, not {method} {call:.40}"),
-                False,
-            )
+            what = f"there are POST chat/completions, POST score and GET models, not {method} {call:.40}"
+            return 404, _error(what), False
         try:
             body = json.loads(content)
             if not isinstance(body, dict):
@@ -136,19 +127,18 @@ def _error(what: str) -> dict[str, Any]:
     return {"error": {"message": what, "type": "invalid_request_error"}}
 
 
-def _response(status: int, body: dict[str, Any]) -> bytes:
-    content = json.dumps(body).encode()
-    head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+def _response(status: int, body: dict[str, Any], *, streams: bool) -> bytes:
+    kind, content = "application/json", json.dumps(body).encode()
+    if streams and status == 200:
+        kind, content = "text/event-stream", f"data: {json.dumps(_chunk(body))}\n\ndata: [DONE]\n\n".encode()
+    head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}"
     return f"{head}\r\nConnection: close\r\n\r\n".encode() + content
 
 
-def _event_stream(body: dict[str, Any]) -> bytes:
+def _chunk(body: dict[str, Any]) -> dict[str, Any]:
     """Return an answer to a client that wants pieces: all of it as one."""
     (choice,) = body["choices"]
     calls = [{"index": number, **call} for number, call in enumerate(choice["message"].get("tool_calls") or ())]
     delta = choice["message"] | ({"tool_calls": calls} if calls else {})
-    chunk = {**body, "object": "chat.completion.chunk"}
-    chunk["choices"] = [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}]
-    content = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode()
-    head = f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: {len(content)}"
-    return f"{head}\r\nConnection: close\r\n\r\n".encode() + content
+    choices = [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}]
+    return {**body, "object": "chat.completion.chunk", "choices": choices}

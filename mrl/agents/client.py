@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 from mrl.agents.environment import Answer, Task, Turn, from_json, to_json
+from mrl.agents.worker import MAX_ANSWER_BYTES
+from mrl.config.agent import AgentConfig
 from mrl.errors import AgentError
 from mrl.events import Event, Warned
 from mrl.rewards.messages import GOES_ON
@@ -20,8 +22,6 @@ Asker = TypeVar("Asker")
 
 @dataclass(frozen=True)
 class EnvironmentAnswer:
-    """What an environment says, and how long it took."""
-
     said: Answer
     seconds: float
 
@@ -67,7 +67,6 @@ class EnvironmentClient(Generic[Asker]):
         return self._receiving
 
     def answers(self) -> list[tuple[Asker, EnvironmentAnswer | Again | Failure]]:
-        """Return what has been answered since this was last asked."""
         if self._receiving is None or not self._receiving.done():
             return []
         received, self._receiving = self._receiving.result(), None
@@ -82,9 +81,13 @@ class EnvironmentClient(Generic[Asker]):
         return heard
 
     def close(self) -> None:
-        """End the environments with their processes."""
         self._pool.close()
         self._reader.shutdown(cancel_futures=True)
+
+
+def environment_pool(config: AgentConfig) -> WorkerPool:
+    told = json.dumps(asdict(config)).encode()
+    return WorkerPool("agent", "mrl.agents.worker", told, config.environment, MAX_ANSWER_BYTES + 1024)
 
 
 def _read(body: bytes) -> EnvironmentAnswer | Again | Failure:

@@ -39,62 +39,42 @@ class Conversation:
         self.key, self.uid = key, uid
         self._max_tokens, self._seed = max_tokens, seed
         self._num_prompt = len(prompt_ids)
-        self._context = _joined(np.empty(0, np.int32), prompt_ids)
-        self._mask, self._log_probs = np.empty(0, np.bool_), np.empty(0, np.float32)
+        self.context_ids = _joined(np.empty(0, np.int32), prompt_ids)
+        """What the model reads next: the prompt and everything after it."""
+        self.mask: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        """Which tokens of the response the model wrote."""
+        self.log_probs: npt.NDArray[np.float32] = np.empty(0, np.float32)
+        """Of each token of the response by the engine that drew it; NaN, never 0, where nobody did."""
         self.versions: Ids = np.empty(0, np.int32)
         """Of each token of the response, which weights drew it; -1 where nobody did."""
-        self._turns: list[WrittenTurn] = []
-        self._ended = ""
+        self.turns: list[WrittenTurn] = []
+        self.ended = ""
+        """How the conversation ended; nothing while it goes on."""
         if not self._num_prompt or max_tokens < 1:
             raise self._error(f"a prompt of {self._num_prompt} tokens and room for {max_tokens}; at least 1 of each")
 
     @property
     def prompt_ids(self) -> Ids:
-        return self._context[: self._num_prompt]
-
-    @property
-    def context_ids(self) -> Ids:
-        """What the model reads next: the prompt and everything after it."""
-        return self._context
+        return self.context_ids[: self._num_prompt]
 
     @property
     def response_ids(self) -> Ids:
-        """Everything after the prompt."""
-        return self._context[self._num_prompt :]
-
-    @property
-    def mask(self) -> npt.NDArray[np.bool_]:
-        """Which tokens of the response the model wrote."""
-        return self._mask
-
-    @property
-    def log_probs(self) -> npt.NDArray[np.float32]:
-        """Of each token of the response by the engine that drew it; NaN, never 0, where nobody did."""
-        return self._log_probs
-
-    @property
-    def turns(self) -> tuple[WrittenTurn, ...]:
-        return tuple(self._turns)
+        return self.context_ids[self._num_prompt :]
 
     @property
     def room(self) -> int:
         """How many tokens may follow."""
-        return self._max_tokens - len(self._mask)
-
-    @property
-    def ended(self) -> str:
-        """How the conversation ended; nothing while it goes on."""
-        return self._ended
+        return self._max_tokens - len(self.mask)
 
     def request(self, max_turn_tokens: int) -> GenerationRequest:
         """Return what an engine is asked for next; never more than there is room for."""
         self._expect(models_turn=True, what="a turn is asked for")
-        turn = len(self._turns)
+        turn = len(self.turns)
         return GenerationRequest(
             key=f"{self.key}/{turn}" if turn else self.key,
             prompt=self.uid,
-            prompt_ids=self._context,
-            seed=turn_seed(self._seed, turn),
+            prompt_ids=self.context_ids,
+            seed=derived_seed(self._seed, "turn", turn),
             max_tokens=min(max_turn_tokens, self.room),
         )
 
@@ -107,7 +87,7 @@ class Conversation:
         if not np.isfinite(log_probs).all():
             at = int(np.argmin(np.isfinite(log_probs)))
             raise self._error(f"token {at} of what the model wrote has log-prob {log_probs[at]}")
-        self._turns.append(WrittenTurn(len(self._mask), len(ids), finish))
+        self.turns.append(WrittenTurn(len(self.mask), len(ids), finish))
         self._append(ids, log_probs, versions, is_written=True)
 
     def observe(self, ids: Ids) -> None:
@@ -118,46 +98,37 @@ class Conversation:
         if len(ids) < self.room:
             self._append(ids, np.full(len(ids), np.nan, np.float32), -1, is_written=False)
         else:
-            self._ended = "length"
+            self.ended = "length"
 
     def end(self, how: str) -> None:
         """End the conversation, of which at least one turn is written: its last token is the model's."""
         self._expect(models_turn=False, what=f"it ends by {how}")
-        self._ended = how
+        self.ended = how
 
     def _append(self, ids: Ids, log_probs: npt.NDArray[np.float32], versions: Ids | int, *, is_written: bool) -> None:
-        self._context = _joined(self._context, ids)
+        self.context_ids = _joined(self.context_ids, ids)
         self.versions = _joined(self.versions, np.broadcast_to(np.asarray(versions, np.int32), len(ids)))
-        self._mask = _joined(self._mask, np.full(len(ids), is_written))
-        self._log_probs = _joined(self._log_probs, log_probs)
+        self.mask = _joined(self.mask, np.full(len(ids), is_written))
+        self.log_probs = _joined(self.log_probs, log_probs)
 
     def _expect(self, *, models_turn: bool, what: str) -> None:
-        if self._ended:
-            raise self._error(f"{what}, but it has ended by {self._ended}")
-        is_models_turn = not len(self._mask) or not self._mask[-1]
+        if self.ended:
+            raise self._error(f"{what}, but it has ended by {self.ended}")
+        is_models_turn = not len(self.mask) or not self.mask[-1]
         if is_models_turn != models_turn:
             raise self._error(f"{what}, where {'the model writes' if is_models_turn else 'it is answered'} next")
 
     def _error(self, what: str, fix: str = "") -> AgentError:
-        return AgentError(what, where=f"conversation {self.key}, turn {len(self._turns)}", fix=fix)
+        return AgentError(what, where=f"conversation {self.key}, turn {len(self.turns)}", fix=fix)
 
 
-def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a turn: of the first the conversation's own, so that a single turn is what it ever was."""
-    return _derived(seed, "turn", turn) if turn else seed
+def derived_seed(seed: int, use: Literal["turn", "segment", "environment"], number: int = 0) -> int:
+    """Return the seed of a turn or a segment by its number, or of the environment's dice, which tokens do not share.
 
-
-def segment_seed(seed: int, number: int) -> int:
-    """Return the seed of a segment: of the first the conversation's own."""
-    return _derived(seed, "segment", number) if number else seed
-
-
-def environment_seed(seed: int) -> int:
-    """Return the seed of an environment's dice, which are not those that tokens are drawn with."""
-    return _derived(seed, "environment", 0)
-
-
-def _derived(seed: int, use: str, number: int) -> int:
+    The first turn and segment have the conversation's own, so that a single turn is what it ever was.
+    """
+    if not number and use != "environment":
+        return seed
     identity = json.dumps([seed, use, number]).encode()
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "big") >> 1
 

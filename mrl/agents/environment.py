@@ -78,8 +78,6 @@ class ToolCall(_Plain):
 
 @dataclass(frozen=True, kw_only=True)
 class Turn(_Plain):
-    """What the model wrote."""
-
     number: int
     """From 0."""
     text: str
@@ -129,8 +127,6 @@ class Observation(_Scored):
 
 @dataclass(frozen=True, kw_only=True)
 class Done(_Scored):
-    """The conversation is over."""
-
     final: str = ""
     """What there is to say of it, for who reads the conversation; the model never does."""
 
@@ -163,7 +159,6 @@ _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Task, Start, Tu
 
 
 def to_json(value: Task | Start | Turn | Observation | Done) -> str:
-    """Return what crosses between processes."""
     return json.dumps({"kind": type(value).__name__, **asdict(value)}, allow_nan=False)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from mrl.agents.loop import Dialog
 from mrl.config.agent import AgentConfig
 from mrl.errors import AgentError
-from mrl.rewards.outcome import FAILURE_KINDS, Failure
+from mrl.rewards.outcome import FAILURE_KINDS
 
 _NUM_EXAMPLES = 3
 ENDS = ("done", "turns", "length")
@@ -21,30 +22,30 @@ def dialog_metrics(dialogs: Sequence[Dialog]) -> dict[str, float]:
     mine = [dialog for dialog in dialogs if dialog.environment is not None]
     if not mine:
         return {}
-    figures = {f"agent/failed/{kind}": 0.0 for kind in FAILURE_KINDS}
-    figures |= {f"agent/failed/{kind}": float(num) for kind, num in _failures(mine).items()}
-    figures["agent/retried"] = float(sum(dialog.attempts - 1 for dialog in mine))
-    figures["agent/environment_s/mean"] = float(np.mean([dialog.environment_s for dialog in mine]))
-    figures["agent/environment_s/max"] = max(dialog.environment_s for dialog in mine)
-    spoken = [dialog for dialog in mine if dialog.failure is None]
-    if not spoken:
-        return figures
-    turns = np.array([len(dialog.writers) for dialog in spoken])
-    calls = [call for dialog in spoken for of_turn in dialog.calls for call in of_turn]
-    masks = [segment.mask for dialog in spoken for segment in dialog.segments]
-    written, tokens = sum(int(mask.sum()) for mask in masks), sum(map(len, masks))
-    figures["agent/segments/mean"] = len(masks) / len(spoken)
-    figures["agent/segments/max"] = float(max(len(dialog.segments) for dialog in spoken))
-    figures |= {"agent/turns/mean": float(turns.mean()), "agent/turns/max": float(turns.max())}
-    figures["agent/calls/mean"] = len(calls) / len(spoken)
-    figures["agent/calls/invalid_share"] = sum(bool(call.problem) for call in calls) / max(len(calls), 1)
-    figures["agent/turn_tokens/mean"] = written / int(turns.sum())
-    figures["agent/observed_share"] = 1 - written / tokens
-    figures["agent/observations/cut_share"] = sum(dialog.num_cut_characters > 0 for dialog in spoken) / len(spoken)
-    figures["agent/observations/escaped"] = float(sum(dialog.num_escaped for dialog in spoken))
-    for how in ENDS:
-        figures[f"agent/ended/{how}"] = sum(each.ended_conversation.ended == how for each in spoken) / len(spoken)
-    return figures
+    seconds = [dialog.environment_s for dialog in mine]
+    figures: dict[str, Any] = {f"failed/{kind}": _failures(mine)[kind] for kind in FAILURE_KINDS}
+    figures |= {"retried": sum(dialog.attempts - 1 for dialog in mine)}
+    figures |= {"environment_s/mean": np.mean(seconds), "environment_s/max": max(seconds)}
+    if spoken := [dialog for dialog in mine if dialog.failure is None]:
+        num, turns = len(spoken), [len(dialog.writers) for dialog in spoken]
+        calls = [call for dialog in spoken for of_turn in dialog.calls for call in of_turn]
+        masks = [segment.mask for dialog in spoken for segment in dialog.segments]
+        written, tokens = sum(int(mask.sum()) for mask in masks), sum(map(len, masks))
+        figures |= {
+            "segments/mean": len(masks) / num,
+            "segments/max": max(len(dialog.segments) for dialog in spoken),
+            "turns/mean": np.mean(turns),
+            "turns/max": max(turns),
+            "calls/mean": len(calls) / num,
+            "calls/invalid_share": sum(bool(call.problem) for call in calls) / max(len(calls), 1),
+            "turn_tokens/mean": written / sum(turns),
+            "observed_share": 1 - written / tokens,
+            "observations/cut_share": sum(dialog.num_cut_characters > 0 for dialog in spoken) / num,
+            "observations/escaped": sum(dialog.num_escaped for dialog in spoken),
+        }
+        ended = Counter(dialog.ended_conversation.ended for dialog in spoken)
+        figures |= {f"ended/{how}": ended[how] / num for how in ENDS}
+    return {f"agent/{name}": float(value) for name, value in figures.items()}
 
 
 def check_failed_share(config: AgentConfig, dialogs: Sequence[Dialog]) -> None:
@@ -53,7 +54,10 @@ def check_failed_share(config: AgentConfig, dialogs: Sequence[Dialog]) -> None:
     if not failed or len(failed) <= min(config.max_failed_share * len(dialogs), len(dialogs) - 1):
         return
     counted = ", ".join(f"{num} {kind}" for kind, num in sorted(_failures(dialogs).items()))
-    examples = [f"  {dialog.opening.name}: {_said(failure)}" for dialog, failure in failed[:_NUM_EXAMPLES]]
+    examples = [
+        f"  {dialog.opening.name}: {failure.kind}: {failure.detail}, {failure.attempts} attempts"
+        for dialog, failure in failed[:_NUM_EXAMPLES]
+    ]
     share = f"the environments of {len(failed)} of {len(dialogs)} conversations have failed ({counted})"
     allowed = f"at most {100 * config.max_failed_share:g} % may fail, and one has to be left"
     raise AgentError(
@@ -65,7 +69,3 @@ def check_failed_share(config: AgentConfig, dialogs: Sequence[Dialog]) -> None:
 
 def _failures(dialogs: Sequence[Dialog]) -> Counter[str]:
     return Counter(dialog.failure.kind for dialog in dialogs if dialog.failure is not None)
-
-
-def _said(failure: Failure) -> str:
-    return f"{failure.kind}: {failure.detail}, {failure.attempts} attempts"

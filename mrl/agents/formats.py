@@ -138,13 +138,11 @@ class SearchR1Tags(Format):
 
     def answer(self, calls: Sequence[ToolCall], observation: Observation) -> list[Message] | str:
         pairs = zip(calls, observation.results, strict=True) if observation.results else ()
-        return (
-            "".join(
-                f"\n{result}\n" if call.problem else f"\n\n<information>{result.strip()}</information>\n\n"
-                for call, result in pairs
-            )
-            + observation.text
-        )
+        texts = [
+            f"\n{result}\n" if call.problem else f"\n\n<information>{result.strip()}</information>\n\n"
+            for call, result in pairs
+        ]
+        return "".join(texts) + observation.text
 
 
 def search_r1_documents(contents: Sequence[str]) -> str:

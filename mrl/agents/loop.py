@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from mrl.agents.client import Again, EnvironmentAnswer, EnvironmentClient
-from mrl.agents.conversation import Conversation, Ids, WrittenTurn, environment_seed, segment_seed
+from mrl.agents.client import Again, EnvironmentAnswer, EnvironmentClient, environment_pool
+from mrl.agents.conversation import Conversation, Ids, WrittenTurn, derived_seed
 from mrl.agents.environment import Answer, Done, Message, Observation, Start, Task, ToolCall, Turn
-from mrl.agents.formats import Format, calls_of
-from mrl.agents.observation import ObservationEncoder
+from mrl.agents.formats import calls_of, load_format
+from mrl.agents.observation import Speaker, TurnTemplate
 from mrl.config.agent import AgentConfig
+from mrl.config.schema import Config
+from mrl.data.chat import ChatTokenizer, template_options
 from mrl.errors import AgentError
 from mrl.events import Event, Retried, SampleSkipped, Warned
 from mrl.rewards.outcome import Failure
@@ -28,20 +31,7 @@ _HAS_SEGMENTS = (
 
 
 @dataclass(frozen=True)
-class Speaker:
-    """How the model and one environment speak with each other."""
-
-    format: Format
-    observations: ObservationEncoder
-    render: Callable[[Start], tuple[str, list[int]]]
-    """Makes a prompt of what an environment begins with, or raises `AgentError`."""
-    max_prompt_tokens: int
-
-
-@dataclass(frozen=True)
 class Opening:
-    """What a conversation begins with."""
-
     row: int
     """Of the batch."""
     key: str
@@ -61,7 +51,6 @@ class Opening:
         return f"conversation {self.uid}/{self.sample}"
 
     def task(self) -> Task:
-        """Return what an environment is told."""
         return Task(
             messages=self.messages,
             ground_truth=self.ground_truth,
@@ -69,7 +58,7 @@ class Opening:
             extra_info=self.extra_info,
             uid=self.uid,
             sample=self.sample,
-            seed=environment_seed(self.seed),
+            seed=derived_seed(self.seed, "environment"),
         )
 
 
@@ -150,7 +139,7 @@ class Dialogs:
         self._environments, self._speakers = environments, speakers
         self._decode, self._write = decode, write
         self.has_environments = environments is not None
-        self.end_ids = {token for speaker in speakers.values() for token in speaker.observations.end_ids}
+        self.end_ids = {token for speaker in speakers.values() for token in speaker.end_ids}
         """Tokens that end a turn for any of the environments."""
         self._ready: list[GenerationRequest] = []
         self._writing: dict[str, Dialog] = {}
@@ -164,7 +153,6 @@ class Dialogs:
         return self._environments
 
     def begin(self, openings: Sequence[Opening]) -> list[Dialog]:
-        """Have these conversations begin, each by its environment where it has one."""
         dialogs = [Dialog(each, self._config.name_for(each.data_source)) for each in openings]
         for dialog in dialogs:
             if dialog.environment is None:
@@ -174,7 +162,6 @@ class Dialogs:
         return dialogs
 
     def take(self) -> list[GenerationRequest]:
-        """Return the turns that are to be written by now."""
         for dialog, answer in self._client.answers() if self.has_environments else ():
             if isinstance(answer, Failure):
                 self._failed(dialog, answer)
@@ -201,7 +188,7 @@ class Dialogs:
             return
         ids, speaker = generated.token_ids.tolist(), self._speakers[dialog.environment]
         dialog.said.append(self._decode(ids))
-        text = self._decode(ids[:-1]) if ids[-1] in speaker.observations.end_ids else dialog.said[-1]
+        text = self._decode(ids[:-1]) if ids[-1] in speaker.end_ids else dialog.said[-1]
         dialog.calls.append(calls_of(speaker.format, text, generated.finish))
         turn = Turn(
             number=len(dialog.calls) - 1,
@@ -216,7 +203,6 @@ class Dialogs:
         self._client.step(dialog.ticket, dialog, turn)
 
     def ended(self) -> list[Dialog]:
-        """Return the conversations that have ended or failed since this was last asked."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -261,9 +247,8 @@ class Dialogs:
         return True
 
     def _converse(self, dialog: Dialog, prompt_ids: Ids, max_tokens: int) -> None:
-        """Begin a segment, and ask for its first turn."""
         opening, number = dialog.opening, len(dialog.segments)
-        key, seed = f"{opening.key}.{number}" if number else opening.key, segment_seed(opening.seed, number)
+        key, seed = f"{opening.key}.{number}" if number else opening.key, derived_seed(opening.seed, "segment", number)
         dialog.segments.append(Conversation(key, opening.uid, prompt_ids, max_tokens=max_tokens, seed=seed))
         dialog.current = number
         self._request(dialog)
@@ -289,8 +274,8 @@ class Dialogs:
         if not 0 <= at < len(dialog.segments):
             raise AgentError(f"it answers segment {at} of {len(dialog.segments)}", where=dialog.environment or "")
         calls = dialog.calls[max(turn for turn, writer in enumerate(dialog.writers) if writer == at)]
-        segment, encoder = dialog.segments[at], self._speakers[dialog.environment or ""].observations
-        encoded = encoder.encode(segment, calls, said)
+        segment = dialog.segments[at]
+        encoded = self._speakers[dialog.environment or ""].encode(segment, calls, said)
         if encoded is None or len(encoded.ids) >= segment.room:
             return False
         dialog.said.append(encoded.text)
@@ -338,3 +323,30 @@ class Dialogs:
         dialog.score, dialog.parts = None, {}
         dialog.calls, dialog.said = [], []
         dialog.ticket = self._client.begin(dialog, dialog.environment or "", dialog.opening.task())
+
+
+def open_dialogs(
+    config: Config, tokenizer: ChatTokenizer, write: Callable[[Event], None], stack: ExitStack
+) -> Dialogs | None:
+    """Return what drives conversations with environments, whose processes end with the stack; None without any."""
+    if not config.agent.environments:
+        return None
+    template = None if config.data.raw_text else TurnTemplate(tokenizer, template_options(config.data))
+    speakers = {
+        name: Speaker(
+            tokenizer,
+            load_format(each.format),
+            template,
+            max_tokens=each.max_observation_tokens or config.rollout.max_response_tokens,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            where=f"agent.environments.{name}",
+        )
+        for name, each in config.agent.environments.items()
+    }
+    environments: EnvironmentClient[Dialog] = EnvironmentClient(environment_pool(config.agent), write)
+    stack.callback(environments.close)
+    return Dialogs(config.agent, environments, speakers, tokenizer.decode, write)
+
+
+def has_stops(config: AgentConfig) -> bool:
+    return any(load_format(each.format).stops for each in config.environments.values())

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mrl.agents.conversation import Conversation, Ids
-from mrl.agents.environment import Message, Observation, ToolCall
+from mrl.agents.environment import Message, Observation, Start, ToolCall
 from mrl.agents.formats import Format, answer_of
 from mrl.data.chat import ChatTokenizer, control_tokens, template_of
 from mrl.data.chat_template import TemplateFailure
@@ -37,18 +37,35 @@ class EncodedObservation:
     num_escaped: int
 
 
-class ObservationEncoder:
-    """Encode what environments of one format answer; without a template only text that has no roles."""
+class Speaker:
+    """How the model and one environment speak with each other; without a template only text that has no roles."""
 
     def __init__(
-        self, tokenizer: ChatTokenizer, form: Format, template: TurnTemplate | None, *, max_tokens: int
+        self,
+        tokenizer: ChatTokenizer,
+        form: Format,
+        template: TurnTemplate | None,
+        *,
+        max_tokens: int,
+        max_prompt_tokens: int = 0,
+        where: str = "",
     ) -> None:
-        self._tokenizer, self._form, self._template, self._max_tokens = tokenizer, form, template, max_tokens
+        """Encode at most `max_tokens` of an observation."""
+        self._tokenizer, self.format, self._template, self._max_tokens = tokenizer, form, template, max_tokens
+        self.max_prompt_tokens, self._where = max_prompt_tokens, where
         self._forbidden = control_tokens(tokenizer, *form.reserved)
         ends = [*form.end_tokens, *([template.end_of_turn] if template is not None else [])]
         vocabulary = tokenizer.get_vocab()
         self.end_ids = frozenset(vocabulary[token] for token in ends if token in vocabulary)
         """Tokens that end a turn."""
+
+    def render(self, start: Start) -> tuple[str, list[int]]:
+        """Return the prompt that an environment begins with, as text and as token ids."""
+        if self._template is None:
+            what = "the environment begins with messages of its own, and data.raw_text has no template for them"
+            raise AgentError(what, where=self._where)
+        text = self._template.with_tools(start.tools).render(start.messages, calls_for_answer=True)
+        return text, self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
 
     def encode(
         self, conversation: Conversation, calls: Sequence[ToolCall], observation: Observation
@@ -77,13 +94,12 @@ class ObservationEncoder:
         return EncodedObservation(ids, text, num_cut, sum(map(len, after)) - sum(map(len, before)))
 
     def _harmless(self, text: str) -> str:
-        """Return the text with a space in each token and tag that must not stand in it."""
         while self._forbidden.search(text):
             text = self._forbidden.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
         return text
 
     def _text(self, calls: Sequence[ToolCall], observation: Observation, *, has_end: bool) -> str:
-        said = answer_of(self._form, calls, observation)
+        said = answer_of(self.format, calls, observation)
         if isinstance(said, str):
             return said
         if self._template is None:
@@ -116,11 +132,14 @@ class TurnTemplate:
     def __init__(
         self, tokenizer: ChatTokenizer, options: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        given = {**options, "tools": list(tools)} if tools else options
-        self._template = template_of(tokenizer, given)
+        self._made_of = tokenizer, options
+        self._template = template_of(tokenizer, {**options, "tools": list(tools)} if tools else options)
         self._control = control_tokens(tokenizer)
         marked = self._behind_mark([_QUESTION, {"role": "assistant", "content": _MARK}], _MARK, last=True)
         self.end_of_turn = marked[0]
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TurnTemplate:
+        return TurnTemplate(*self._made_of, tools)
 
     def render(self, messages: Sequence[Message], *, calls_for_answer: bool) -> str:
         given = [

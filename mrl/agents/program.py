@@ -113,8 +113,7 @@ class Program(Environment):
             request = asked.result()
         finally:
             asked.cancel()
-        asked_for = request.body
-        self._overridden |= {name for name, usual in _OURS.items() if asked_for.get(name) not in (None, usual)}
+        self._overridden |= {name for name, usual in _OURS.items() if request.body.get(name) not in (None, usual)}
         return request
 
     def _answer(self, request: ChatRequest) -> Start | Observation:
@@ -139,8 +138,6 @@ class Program(Environment):
 
 @dataclass(eq=False)
 class _Segment:
-    """What the program has asked behind, and what the model wrote then."""
-
     messages: list[Message]
     tools: list[Mapping[str, Any]]
     written: Message | None = None
@@ -174,14 +171,14 @@ async def _last_words(process: asyncio.subprocess.Process) -> str:
 
 def _messages(request: ChatRequest) -> list[Message]:
     messages = request.body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(map(_has_role, messages)):
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages)
+    ):
         request.refuse(400, "there is no list of messages with roles")
         raise AgentError("the program asked without messages, or with some that have no role")
     return [_as_template_reads(message) for message in messages]
-
-
-def _has_role(message: object) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
 
 
 def _as_template_reads(message: Mapping[str, Any]) -> Message:
@@ -227,8 +224,8 @@ def _message(turn: Turn) -> Message:
 def _completion(turn: Turn, message: Message, model: str) -> dict[str, Any]:
     finish = "length" if turn.ended == "length" else "tool_calls" if message.get("tool_calls") else "stop"
     choice = {"index": 0, "message": dict(message), "finish_reason": finish}
-    usage = {"prompt_tokens": turn.num_read, "completion_tokens": turn.num_written}
-    usage["total_tokens"] = turn.num_read + turn.num_written
+    read, written = turn.num_read, turn.num_written
+    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
     told = {"id": f"turn-{turn.number}", "object": "chat.completion", "created": 0, "model": model}
     return {**told, "choices": [choice], "usage": usage}
 

@@ -7,10 +7,10 @@ import re
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,16 +19,11 @@ from mrl.errors import AgentError, DataError
 Passage = dict[str, Any]
 Found = list[tuple[int, float]]
 """Places of passages with their scores, the best first."""
+Find = Callable[[Sequence[str], int], list[Found]]
+"""For each query at most so many passages."""
 _WORD = re.compile(r"\w+")
 _K1, _B = 0.9, 0.4  # as Anserini has them, and with it Search-R1's BM25
 _MAX_BODY_BYTES, _MAX_TOPK = 16 << 20, 1000
-
-
-class Index(Protocol):
-    """Finds passages."""
-
-    def find(self, queries: Sequence[str], topk: int) -> list[Found]:
-        """Return for each query at most `topk` passages."""
 
 
 class Bm25:
@@ -95,8 +90,6 @@ def _passages(path: Path) -> Iterator[Passage]:
 
 
 class _Refused(Exception):
-    """What is asked for in a way that has no answer."""
-
     def __init__(self, status: int, what: str) -> None:
         super().__init__(what)
         self.status = status
@@ -108,10 +101,10 @@ class Retriever(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, corpus: Sequence[Passage], index: Index, topk: int) -> None:
+    def __init__(self, host: str, port: int, corpus: Sequence[Passage], find: Find, topk: int) -> None:
         if not 0 < topk <= _MAX_TOPK:
             raise AgentError(f"topk is {topk}", where="retriever", fix=f"a number from 1 to {_MAX_TOPK}")
-        self._corpus, self._index, self._topk = corpus, index, topk
+        self._corpus, self._find, self._topk = corpus, find, topk
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -129,7 +122,6 @@ class Retriever(ThreadingHTTPServer):
         return f"http://{host!s}:{port}/retrieve"
 
     def answer(self, asked: Any) -> dict[str, Any]:
-        """Return what is found for a request's JSON."""
         if not isinstance(asked, dict):
             raise _Refused(422, 'the body is no JSON object: {"queries": ["..."], "topk": 3, "return_scores": true}')
         queries = asked["queries"] if "queries" in asked else asked.get("query")
@@ -142,7 +134,7 @@ class Retriever(ThreadingHTTPServer):
         with_scores = asked.get("return_scores", False)
         if not isinstance(with_scores, bool):
             raise _Refused(422, f'"return_scores" is {json.dumps(with_scores)[:80]}, and has to be true or false')
-        found = self._index.find(queries, topk) if queries else []
+        found = self._find(queries, topk) if queries else []
         pairs = [[(self._corpus[place], score) for place, score in each] for each in found]
         items = [[{"document": one, "score": score} if with_scores else one for one, score in each] for each in pairs]
         return {"result": items}

@@ -43,7 +43,6 @@ class SearchClient:
             await self.search("test")
 
     async def search(self, query: str) -> list[str]:
-        """Return the passages that are found, the best first."""
         loop = asyncio.get_running_loop()
         found: asyncio.Future[list[str]] = loop.create_future()
         self._waiting.append((query, found))

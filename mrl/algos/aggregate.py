@@ -2,7 +2,7 @@
 
 Every mode is a weight per token, so that the loss of the whole batch is a plain sum: over tokens, micro-batches,
 data-parallel and context-parallel ranks. However the batch is cut, the pieces add up to the same number, and so do
-their gradients. The denominators are those of the whole batch and are counted once (`BatchTotals`).
+their gradients. The denominators are those of the whole batch and are counted once (`LossNormalizer.of`).
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from mrl.registry import Registry
 
 
 @dataclass(frozen=True)
-class BatchTotals:
-    """The denominators of one optimizer update: what all ranks and micro-batches hold together."""
+class LossNormalizer:
+    """How a batch's token losses become one loss: the mode, its constant, and the denominators of one optimizer update,
+    which are what all ranks and micro-batches hold together."""
 
+    mode: str
     num_tokens: float
     num_rows: float
+    horizon_tokens: int | None = None
 
     @classmethod
-    def of(cls, rows: Rows, mask_T: Tensor, sum_over_ranks: Reduce = identity) -> BatchTotals:
+    def of(
+        cls,
+        mode: str,
+        rows: Rows,
+        mask_T: Tensor,
+        horizon_tokens: int | None = None,
+        sum_over_ranks: Reduce = identity,
+    ) -> LossNormalizer:
         """Count unmasked tokens, and rows that have at least one; a fully masked row is in no denominator."""
         count_B = rows.count(mask_T)
         local = torch.stack([count_B.sum(), (count_B > 0).sum()]).to(torch.float64)
         num_tokens, num_rows = sum_over_ranks(local).tolist()
-        return cls(num_tokens, num_rows)
-
-
-@dataclass(frozen=True)
-class LossNormalizer:
-    """How a batch's token losses become one loss: the mode, its denominators, its constant."""
-
-    mode: str
-    totals: BatchTotals
-    horizon_tokens: int | None = None
+        return cls(mode, num_tokens, num_rows, horizon_tokens)
 
     def weights(self, rows: Rows, mask_T: Tensor) -> Tensor:
         """Return each token's weight in the loss, 0 on masked ones.
@@ -66,7 +67,7 @@ def _constant(value: float, mask_T: Tensor) -> Tensor:
 @AGGREGATIONS.register("token-mean")
 def token_mean(norm: LossNormalizer, rows: Rows, mask_T: Tensor) -> Tensor:
     """w_t = 1 / N with N the unmasked tokens of the whole batch (DAPO's token-level loss)."""
-    return _constant(1.0 / max(norm.totals.num_tokens, 1.0), mask_T)
+    return _constant(1.0 / max(norm.num_tokens, 1.0), mask_T)
 
 
 @AGGREGATIONS.register("token-sum")
@@ -78,13 +79,13 @@ def token_sum(norm: LossNormalizer, rows: Rows, mask_T: Tensor) -> Tensor:
 @AGGREGATIONS.register("seq-mean-token-sum")
 def seq_mean_token_sum(norm: LossNormalizer, rows: Rows, mask_T: Tensor) -> Tensor:
     """w_t = 1 / R with R the rows of the whole batch that have an unmasked token."""
-    return _constant(1.0 / max(norm.totals.num_rows, 1.0), mask_T)
+    return _constant(1.0 / max(norm.num_rows, 1.0), mask_T)
 
 
 @AGGREGATIONS.register("seq-mean-token-mean")
 def seq_mean_token_mean(norm: LossNormalizer, rows: Rows, mask_T: Tensor) -> Tensor:
     """w_t = 1 / (R * n_row) with n_row the unmasked tokens of the token's row (GRPO's sample-level loss)."""
-    per_row_B = rows.count(mask_T).clamp(min=1).to(torch.float64) * max(norm.totals.num_rows, 1.0)
+    per_row_B = rows.count(mask_T).clamp(min=1).to(torch.float64) * max(norm.num_rows, 1.0)
     return rows.expand(1.0 / per_row_B)
 
 

@@ -60,7 +60,6 @@ class PromptGroups:
         return shifted_B - mean_G[self.group_B]
 
     def has_variance(self, x_B: Tensor) -> Tensor:
-        """Return whether the values of each group differ at all."""
         return self.sum((self.from_first(x_B) != 0).to(torch.float64)) > 0
 
 
@@ -109,7 +108,6 @@ class GroupFilter:
 
     @property
     def kept_uids(self) -> tuple[str, ...]:
-        """The uids of the kept groups, in order of first appearance."""
         return tuple(uid for uid, kept in zip(self.groups.uids, self.keep_G.tolist(), strict=True) if kept)
 
     def take(self, num_groups: int) -> Tensor:

@@ -1,9 +1,13 @@
-"""KL between the policy and its reference: estimators per token, and the controller of its coefficient.
+"""KL between the policy and its reference or teacher: estimators, divergences, and the coefficient's controller.
 
 With d = log pi - log pi_ref of the sampled token, an estimator is a function of d alone. As a *value* (KL in the
 reward) k1, k2 and k3 all estimate KL(pi || pi_ref), k1 and k3 without bias. As a *loss* their gradients differ:
 on samples of pi the gradient of k2 is the gradient of the KL without bias, that of k3 is biased, and that of k1 is 0 on
 average. `k1+`, `k3+` and `abs+` have the value of their namesake and the gradient of k2.
+
+In distillation pi is the policy's and nu the teacher's distribution of the next token behind the same tokens, both at
+the temperature of sampling. log pi(y) and log nu(y) of each token are enough for an advantage or an estimate; the
+divergences take the whole vocabulary, or its likeliest tokens and all others together as one.
 """
 
 from __future__ import annotations
@@ -11,12 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrl.algos.rows import Reduce, Rows, apply_mask, identity
+from mrl.algos.rows import Reduce, Rows, apply_mask, at_least_float32, identity
 from mrl.errors import ConfigError, MrlError, Problem
 from mrl.registry import Registry
 
@@ -83,70 +87,77 @@ def mean_row_kl(kl_T: Tensor, rows: Rows, mask_T: Tensor, sum_over_ranks: Reduce
     return float(total / max(num_rows, 1.0))
 
 
-class KLController(Protocol):
-    """Holds the coefficient of the KL penalty; its state belongs in the checkpoint."""
-
-    coef: float
-
-    def update(self, kl: float, num_rows: int) -> None:
-        """Take one step's measured KL over `num_rows` rows into account."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as JSON values."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
-
-
 @dataclass
-class FixedKLController:
-    """The coefficient stays what the configuration says, on resume too."""
+class KLController:
+    """The coefficient of the KL penalty. Without a target it stays what the configuration says, on resume too; with one
+    it steers the KL: coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_rows / horizon_rows."""
 
     coef: float
-
-    def update(self, kl: float, num_rows: int) -> None:
-        """Nothing to learn."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": "fixed"}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _check_kind(state, "fixed")
-
-
-@dataclass
-class AdaptiveKLController:
-    """Steers the KL towards `target`: coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_rows / horizon_rows."""
-
-    coef: float
-    target: float
-    horizon_rows: float
+    target: float | None = None
+    horizon_rows: float = 1.0
 
     def __post_init__(self) -> None:
         settings = (("coef", self.coef), ("target", self.target), ("horizon_rows", self.horizon_rows))
-        problems = [Problem("kl", key, f"must be above 0, not {value}") for key, value in settings if not value > 0]
+        problems = [
+            Problem("kl", key, f"must be above 0, not {value}")
+            for key, value in settings
+            if self.target is not None and not (value is not None and value > 0)
+        ]
         if problems:
             raise ConfigError(problems)
 
+    @property
+    def _kind(self) -> str:
+        return "fixed" if self.target is None else "adaptive"
+
     def update(self, kl: float, num_rows: int) -> None:
-        """One step of the rule above; a KL that is no number is refused, it would stay in `coef` for ever."""
+        """Take one step's KL into account; one that is no number is refused, it would stay in `coef` for ever."""
+        if self.target is None:
+            return
         if not math.isfinite(kl):
             raise MrlError(f"the measured KL is {kl}", where="adaptive KL controller", fix="look at the log-probs")
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * num_rows / self.horizon_rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the coefficient; target and horizon are the configuration's."""
-        return {"kind": "adaptive", "coef": self.coef}
+        """Return the coefficient where it moves, as JSON; target and horizon are the configuration's."""
+        return {"kind": self._kind} | ({} if self.target is None else {"coef": self.coef})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _check_kind(state, "adaptive")
-        self.coef = float(state["coef"])
+        if state.get("kind") != self._kind:
+            raise MrlError(
+                f"the checkpoint's KL controller is {state.get('kind')!r}, the configuration's is {self._kind!r}",
+                fix="resume with the kind that the run began with, or start a new run from the weights",
+            )
+        if self.target is not None:
+            self.coef = float(state["coef"])
 
 
-def _check_kind(state: Mapping[str, Any], kind: str) -> None:
-    if state.get("kind") != kind:
-        raise MrlError(
-            f"the checkpoint's KL controller is {state.get('kind')!r}, the configuration's is {kind!r}",
-            fix="resume with the kind that the run began with, or start a new run from the weights",
-        )
+def divergence(log_probs: Tensor, teacher_log_probs: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Return each outcome's part d_v of the divergence, and g_v, its derivative by log pi_v where no other pi changes.
+
+    beta 0 is the forward KL(nu || pi), 1 the reverse KL(pi || nu), and between them the generalized Jensen-Shannon
+    divergence beta KL(nu || m) + (1 - beta) KL(pi || m) with m = beta nu + (1 - beta) pi. The gradient of a logit
+    is g_v - pi_v sum(g).
+    """
+    if beta == 0:
+        teacher = teacher_log_probs.exp()
+        return teacher * (teacher_log_probs - log_probs), -teacher
+    if beta == 1:
+        probs = log_probs.exp()
+        parts = probs * (log_probs - teacher_log_probs)
+        return parts, parts + probs
+    mixed = torch.logaddexp(teacher_log_probs + math.log(beta), log_probs + math.log1p(-beta))
+    own = (1 - beta) * log_probs.exp() * (log_probs - mixed)
+    return own + beta * teacher_log_probs.exp() * (teacher_log_probs - mixed), own
+
+
+def distilled_advantages(
+    advantages_T: Tensor, log_probs_T: Tensor, teacher_log_probs_T: Tensor, mask_T: Tensor, coef: float
+) -> Tensor:
+    """A_t - coef (log pi(y_t) - log nu(y_t)): k1 of the reverse KL as what a token earns, without a gradient.
+
+    Its expected policy gradient is that of the KL at each place alone: a token does not pay for those behind it.
+    """
+    log_ratio_T = apply_mask(log_probs_T, mask_T) - apply_mask(teacher_log_probs_T, mask_T)
+    return at_least_float32(advantages_T) - coef * log_ratio_T.detach()

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from mrl.algos.aggregate import LossNormalizer
-from mrl.algos.distillation import distilled_advantages
-from mrl.algos.kl import token_kl
+from mrl.algos.kl import distilled_advantages, token_kl
 from mrl.algos.losses import POLICY_LOSSES, PolicyTokens, ValueTokens, value_loss
 from mrl.algos.rows import Rows, apply_mask
 from mrl.config.algorithm import DistillationConfig, KlConfig, LossConfig
@@ -92,14 +91,13 @@ def _apart(config: DistillationConfig, tokens: PolicyTokens, extra: ActorColumns
 
 
 def critic_objective(tokens: ValueTokens, rows: Rows, norm: LossNormalizer, clip: float | None = 0.5) -> Objective:
-    """L = agg(value loss)."""
     value = value_loss(tokens, clip)
     loss = norm.aggregate(value.loss_T, rows, tokens.mask_T)
     return Objective(loss, {"vf_loss": loss.detach()} | _reports(value.reports_T, norm, tokens.mask_T))
 
 
 def _reports(reports_T: dict[str, Tensor], norm: LossNormalizer, mask_T: Tensor) -> dict[str, Tensor]:
-    num_tokens = max(norm.totals.num_tokens, 1.0)
+    num_tokens = max(norm.num_tokens, 1.0)
     return {name: apply_mask(value_T, mask_T).sum() / num_tokens for name, value_T in reports_T.items()}
 
 

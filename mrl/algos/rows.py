@@ -58,7 +58,6 @@ class Rows:
         return self.row_T.numel()
 
     def expand(self, x_B: Tensor) -> Tensor:
-        """Return each row's value on each of its tokens."""
         if x_B.shape != self.lengths_B.shape:
             raise BatchError(f"a column of {x_B.numel()} values meets {self.num_rows} rows")
         return x_B[self.row_T]
@@ -69,7 +68,6 @@ class Rows:
         return torch.segment_reduce(x_T, "sum", lengths=self.lengths_B, unsafe=True, initial=0.0)
 
     def count(self, mask_T: Tensor) -> Tensor:
-        """Return how many tokens of each row are unmasked."""
         return self.sum(mask_T.to(torch.float64)).to(torch.int64)
 
     def mean(self, x_T: Tensor, mask_T: Tensor) -> Tensor:

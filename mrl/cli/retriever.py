@@ -19,18 +19,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from mrl.agents.retriever import Bm25, Index, Retriever, read_corpus  # loads numpy
+    from mrl.agents.retriever import Bm25, Retriever, read_corpus  # loads numpy
 
     corpus = read_corpus(arguments.corpus)
     texts = [passage["contents"] for passage in corpus]
-    index: Index
     if arguments.encoder is None:
-        index = Bm25(texts)
+        find = Bm25(texts).find
     else:
         from mrl.agents.dense import DenseIndex  # loads torch
 
-        index = DenseIndex(arguments.encoder, texts)
-    with Retriever(arguments.host, arguments.port, corpus, index, arguments.topk) as retriever:
+        find = DenseIndex(arguments.encoder, texts).find
+    with Retriever(arguments.host, arguments.port, corpus, find, arguments.topk) as retriever:
         print(f"{len(corpus)} passages of {arguments.corpus} at {retriever.url}", flush=True)
         retriever.serve_forever()
     return 0

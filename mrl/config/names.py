@@ -31,7 +31,7 @@ ENGINES = {
     "transformers": "mrl.rollout.transformers_engine:TransformersEngine",
 }
 ENVIRONMENTS = {
-    "tools": "mrl.agents.tool_environment:ToolEnvironment",
+    "tools": "mrl.agents.tools:ToolEnvironment",
     "search_r1": "mrl.agents.search:SearchR1",
     "program": "mrl.agents.program:Program",
 }

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mrl.algos.distillation import divergence
+from mrl.algos.kl import divergence
 from mrl.engine.vocab_head import HeadOptions, Tiles
 
 
@@ -71,7 +71,7 @@ def token_divergence(
     """Return the divergence of each token's distribution from the teacher's, and the student's probability of the
     teacher's likeliest tokens, 1 where the teacher says all.
 
-    `beta` is that of `mrl.algos.distillation`. As with log-probs, the gradient of `hidden_TH` is this rank's part.
+    `beta` is that of `mrl.algos.kl`. As with log-probs, the gradient of `hidden_TH` is this rank's part.
     """
     found: tuple[Tensor, Tensor] = _TokenDivergence.apply(hidden_TH, weight_VH, teacher, beta, options)  # type: ignore[no-untyped-call]
     return found

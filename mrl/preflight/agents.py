@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from mrl.agents.loop import Dialog, Dialogs, Opening
+from mrl.agents.loop import Dialog, Dialogs, Opening, open_dialogs
 from mrl.agents.observation import CONVERSATIONS, TurnTemplate, differences
 from mrl.config.agent import EnvironmentConfig
 from mrl.config.names import TEXT_FORMATS
@@ -18,7 +18,6 @@ from mrl.data.rlhf_dataset import Prompt
 from mrl.errors import AgentError
 from mrl.preflight.findings import CheckResult, fail, ok, warn
 from mrl.rollout.requests import Generated
-from mrl.trainer.agents import open_dialogs
 
 _SAID = "I know."
 """What is said in the place of a model: a turn that calls nothing."""

@@ -29,11 +29,9 @@ from mrl.preflight.agents import check_agents
 from mrl.preflight.findings import CheckResult, Verdict, fail, guarded, ok, skip, warn
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
+from mrl.trainer.checks import check_reward_models, check_reward_sources, check_teacher
 from mrl.trainer.components import check_model, manager_class, model_setup
-from mrl.trainer.model_scores import check_reward_models
-from mrl.trainer.reward_sources import check_reward_sources
 from mrl.trainer.supervised_tasks import supervised_setup
-from mrl.trainer.teacher import check_teacher
 
 _BYTES_PER_PARAMETER = 2  # published weights are bfloat16
 

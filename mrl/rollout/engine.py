@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from mrl.config.hardware import DEFAULT_UTILIZATION
 from mrl.config.names import ENGINES
-from mrl.errors import NameUnknown, RolloutError, did_you_mean
+from mrl.errors import DeviceFull, NameUnknown, RolloutError, did_you_mean
 from mrl.registry import load_attribute
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
@@ -29,14 +31,11 @@ class FreeMemory:
 
     @property
     def lacking_bytes(self) -> int:
-        """What is missing for it; negative where there is room."""
         return self.wanted_bytes - self.free_bytes
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What one engine is made from."""
-
     model: Path
     """A directory in Hugging Face format."""
     dtype: str
@@ -62,33 +61,6 @@ class EngineSettings:
     """The run that is followed in that."""
 
 
-class UnderWay(dict[str, int]):
-    """The samples that an engine has begun: their keys, and the version of the weights that each began with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._switches: dict[str, list[tuple[int, int]]] = {}
-
-    def switch(self, key: str, first: int, version: int) -> None:
-        """Note that these weights draw a sample from that token on."""
-        switches = self._switches.setdefault(key, [])
-        if switches and switches[-1][0] == first:
-            switches.pop()  # those drew nothing of it
-        if first:
-            switches.append((first, version))
-        else:
-            self[key] = version
-
-    def end(self, sample: Generated) -> Generated:
-        """Return a finished sample with what drew which of its tokens."""
-        version, switches = self.pop(sample.key, sample.weight_version), self._switches.pop(sample.key, [])
-        return replace(sample, weight_version=version, switches=tuple(switches))
-
-    def clear(self) -> None:
-        super().clear()
-        self._switches.clear()
-
-
 class RolloutEngine(ABC):
     """One model that generates. Requests start and finish independently.
 
@@ -99,13 +71,13 @@ class RolloutEngine(ABC):
         self.settings = settings
         self.weight_version: int | None = None
         """None while what it holds came from a file, or from an update that failed."""
-        self.unfinished = UnderWay()
+        self.unfinished: dict[str, list[tuple[int, int]]] = {}
+        """The samples that it has begun: from which of its tokens on which version of the weights draws each."""
         self.full_tensor_reason = ""
         """Why fused and sharded tensors cannot be written into this engine; empty where they can."""
         self.resident: set[Part] = {"weights", "kv_cache"}
 
     def start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
-        """Begin to generate these beside those under way."""
         self._need("weights", "kv_cache")
         if self.weight_version is None:
             raise RolloutError(f"{self.settings.replica} is stale: it holds no weights that the trainer has sent")
@@ -114,15 +86,17 @@ class RolloutEngine(ABC):
         keys = {request.key for request in requests}
         if len(keys) < len(requests) or keys & self.unfinished.keys():
             raise RolloutError(f"two samples of {self.settings.replica} have the same key")
-        self.unfinished |= dict.fromkeys(keys, self.weight_version)
+        self.unfinished |= {key: [(0, self.weight_version)] for key in keys}
         self._start(requests, sampling)
 
     def step(self) -> list[Generated]:
-        """One token more for everything under way; what is finished with that."""
-        return [self.unfinished.end(sample) for sample in self._step()]
+        finished = []
+        for sample in self._step():
+            (_, first), *switches = self.unfinished.pop(sample.key, [(0, sample.weight_version)])
+            finished.append(replace(sample, weight_version=first, switches=tuple(switches)))
+        return finished
 
     def abort(self) -> None:
-        """Forget everything under way."""
         self._abort(self.unfinished)
         self.unfinished.clear()
 
@@ -140,7 +114,10 @@ class RolloutEngine(ABC):
             self._receive_weights(version, keeps_cache=cache == "keep")
         self.weight_version = version
         for key, first in num_written.items():
-            self.unfinished.switch(key, first, version)
+            drawn_by = self.unfinished[key]
+            if drawn_by[-1][0] == first:
+                drawn_by.pop()  # those drew nothing of it
+            drawn_by.append((first, version))
 
     def sleep(self, *, keep: bool = False) -> None:
         """Give the device's memory back: weights are sent again, and the cache is worth nothing after that.
@@ -228,3 +205,41 @@ def check_request(request: GenerationRequest, settings: EngineSettings) -> None:
         )
     if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= settings.vocab:
         raise RolloutError(f"a prompt token is not in [0, {settings.vocab})", where=request.key)
+
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """What a process has of its GPU: taken from the driver by torch's allocator, and of that in use."""
+
+    reserved_bytes: int
+    allocated_bytes: int
+
+
+def device_full(
+    part: Part, device: str, room: FreeMemory, held: Mapping[str, RoleMemory], vllm: Mapping[str, Any]
+) -> DeviceFull:
+    """The error, with what each role's process holds, and the key that would make room; `vllm` is `rollout.vllm`."""
+    others = room.total_bytes - room.free_bytes - sum(each.reserved_bytes for each in held.values())
+    holders = [
+        f"{role} {_gib(each.reserved_bytes)} ({_gib(each.allocated_bytes)} in use)" for role, each in held.items()
+    ]
+    what = (
+        f"waking an engine's {part} takes {_gib(room.wanted_bytes)}, and {_gib(room.free_bytes)} of "
+        f"{_gib(room.total_bytes)} are free: {_gib(room.lacking_bytes)} too little. Held by {', '.join(holders)}; "
+        f"{_gib(others)} by CUDA, the engine itself and other programs"
+    )
+    largest = max(held, key=lambda role: held[role].reserved_bytes)
+    fix = f"a smaller {largest}.max_tokens_per_device, or end other programs on it (nvidia-smi)"
+    if part == "kv_cache" and (cache := vllm.get("kv_cache_memory_bytes")) is not None:
+        fix = f"rollout.vllm.kv_cache_memory_bytes={max(0, cache - room.lacking_bytes)}; or {fix}"
+    elif part == "kv_cache":
+        utilization = vllm.get("gpu_memory_utilization", DEFAULT_UTILIZATION) - room.lacking_bytes / room.total_bytes
+        fix = f"rollout.vllm.gpu_memory_utilization={math.floor(100 * utilization) / 100:g}; or {fix}"
+    return DeviceFull(what, where=device, fix=fix)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB"

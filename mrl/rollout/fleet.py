@@ -15,10 +15,9 @@ from mrl.controller import RayWorkerGroup
 from mrl.errors import MrlError, RolloutError, WorkerError, WorkerRaised
 from mrl.events import EventLog, ReplicaLost, ReplicaServes
 from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, check_request
-from mrl.rollout.pace import Pace
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling, wrong_answer
 from mrl.rollout.schedule import FleetSchedule
-from mrl.rollout.scheduler import MAX_IN_FLIGHT, RequestScheduler
+from mrl.rollout.scheduler import MAX_IN_FLIGHT, Pace, RequestScheduler
 
 WAIT_S = 0.5
 """How long a replica waits for something to be finished before it answers that nothing was."""
@@ -154,7 +153,7 @@ class RolloutFleet:
         finally:
             wait(asked)
             self._pace.rollout_ends()
-            self._schedule.advance(busy := [index for index in self._replicas if work.num_in_flight(index)])
+            self._schedule.advance(busy := [index for index in self._replicas if work.in_flight(index)])
             self._call(busy, "abort")
             self._work = RequestScheduler((), len(self.versions))
 
@@ -198,7 +197,6 @@ class RolloutFleet:
         return self._call(list(self._replicas), "wake", part)
 
     def close(self) -> None:
-        """End every replica."""
         wait(self._starting.values())
         started = [future.result() for future in self._starting.values() if future.exception() is None]
         for replica in (*self._replicas.values(), *started):
@@ -215,7 +213,7 @@ class RolloutFleet:
                 requests = work.assign(index, len(serving))
             elif requests := work.take(index, call.of if call.kind == "start" else ()):
                 self._schedule.advance([index])
-            if work.num_in_flight(index):
+            if work.in_flight(index):
                 replica = self._replicas[index]
                 version = serving[index]
                 submitted = self._threads.submit(_timed, replica.submit_and_poll, requests, sampling, version, wait_s)
@@ -294,7 +292,6 @@ class RolloutFleet:
             self._sync_weights(raised, version, cache)
 
     def _call(self, indices: Sequence[int], method: str, *args: Any) -> dict[int, Any]:
-        """Call these replicas at once; let those go that fail."""
         calls = {index: getattr(self._replicas[index], method).future(*args) for index in indices}
         answers = {}
         for index, call in calls.items():
@@ -306,7 +303,7 @@ class RolloutFleet:
 
     def _drop_replica(self, index: int, said: str, *, num_asked: int = 0, wrong: str = "") -> None:
         """Let go of one that has died, or whose answer is wrong; others do what it had in hand."""
-        num_unfinished, has_served = self._work.num_in_flight(index), index in self._served
+        num_unfinished, has_served = len(self._work.in_flight(index)), index in self._served
         self._events.write(ReplicaLost(index, said.partition("\n")[0], num_unfinished + num_asked))
         self._served.discard(index)
         self._unseen_versions.pop(index, None)
@@ -343,7 +340,6 @@ def _timed(call: Callable[..., Any], *args: Any) -> tuple[Any, float]:
 
 
 def _probe_replica(replica: RayWorkerGroup, request: GenerationRequest, sampling: Sampling, version: int) -> Generated:
-    """What one replica answers to one request."""
     answer: list[Generated] | RolloutError = replica.submit_and_poll([request], sampling, version, WAIT_S)
     while not answer:
         answer = replica.submit_and_poll([], sampling, version, WAIT_S)

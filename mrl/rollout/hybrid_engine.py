@@ -19,16 +19,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from mrl.config.arithmetic import has_own_rollout_pool, longest_sample_tokens, num_engines, rollout_devices
+from mrl.config.arithmetic import (
+    has_own_rollout_pool,
+    longest_sample_tokens,
+    num_engines,
+    rollout_devices,
+)
 from mrl.config.mesh import Mesh
-from mrl.config.schema import Config, DeadlinesConfig
+from mrl.config.schema import Config
 from mrl.controller import DeviceSlots, RayClassWithInitArgs, RayWorkerGroup, RunContext
 from mrl.errors import RolloutError
 from mrl.models.families import read_spec
 from mrl.models.rollout_table import EngineSizes
-from mrl.models.spec import ModelSpec
-from mrl.rollout.device_memory import device_full
-from mrl.rollout.engine import EngineSettings, Part
+from mrl.rollout.engine import EngineSettings, Part, device_full
 from mrl.rollout.fleet import FollowUps, RolloutFleet
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.rollout.schedule import REPLICA
@@ -59,13 +62,19 @@ class HybridEngine:
         context: RunContext,
         *,
         reads_text: bool = False,
+        loads_files: bool = False,
     ) -> None:
-        """Start the engines; with the tokenizer where requests may have texts that end them."""
+        """Start the engines; with the tokenizer where requests may have texts that end them.
+
+        Those that load the model's files serve what these hold: nobody trains, and no weights travel.
+        """
         self._config, self._context, self._groups = config, context, groups
-        self._reads_text = reads_text or bool(config.rollout.stop)
+        self._reads_text, self._loads_files = reads_text or bool(config.rollout.stop), loads_files
         self._receivers: RayWorkerGroup | None = None
         if has_own_rollout_pool(config):
-            self._receivers = start_weight_receivers(config, context)
+            receiver = RayClassWithInitArgs("mrl.rollout.replica:WeightReceiver")  # one on each device of their pool
+            mesh, slots = Mesh(rollout_devices(config)), context.resources.device_slots("rollout")
+            self._receivers = RayWorkerGroup(RECEIVER, receiver, mesh, context, slots)
         self._take_turns = config.sync.offload and self._receivers is None
         self._sockets = context.run_directory / SOCKETS
         shutil.rmtree(self._sockets, ignore_errors=True)  # of a run that crashed
@@ -101,7 +110,9 @@ class HybridEngine:
         first = len(nodes) if self._receivers else 0
         nodes += [node for node, _ in self._receivers.where()] if self._receivers else []
         hosts = tuple(range(first, first + num_workers))
-        sizes = engine_sizes(config, whole=bool(self.fleet.full_tensor_reason))
+        whole_experts = read_spec(config.model.path).moe and config.rollout.vllm.get("enable_expert_parallel", False)
+        # Engines that cannot be written directly take whole tensors on each of their ranks.
+        sizes = EngineSizes(tp, ep=tp if whole_experts else 1, whole=bool(self.fleet.full_tensor_reason))
         route = WeightSyncSpec(
             layout=RolloutLayout(sizes, hosts, tuple(nodes.index(node) for node in nodes)),
             sockets=tuple(
@@ -121,7 +132,6 @@ class HybridEngine:
         waiting.get()
 
     def weights_changed(self) -> None:
-        """The actor has been updated: what the engines hold is of yesterday."""
         self.version += 1
 
     def metrics(self) -> dict[str, float]:
@@ -229,9 +239,11 @@ class HybridEngine:
         worker = RayClassWithInitArgs(
             "mrl.rollout.replica:RolloutReplica", self._config.rollout.engine, settings, limit_s
         )
-        spec = read_spec(self._config.model.path)
-        deadlines = replace(self._context.deadlines, start_s=engine_start_s(self._context.deadlines, spec))
-        return RayWorkerGroup(settings.replica, worker, Mesh(1), replace(self._context, deadlines=deadlines), slot)
+        deadlines, num_parameters = self._context.deadlines, read_spec(self._config.model.path).num_parameters
+        # It makes room for its weights, compiles for them and captures their graphs.
+        start_s = deadlines.engine_start_s or deadlines.start_s + num_parameters / 5e8
+        context = replace(self._context, deadlines=replace(deadlines, start_s=start_s))
+        return RayWorkerGroup(settings.replica, worker, Mesh(1), context, slot)
 
     def _settings(self, index: int) -> EngineSettings:
         rollout, path, replay = self._config.rollout, self._config.model.path, self._config.asynchrony.replay
@@ -244,9 +256,10 @@ class HybridEngine:
             sockets=self._sockets,
             replica=REPLICA.format(index),
             tp=rollout.tp,
+            loads_files=self._loads_files,
             reads_text=self._reads_text,
             takes_weights_in_flight=self._cache is not None,
-            records=self._context.run_directory if self._cache else None,
+            records=self._context.run_directory if self._cache and not replay else None,
             replays=Path(replay) if replay else None,
             vllm={name: value for name, value in rollout.vllm.items() if name != "dtype"},
         )
@@ -263,6 +276,8 @@ class HybridEngine:
 
     def _send_weights(self, replicas: Sequence[int], version: int) -> None:
         """The trainer's half of a transfer. A replica that starts late finds the parameters away: they come back."""
+        if self._loads_files:
+            return
         began, tp = time.perf_counter(), self._config.rollout.tp
         if self._parameters_are_away:
             self._actor.onload("parameters")
@@ -278,27 +293,3 @@ class HybridEngine:
             "sync/bytes_between_ranks": sum(report.bytes_received for report in reports),
             "sync/least_bytes": sum(report.least_bytes for report in reports),
         }
-
-
-def engine_sizes(config: Config, *, whole: bool) -> EngineSizes:
-    """How the engines are split. Where they cannot be written directly, each of their ranks takes whole tensors."""
-    tp, spec = config.rollout.tp, read_spec(config.model.path)
-    whole_experts = spec.moe is not None and config.rollout.vllm.get("enable_expert_parallel", False)
-    return EngineSizes(tp, ep=tp if whole_experts else 1, whole=whole)
-
-
-def engine_start_s(deadlines: DeadlinesConfig, spec: ModelSpec) -> float:
-    """For an engine to start: it makes room for its weights, compiles for them and captures their graphs."""
-    return deadlines.engine_start_s or deadlines.start_s + spec.num_parameters / 5e8
-
-
-def start_weight_receivers(config: Config, context: RunContext) -> RayWorkerGroup:
-    """One process on each device of the engines' own pool."""
-    mesh = Mesh(rollout_devices(config))
-    return RayWorkerGroup(
-        RECEIVER,
-        RayClassWithInitArgs("mrl.workers.weight_receiver:WeightReceiver"),
-        mesh,
-        context,
-        context.resources.device_slots("rollout"),
-    )

@@ -1,18 +1,114 @@
-"""One rollout replica as a worker: an engine in a process of its own, which may die and be replaced."""
+"""Workers on the devices of engines: a replica, which may die and be replaced, and a receiver of weights beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
-from mrl.controller import Dispatch, RankInfo, Worker, register
-from mrl.errors import RolloutError
+import torch
+
+from mrl.config.arithmetic import make_mesh
+from mrl.config.schema import ParallelConfig
+from mrl.controller import Dispatch, RankInfo, Rendezvous, Worker, register
+from mrl.errors import RolloutError, WorkerSilent
 from mrl.hub import node_copy
-from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, engine_class, need_version
-from mrl.rollout.engine_thread import EngineThread
+from mrl.models.families import read_spec
+from mrl.rollout.engine import (
+    Cache,
+    EngineSettings,
+    FreeMemory,
+    Part,
+    RolloutEngine,
+    can_step,
+    engine_class,
+    need_version,
+)
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
-from mrl.rollout.schedule import RecordedSchedule, Schedule, schedule_path
+from mrl.rollout.schedule import CallKind, Schedule, ScheduledCall, schedule_path
+from mrl.weight_sync.planner import ReshardPlanner
+from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
+
+T = TypeVar("T")
+_LOOK_S = 0.002
+
+
+class EngineThread:
+    """Everything that an engine does, it does in this thread, its start included."""
+
+    def __init__(
+        self, make: Callable[[], RolloutEngine], step_deadline_s: float, schedule: Schedule | None = None
+    ) -> None:
+        self._step_deadline_s, self._schedule = step_deadline_s, schedule or Schedule()
+        self._num_steps = 0
+        self._thread = ThreadPoolExecutor(1, "engine")
+        self._engine = self._thread.submit(make).result()
+        self._finished: SimpleQueue[list[Generated]] = SimpleQueue()
+        self._stepping: Future[None] = Future()
+        self._stepping.set_result(None)
+        self._stepped_at = time.monotonic()
+
+    def act(self, kind: CallKind, of: Sequence[str], action: Callable[[RolloutEngine], None]) -> None:
+        """Have done what changes what is computed next: now, or in a replay before the step that it came before."""
+        while self._schedule.next and not self._stepping.done():
+            time.sleep(_LOOK_S)
+
+        def noted(engine: RolloutEngine) -> None:
+            self._schedule.note(ScheduledCall(self._num_steps, kind, tuple(of)))
+            action(engine)
+
+        self.call(noted)
+
+    def call(self, action: Callable[[RolloutEngine], T]) -> T:
+        """Have something done after the step under way."""
+        result = self._thread.submit(action, self._engine).result()
+        if self._stepping.done() and self._goes_on():
+            self._raise_failure()
+            self._stepped_at = time.monotonic()
+            self._stepping = self._thread.submit(self._step)
+        return result
+
+    def poll(self, wait_s: float) -> list[Generated]:
+        """What has been finished; waits this long for something."""
+        self._raise_failure()
+        samples: list[Generated] = []
+        try:
+            samples += self._finished.get(timeout=wait_s)
+            while True:
+                samples += self._finished.get_nowait()
+        except Empty:
+            pass
+        age_s = time.monotonic() - self._stepped_at
+        if not self._stepping.done() and age_s > self._step_deadline_s:
+            raise WorkerSilent(f"the engine has been busy with one step for {age_s:.0f} s")
+        return samples
+
+    def abort(self) -> None:
+        self.act("abort", [], lambda engine: engine.abort())
+        self.poll(0)
+
+    def _step(self) -> None:
+        if not self._goes_on():  # it fell asleep since, or got something else to wait for
+            return
+        if samples := self._engine.step():
+            self._finished.put(samples)
+        self._num_steps += 1
+        self._stepped_at = time.monotonic()
+        if self._goes_on():
+            self._stepping = self._thread.submit(self._step)
+
+    def _goes_on(self) -> bool:
+        """Return whether there is a step to do, for which in a replay nothing is missing."""
+        call = self._schedule.next
+        return can_step(self._engine) and (call is None or self._num_steps < call.at)
+
+    def _raise_failure(self) -> None:
+        if self._stepping.done():
+            self._stepping.result()
 
 
 class RolloutReplica(Worker):
@@ -21,7 +117,9 @@ class RolloutReplica(Worker):
     def __init__(self, place: RankInfo, engine: str, settings: EngineSettings, step_deadline_s: float) -> None:
         super().__init__(place)
         settings = replace(settings, model=node_copy(str(settings.model)))
-        self._thread = EngineThread(partial(engine_class(engine), settings), step_deadline_s, _schedule(settings))
+        runs = (settings.records, settings.replays)
+        schedule = Schedule(*(run and schedule_path(run, settings.replica) for run in runs))
+        self._thread = EngineThread(partial(engine_class(engine), settings), step_deadline_s, schedule)
 
     @register(Dispatch.RANK_ZERO)
     def full_tensor_reason(self) -> str:
@@ -47,7 +145,6 @@ class RolloutReplica(Worker):
 
     @register(Dispatch.RANK_ZERO)
     def abort(self) -> None:
-        """Forget every request."""
         self._thread.abort()
 
     @register(Dispatch.RANK_ZERO)
@@ -66,7 +163,31 @@ class RolloutReplica(Worker):
         return self._thread.call(lambda engine: engine.wake(part))
 
 
-def _schedule(settings: EngineSettings) -> Schedule:
-    if settings.replays:
-        return RecordedSchedule(schedule_path(settings.replays, settings.replica))
-    return Schedule(schedule_path(settings.records, settings.replica) if settings.records else None)
+class WeightReceiver(Worker):
+    """A rank that holds no weights: what it receives, it hands to the engine's worker on its device."""
+
+    def __init__(self, place: RankInfo) -> None:
+        super().__init__(place)
+        self._resharder: Resharder
+
+    @register(Dispatch.RANK_ZERO)
+    def rendezvous(self) -> Rendezvous:
+        """Address of the first receiver's socket, where the trainer's ranks and the receivers meet."""
+        return replace(self.place.rendezvous, listener=None)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def prepare_receiving(self, model: str, parallel: ParallelConfig, num_trainers: int, route: WeightSyncSpec) -> None:
+        """Plan what comes in; all trainer ranks prepare their sending meanwhile."""
+        on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", self.place.local_rank % torch.cuda.device_count()) if on_gpu else "cpu"
+        # The first receiver serves the store, from the socket that only it has.
+        route = replace(route, rendezvous=self.place.rendezvous)
+        transport = route.transport(num_trainers + self.rank, torch.device(device))
+        spec = read_spec(node_copy(model))
+        planner = ReshardPlanner(spec, parallel, make_mesh(parallel, num_trainers), route.layout)
+        self._resharder = Resharder(planner, transport, {}, route)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def send_weights(self, version: int, workers: list[int]) -> ReshardReport:
+        """Take this rank's part in bringing these workers to a version."""
+        return self._resharder.send(version, workers)

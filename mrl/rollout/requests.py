@@ -61,8 +61,6 @@ class GenerationRequest:
 
 @dataclass(frozen=True, eq=False)
 class Generated:
-    """A finished sample."""
-
     key: str
     token_ids: npt.NDArray[np.int32]
     log_probs: npt.NDArray[np.float32]
@@ -76,7 +74,6 @@ class Generated:
     """Where newer weights came in flight: the first token that each drew, and their version."""
 
     def token_versions(self) -> npt.NDArray[np.int32]:
-        """Return the version of the weights that drew each token."""
         versions = np.full(len(self.token_ids), self.weight_version, np.int32)
         for first, version in self.switches:
             versions[first:] = version

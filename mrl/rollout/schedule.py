@@ -27,8 +27,6 @@ _MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class ScheduledCall:
-    """One thing that an engine was asked."""
-
     at: int
     """How many steps it had done by then."""
     kind: CallKind
@@ -44,51 +42,33 @@ def schedule_path(run: Path, replica: str) -> Path:
 
 
 class Schedule:
-    """Every call is made when it comes; with a path, it is written down there."""
+    """The calls of one engine, each made when it comes. They are written down in `records`; with `replays` each is made
+    when it was in the run that wrote that."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        self._file: int | None = None
-        if path is not None:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    def __init__(self, records: Path | None = None, replays: Path | None = None) -> None:
+        self._file, self._replays = None if records is None else _opened(records), replays
+        self._calls = _read(replays) if replays is not None else []
+        self._next = 1
+        if records is not None:
             self.note(ScheduledCall(0, "begin"))
 
     @property
     def next(self) -> ScheduledCall | None:
         """What the engine waits for; None where it waits for nothing."""
-        return None
-
-    def note(self, call: ScheduledCall) -> None:
-        """Note what the engine is asked now."""
-        if self._file is not None:
-            files.append(self._file, f"{json.dumps([call.at, call.kind, *call.of])}\n".encode())
-
-
-class RecordedSchedule(Schedule):
-    """Every call is made when it was in the run that wrote this down."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path, self._calls, self._next = path, _read(path), 1
-        if [call.kind for call in self._calls].count("begin") != 1 or self._calls[0].kind != "begin":
-            what = "this engine was started more than once: it died, or its run went on from a checkpoint"
-            raise RolloutError(what, where=str(path), fix="replay a run that went through from its beginning")
-
-    @property
-    def next(self) -> ScheduledCall | None:
         return self._calls[self._next] if self._next < len(self._calls) else None
 
     def note(self, call: ScheduledCall) -> None:
+        if self._file is not None:
+            files.append(self._file, f"{json.dumps([call.at, call.kind, *call.of])}\n".encode())
         if self.next is not None and call != self.next:
             raise RolloutError(
                 f"the replay asks {call}, and the run asked {self.next}",
-                where=f"{self._path}:{self._next + 1}",
+                where=f"{self._replays}:{self._next + 1}",
                 fix="the model, the data, the configuration and the version of mrl that the run had",
             )
         self.advance()
 
     def advance(self) -> None:
-        """Go on to the next call."""
         self._next += 1
 
 
@@ -97,7 +77,7 @@ class FleetSchedule:
 
     def __init__(self, run: Path | None, num_replicas: int) -> None:
         numbers = range(num_replicas if run else 0)
-        self._of = {number: RecordedSchedule(schedule_path(run, REPLICA.format(number))) for number in numbers if run}
+        self._of = {number: Schedule(replays=schedule_path(run, REPLICA.format(number))) for number in numbers if run}
 
     def next(self, replica: int) -> ScheduledCall | None:
         """Return what this one is asked next; None where that is open."""
@@ -109,21 +89,29 @@ class FleetSchedule:
         return all(call is None or (call.kind, call.of) == ("weights", (str(version),)) for call in calls)
 
     def advance(self, replicas: Iterable[int]) -> None:
-        """Note that these have been asked what came next."""
         for replica in replicas:
             if replica in self._of:
                 self._of[replica].advance()
 
 
+def _opened(path: Path) -> int:
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
 def _read(path: Path) -> list[ScheduledCall]:
     try:
         lines = files.read_bytes(path, _MAX_BYTES).decode().splitlines()
-        return [_call(json.loads(line)) for line in lines]
+        calls = [_call(json.loads(line)) for line in lines]
     except OSError as error:
         what, fix = f"there is no schedule of an engine: {error.strerror}", "a run with asynchrony.weights=in_flight"
         raise RolloutError(what, where=str(path), fix=fix) from error
     except (ValueError, RecursionError) as error:
         raise RolloutError(f"not the schedule of an engine: {error}", where=str(path)) from error
+    if [call.kind for call in calls].count("begin") != 1 or calls[0].kind != "begin":
+        what = "this engine was started more than once: it died, or its run went on from a checkpoint"
+        raise RolloutError(what, where=str(path), fix="replay a run that went through from its beginning")
+    return calls
 
 
 def _call(fields: object) -> ScheduledCall:

@@ -1,12 +1,17 @@
-"""Which replica generates what: shares by remaining tokens, and what becomes of the requests of one that died."""
+"""Which replica generates what, and which batches may begin; who is far slower than the others.
+
+Shares go by remaining tokens, and the requests of a replica that died to others.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from mrl.errors import RolloutError
+from mrl.events import EventLog, Warned
 from mrl.rollout.requests import Generated, GenerationRequest
 
 MAX_IN_FLIGHT = 1024
@@ -40,12 +45,7 @@ class RequestScheduler:
 
     @property
     def num_left(self) -> int:
-        """Requests that are not finished."""
         return sum(map(len, self._waiting.values())) + sum(map(len, self._in_flight))
-
-    def num_in_flight(self, replica: int) -> int:
-        """Number of requests that a replica has."""
-        return len(self._in_flight[replica])
 
     def assign(self, replica: int, num_sharing: int) -> list[GenerationRequest]:
         """More requests for a replica, until it has its share of the tokens that are left.
@@ -84,12 +84,10 @@ class RequestScheduler:
         return queue or (deque() if self._in_flight[replica] else max(self._waiting.values(), key=len))
 
     def finish(self, replica: int, samples: Sequence[Generated]) -> None:
-        """Note what a replica has finished."""
         for sample in samples:
             del self._in_flight[replica][sample.key]
 
     def in_flight(self, replica: int) -> Mapping[str, GenerationRequest]:
-        """What a replica has, by key."""
         return self._in_flight[replica]
 
     def forgive(self) -> None:
@@ -146,3 +144,54 @@ class RequestScheduler:
         self._waiting[replica].clear()
         self._waiting[None].extendleft(reversed(lost + waited))
         return lost
+
+
+@dataclass
+class Gate:
+    """Which batches may begin: a rule of counts alone."""
+
+    ahead: int
+    num_steps: int
+    """Of the whole run: no batch is begun that is not trained."""
+    trained: int = 0
+    """Steps whose weights the engines have."""
+    begun: int = 0
+
+    def open(self) -> Iterator[int]:
+        """Begin the batches that may, one after another; yield their numbers."""
+        while self.begun < min(self.trained + 1 + self.ahead, self.num_steps):
+            self.begun += 1
+            yield self.begun
+
+
+_TIMES, _ROLLOUTS = 3.0, 3
+"""How much slower, and for how many rollouts one after another: a single long sample may hold up anybody once."""
+_LEAST_S = 1.0
+"""Of work, below which a rate says nothing."""
+
+
+class Pace:
+    """Counts what each replica generates in the time in which it has work."""
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self._tokens: Counter[int] = Counter()
+        self._busy_s: dict[int, float] = defaultdict(float)
+        self._num_slow: Counter[int] = Counter()
+
+    def note(self, replica: int, num_tokens: int, seconds: float) -> None:
+        self._tokens[replica] += num_tokens
+        self._busy_s[replica] += seconds
+
+    def rollout_ends(self) -> None:
+        """Compare the replicas, and warn of one that has been slow for long enough."""
+        rates = {each: self._tokens[each] / busy_s for each, busy_s in self._busy_s.items() if busy_s >= _LEAST_S}
+        for replica, rate in rates.items():
+            others = [other for each, other in rates.items() if each != replica]
+            usual = statistics.median(others) if others else 0.0
+            self._num_slow[replica] = self._num_slow[replica] + 1 if rate * _TIMES < usual else 0
+            if self._num_slow[replica] == _ROLLOUTS:
+                what = f"it generates {rate:.0f} tokens/s, the others {usual:.0f}, for {_ROLLOUTS} rollouts by now"
+                self._events.write(Warned(f"rollout-{replica}", f"{what}: what else runs on its node?"))
+        self._tokens.clear()
+        self._busy_s.clear()

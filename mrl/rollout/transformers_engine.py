@@ -23,8 +23,6 @@ from mrl.weight_sync.ipc import IpcReceiver, socket_path
 
 @dataclass
 class RowState:
-    """One sample under way."""
-
     request: GenerationRequest
     sampling: Sampling
     noise: torch.Generator
@@ -48,7 +46,6 @@ class TransformersEngine(RolloutEngine):
         self._rows: dict[str, RowState] = {}
 
     def close(self) -> None:
-        """Stop listening for weights."""
         self._ipc.close()
 
     def _start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
@@ -86,7 +83,7 @@ class TransformersEngine(RolloutEngine):
 
     def _generated(self, row: RowState, stopped: bool) -> Generated:
         token_ids, log_probs = np.asarray(row.token_ids, np.int32), np.asarray(row.log_probs, np.float32)
-        version = self.unfinished[row.request.key]
+        _, version = self.unfinished[row.request.key][0]
         return Generated(row.request.key, token_ids, log_probs, "stop" if stopped else "length", version)
 
     def _abort(self, keys: Iterable[str]) -> None:
@@ -131,7 +128,6 @@ class TransformersEngine(RolloutEngine):
         self._drop_cache()
 
     def _wake(self, part: Part) -> list[FreeMemory]:
-        """There is no memory to take again."""
         return []
 
 

@@ -54,7 +54,6 @@ class VllmEngine(RolloutEngine):
         """The first request since the weights changed, for which nothing can be cached; None once it has ended."""
 
     def close(self) -> None:
-        """End every process of the engine."""
         self._engine.engine_core.shutdown()
 
     def _start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
@@ -89,7 +88,7 @@ class VllmEngine(RolloutEngine):
             np.asarray(sample.token_ids, np.int32),
             np.asarray(sample.logprobs.logprobs, np.float32),
             sample.finish_reason,
-            self.unfinished[key],
+            self.unfinished[key][0][1],
         )
 
     def _abort(self, keys: Iterable[str]) -> None:

@@ -70,8 +70,6 @@ def best_step(directory: Path) -> int | None:
 
 @dataclass(frozen=True)
 class _Save:
-    """A save under way."""
-
     step: int
     staged: Path
     roles: Mapping[str, RoleClient]
@@ -104,7 +102,6 @@ class CheckpointManager:
         is_best: bool,
         drawn_ahead: bytes = b"",
     ) -> None:
-        """Begin to write a checkpoint of this moment."""
         assert self._save is None, "one save at a time"
         staged = self._directory / f"{_STAGED}-{step:06d}"
         for leftover in [*self._directory.glob(f"{_STAGED}-*"), *self._directory.glob(f"{_REMOVED}-*")]:
@@ -181,7 +178,8 @@ class CheckpointManager:
 
     def _delete_old(self) -> None:
         try:
-            kept = {self._best_path(), self._pointers.get("best")}
+            best = best_step(self._directory)
+            kept = {best and checkpoint_of(self._directory, best), self._pointers.get("best")}
         except CheckpointError as error:
             self._warn(f"none is removed: {error}")
             return
@@ -193,10 +191,6 @@ class CheckpointManager:
                     shutil.rmtree(removed)
                 except OSError as error:
                     self._warn(f"{path.name} cannot be removed, which is tried again after the next save: {error}")
-
-    def _best_path(self) -> Path | None:
-        step = best_step(self._directory)
-        return None if step is None else checkpoint_of(self._directory, step)
 
     def _warn(self, message: str) -> None:
         self._events.write(Warned("checkpoint", message))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,15 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.algos.kl import AdaptiveKLController, FixedKLController, KLController
+from mrl.agents.loop import has_stops, open_dialogs
+from mrl.algos.kl import KLController
 from mrl.config.arithmetic import role_mesh
 from mrl.config.load import in_directories
-from mrl.config.reward import RewardConfig
+from mrl.config.mesh import Mesh
+from mrl.config.reward import JUDGE, KEY_VARIABLE, URLS_VARIABLE, JudgeConfig, RewardConfig
 from mrl.config.schema import Config
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext
 from mrl.data.chat import load_tokenizer
 from mrl.data.prompt_loader import PromptLoader
 from mrl.data.rlhf_dataset import open_dataset
+from mrl.errors import RewardError, WorkerDied
 from mrl.events import EventLog, ModelLoaded, Warned
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
@@ -27,25 +31,22 @@ from mrl.observe.metrics import StepTimer
 from mrl.registry import load_attribute
 from mrl.rewards.manager import RewardManager
 from mrl.rollout.hybrid_engine import HybridEngine
-from mrl.trainer.agents import has_stops, open_dialogs
+from mrl.trainer.audit import EngineProbe
+from mrl.trainer.checks import check_reward_models, check_reward_sources, check_teacher
 from mrl.trainer.collector import Collector
-from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator
-from mrl.trainer.judge import judge_served
-from mrl.trainer.model_scores import ModelScores, check_reward_models, scoring_models
+from mrl.trainer.model_scores import ModelScores, scoring_models
 from mrl.trainer.nodes import placed_run
-from mrl.trainer.reward_sources import check_reward_sources
 from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, RoleClient, TeacherClient
 from mrl.trainer.sample_stream import SampleStream, open_stream
-from mrl.trainer.teacher import check_teacher
 from mrl.trainer.validation import Validator, check_best
 from mrl.workers.messages import ModelSetup
 
 _WORKERS = {
     "actor": "mrl.workers.actor:ActorRolloutRefWorker",
     "critic": "mrl.workers.critic:CriticWorker",
-    "reward_model": "mrl.workers.reward_model:RewardModelWorker",
-    "teacher": "mrl.workers.teacher:TeacherWorker",
+    "reward_model": "mrl.workers.frozen:RewardModelWorker",
+    "teacher": "mrl.workers.frozen:TeacherWorker",
 }
 _CLIENTS = {
     "actor": ActorClient,
@@ -77,17 +78,14 @@ class Components:
 
     @property
     def roles(self) -> dict[str, RoleClient]:
-        """The models that are trained."""
         roles: dict[str, RoleClient] = {"actor": self.actor}
         return roles if self.critic is None else roles | {"critic": self.critic}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside the models, as plain JSON."""
         model_scores = self.model_scores.state_dict()
         return {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict(), "model_scores": model_scores}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         self.prompts.load_state_dict(state["prompts"])
         self.kl.load_state_dict(state["kl"])
         self.model_scores.load_state_dict(state.get("model_scores", {}))  # older runs have saved none
@@ -144,7 +142,7 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             prompts=prompts,
             stream=stream,
             validator=validator,
-            kl=_kl_controller(config),
+            kl=kl_controller(config),
             teacher=roles.get("teacher"),
         )
 
@@ -177,7 +175,6 @@ def check_model(setup: ModelSetup) -> None:
 
 
 def model_setup(role: str, config: Config) -> ModelSetup:
-    """Return what a role's workers are told of their model."""
     pools, distillation = config.placement.roles, config.algorithm.distillation
     is_taught = role == "actor" and distillation is not None and distillation.form == "full"
     return ModelSetup(
@@ -244,10 +241,34 @@ def with_models(config: Config, groups: Mapping[str, Future[RayWorkerGroup]], ev
     return {name: loaded[name] for name in groups}
 
 
-def _kl_controller(config: Config) -> KLController:
+def kl_controller(config: Config) -> KLController:
     kl = config.algorithm.kl
-    return (
-        FixedKLController(kl.coef)
-        if kl.target is None
-        else AdaptiveKLController(kl.coef, kl.target, kl.horizon_samples)
+    return KLController(kl.coef, kl.target, kl.horizon_samples)
+
+
+@contextmanager
+def judge_served(judge: JudgeConfig, device: str, context: RunContext) -> Iterator[dict[str, str]]:
+    """Start a server for each engine; yield what reward workers must have in their environment to ask them.
+
+    Where too few samples have a reward and a server has ended meanwhile, that is the reason, and a loss.
+    """
+    deadlines, slots = context.deadlines, context.resources.device_slots(JUDGE)
+    addresses = [context.resources.node(device.node_id).network.address for device in slots.devices]
+    worker = RayClassWithInitArgs(
+        "mrl.rollout.judge_server:JudgeServer", judge, deadlines.engine_start_s or deadlines.call_s
     )
+    group = RayWorkerGroup(JUDGE, worker, Mesh(len(addresses)), context)
+    try:
+        gpus = group.visible_gpus() if device == "gpu" else []
+        key = secrets.token_urlsafe(32)
+        urls = [url for url in group.serve(addresses, gpus, key) if url]
+        yield {URLS_VARIABLE: " ".join(urls), KEY_VARIABLE: key}
+    except RewardError as error:
+        ended = {rank: how for rank, how in enumerate(group.ends()) if how}
+        if not ended:
+            raise
+        said = "\n".join(f"the judge's server of rank {rank} has ended {how}" for rank, how in ended.items())
+        fix = "mend what ended it; training.max_restarts has a run go on by itself"
+        raise WorkerDied(f"{said}\n{error.what}", fix=fix, role=JUDGE, ranks=list(ended)) from error
+    finally:
+        group.shutdown()

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from mrl.agents.loop import has_stops, open_dialogs
+from mrl.config.arithmetic import has_own_rollout_pool, num_engines, role_devices
 from mrl.config.load import in_directories
-from mrl.config.schema import Config
+from mrl.config.reward import JUDGE
+from mrl.config.schema import Config, PlacementConfig
 from mrl.config.training import ValidationConfig
-from mrl.controller import RunContext
-from mrl.data.chat import ChatTokenizer, load_tokenizer
+from mrl.data.chat import load_tokenizer
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.events import EventLog
-from mrl.rollout.file_engine import FileEngine, engines_alone
-from mrl.trainer.agents import has_stops, open_dialogs
-from mrl.trainer.components import check_model, manager_class, model_setup, started_groups, with_models
+from mrl.rollout.hybrid_engine import HybridEngine
+from mrl.trainer.checks import check_reward_models
+from mrl.trainer.components import check_model, judge_served, manager_class, model_setup, started_groups, with_models
 from mrl.trainer.generation import Generator
-from mrl.trainer.judge import judge_served
-from mrl.trainer.model_scores import ModelScores, ScoringModel, check_reward_models, scoring_models
+from mrl.trainer.model_scores import ModelScores, scoring_models
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.validation import Validator
+
+
+def engines_alone(config: Config) -> Config:
+    """Return a configuration with as many engines, and no other roles but the judge and reward models.
+
+    These keep their pools, and may share that of the engines, which have ended when they start.
+    """
+    where = config.placement.roles["rollout" if has_own_rollout_pool(config) else "actor"]
+    pools, roles = {where: num_engines(config) * config.rollout.tp}, {"actor": "nobody", "rollout": where}
+    for role in config.scoring_models():
+        pool = roles[role] = config.placement.roles[role]
+        pools[pool] = config.placement.pools[pool]
+    if config.judge is not None:
+        pools[JUDGE], roles[JUDGE] = role_devices(config, JUDGE), JUDGE
+    placement = PlacementConfig(pools=pools, roles=roles)
+    return replace(config, placement=placement, critic=None, teacher=None)
 
 
 def evaluate(
@@ -42,7 +59,7 @@ def evaluate(
             rewards = stack.enter_context(manager_class(reward)(reward, events, others_score=others_score))
         dialogs = open_dialogs(config, tokenizer, events.write, stack)
         context = stack.enter_context(placed_run(config, directory, events))
-        engines = FileEngine(config, context, reads_text=has_stops(config.agent))
+        engines = HybridEngine(config, {}, context, reads_text=has_stops(config.agent), loads_files=True)
         ending = stack.enter_context(ExitStack())
         ending.callback(engines.close)
         if config.judge is not None:
@@ -57,18 +74,9 @@ def evaluate(
                 sampled.append(validators[-1].sample())
                 say(f"{number} of {len(settings)} done")
         ending.close()  # reward models may be given their devices
-        models = ModelScores(stack.enter_context(_started_models(config, context, events, tokenizer)))
+        groups = stack.enter_context(started_groups(config, context, list(config.scoring_models())))
+        models = ModelScores(scoring_models(config, with_models(config, groups, events), tokenizer))
         found = [validator.measure(0, of_it, models) for validator, of_it in zip(validators, sampled, strict=True)]
         for message in (message for validator in validators for message in validator.warnings):
             say(message)
     return found
-
-
-@contextmanager
-def _started_models(
-    config: Config, context: RunContext, events: EventLog, tokenizer: ChatTokenizer
-) -> Iterator[list[ScoringModel]]:
-    """The reward models, for the length of the block."""
-    names = list(config.scoring_models())
-    with started_groups(config, context, names) as groups:
-        yield scoring_models(config, with_models(config, groups, events), tokenizer)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,8 @@ from mrl.rewards.manager import RewardManager
 from mrl.rewards.outcome import Failure, Outcome, Score, reward_metrics, sum_of
 from mrl.rewards.sample import Sample
 from mrl.rollout.hybrid_engine import HybridEngine
-from mrl.rollout.requests import Sampling, request_seed
+from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
+from mrl.trainer.segments import segment_of
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,6 @@ class ScoredBatch:
 
 @dataclass(eq=False)
 class Round:
-    """Prompts on their way to responses with scores."""
-
     number: int
     """Of the step that it is for."""
     batch: DataProto
@@ -95,7 +95,6 @@ class Generator:
         return self.scored(found, self.rewards.drain() if self.rewards is not None else {})
 
     def begin(self, batch: DataProto, step: int) -> Round:
-        """Have the conversations of a batch begin."""
         dialogs = self.dialogs.begin(self._openings(batch, step))
         return Round(step, batch, dialogs, Counter(batch["uid"]), len(dialogs))
 
@@ -157,7 +156,6 @@ class Generator:
         return openings
 
     def _ended(self, sampling: Sampling) -> Iterator[Dialog]:
-        """Yield the conversations as they end."""
         follow_ups = self.dialogs if self.dialogs.has_environments else None
         for generated in self.hybrid.generate(self.dialogs.take(), sampling, follow_ups):
             self.dialogs.written(generated)
@@ -165,7 +163,6 @@ class Generator:
         yield from self.dialogs.ended()
 
     def _outcome(self, dialog: Dialog, scored: Outcome | None) -> Outcome:
-        """Return what the functions and the environment give together."""
         outcomes = [scored] if scored is not None else []
         if dialog.environment is not None:
             outcomes.append(self._of_environment(dialog, dialog.environment))
@@ -237,5 +234,82 @@ class Generator:
             objects["turns"] = [dialogs[row].said or [samples[row].response] for row in scores]
             objects["response_text"] = ["".join(turns) for turns in objects["turns"]]
             objects["ended"] = [each.ended for each in conversations]
-            objects["other_segments"] = [dialogs[row].other_segments for row in scores]
+            objects["other_segments"] = [list(map(segment_of, dialogs[row].other_segments)) for row in scores]
         return DataProto.from_dict(tensors=tensors, non_tensors=objects, row_ids=row_ids)
+
+
+class OpenRounds:
+    """The rounds under way, as what a fleet asks for follow-ups: turns of conversations, and what opens meanwhile.
+
+    Each is whole when its last sample has its score, whatever the others do.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        opening: Callable[[], Iterable[tuple[int, DataProto]]],
+        whole: dict[int, ScoredBatch],
+        *,
+        stays_open: bool = False,
+    ) -> None:
+        """Ask `opening` for the numbers and rows of rounds that may begin, and put those that are `whole` there."""
+        self._generator, self._opening, self._whole = generator, opening, whole
+        self._rounds: list[Round] = []
+        self._round_of: dict[Dialog, Round] = {}
+        self._outcomes: dict[int, Outcome] = {}
+        self._later: Future[Any] = Future()  # never done: whether rounds open is looked at again and again
+        self.stays_open = stays_open
+        """Whether to wait for more rounds where none is under way."""
+
+    def run(self) -> None:
+        for _ in self.samples():
+            pass
+
+    def samples(self) -> Iterator[None]:
+        """Generate until all rounds are whole, and it need not stay open; pause behind each sample.
+
+        Whoever stops asking may go on with it later.
+        """
+        generator = self._generator
+        for generated in generator.hybrid.generate((), generator.training, self, in_flight=True):
+            generator.dialogs.written(generated)
+            self._advance()
+            yield
+        self._advance()
+        if self._rounds and generator.rewards is not None:
+            self._outcomes |= generator.rewards.drain()
+            self._publish_whole()
+
+    def take(self) -> Sequence[GenerationRequest]:
+        for number, rows in self._opening():
+            found = self._generator.begin(rows, number)
+            self._rounds.append(found)
+            self._round_of |= dict.fromkeys(found.dialogs, found)
+        requests = self._generator.dialogs.take()
+        self._advance()
+        return requests
+
+    def arriving(self) -> Future[Any] | None:
+        """Return what is done when there may be more; None where there cannot."""
+        return self._generator.dialogs.arriving() or (self._later if self.stays_open else None)
+
+    def _advance(self) -> None:
+        """Have what has been written scored, and publish what is whole."""
+        for dialog in self._generator.dialogs.ended():
+            self._generator.add(self._round_of.pop(dialog), dialog)
+        if self._generator.rewards is not None:
+            self._outcomes |= self._generator.rewards.collect()
+        self._publish_whole()
+
+    def _publish_whole(self) -> None:
+        for found in [each for each in self._rounds if self._is_whole(each)]:
+            self._rounds.remove(found)
+            scored = {ticket: self._outcomes.pop(ticket) for ticket in found.tickets.values()}
+            if self._generator.rewards is not None:
+                outcomes = ((found.samples[row], scored[ticket]) for row, ticket in found.tickets.items())
+                failed = [(sample, outcome) for sample, outcome in outcomes if isinstance(outcome, Failure)]
+                self._generator.rewards.check_share(failed, len(scored))
+            self._whole[found.number] = self._generator.scored(found, scored)
+
+    def _is_whole(self, found: Round) -> bool:
+        return not found.num_left and all(ticket in self._outcomes for ticket in found.tickets.values())

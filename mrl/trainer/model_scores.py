@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,9 @@ import torch
 
 from mrl.config.reward import ModelScoreConfig, label_of
 from mrl.config.schema import Config
-from mrl.data.chat import ChatTokenizer, compare_tokenizer, different_tokens, load_tokenizer
+from mrl.data.chat import ChatTokenizer, different_tokens, load_tokenizer
 from mrl.data.conversation import ResponseEncoder
-from mrl.errors import ModelError, RewardError
-from mrl.models.families import read_spec
+from mrl.errors import RewardError
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.trainer.generation import ScoredBatch
@@ -27,70 +25,15 @@ from mrl.trainer.step_metrics import summary_metrics
 Scores = npt.NDArray[np.float64]
 
 
-def check_reward_models(config: Config, tokenizer: ChatTokenizer) -> Iterator[tuple[str, str]]:
-    """Refuse a reward model that cannot read what the policy writes; yield its role and what there is to be said."""
-    for role, model in config.scoring_models().items():
-        path = model.path
-        if different := different_tokens(tokenizer, load_tokenizer(path, renders=False)):
-            if config.agent.environments:
-                what = f"{different}; it would be given texts, and conversations with environments are token ids"
-                raise ModelError(what, where=path, fix="a reward model with the policy's tokenizer")
-            ResponseEncoder(path, config.data)
-            yield role, f"{path} reads texts, which are cut into its own tokens and put into its template: {different}"
-            continue
-        yield from ((role, warning) for warning in compare_tokenizer(tokenizer, path))
-        known, written = read_spec(path).vocab, read_spec(config.model.path).vocab
-        if known < written:
-            what = f"has embeddings for {known} tokens, but the policy writes {written}"
-            raise ModelError(what, where=path, fix="a reward model that was made from a model of the policy's family")
-
-
-class ScoreScale:
-    """What becomes of one model's scores, and the mean and spread of all that it has scored in training."""
-
-    def __init__(self, config: ModelScoreConfig) -> None:
-        self._config = config
-        self._num, self._mean, self._squares = 0, 0.0, 0.0
-
-    def learn(self, scores: Scores) -> None:
-        """Take these into mean and spread: what they have together follows from what two parts have."""
-        if not len(scores):
-            return
-        num, mean, squares = len(scores), float(scores.mean()), float(np.square(scores - scores.mean()).sum())
-        total, apart = self._num + num, mean - self._mean
-        self._mean += apart * num / total
-        self._squares += squares + apart * apart * self._num * num / total
-        self._num = total
-
-    def scaled(self, scores: Scores) -> tuple[Scores, Metrics]:
-        """Return them by mean and spread, and cut; with what there is to be shown of that."""
-        mean, std, clip, figures = self._config.mean, self._config.std, self._config.clip, {}
-        if self._config.running:
-            mean, std = self._mean, math.sqrt(self._squares / max(1, self._num))
-            figures = {"running_mean": mean, "running_std": std}
-        found = (scores - mean) / (std or 1.0)  # scores that are all alike say nothing, and are 0
-        if clip is not None:
-            figures["clipped_share"] = float((np.abs(found) > clip).mean())
-            found = found.clip(-clip, clip)
-        return found, figures
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num": self._num, "mean": self._mean, "squares": self._squares}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._num, self._mean, self._squares = state["num"], state["mean"], state["squares"]
-
-
-@dataclass(frozen=True)
 class ScoringModel:
-    """One reward model."""
+    """One reward model, what becomes of its scores, and the mean and spread of all that it has scored in training."""
 
-    role: str
-    config: ModelScoreConfig
-    client: RewardModelClient
-    encoder: ResponseEncoder | None
-    """What gives it texts in its own tokens; None where the policy's are its own."""
-    scale: ScoreScale
+    def __init__(
+        self, role: str, config: ModelScoreConfig, client: RewardModelClient, encoder: ResponseEncoder | None = None
+    ) -> None:
+        """Make one that is given texts in its own tokens by an encoder; without it the policy's are its own."""
+        self.role, self.config, self.client, self.encoder = role, config, client, encoder
+        self._num, self._mean, self._squares = 0, 0.0, 0.0
 
     def raw(self, batch: DataProto) -> Scores:
         """Return what it says of each sample; what is no number stops the run."""
@@ -119,14 +62,41 @@ class ScoringModel:
         columns = {name: from_rows([torch.tensor(ids) for ids in rows]) for name, rows in parts}
         return DataProto.from_dict(tensors=columns, row_ids=batch.row_ids)
 
+    def learn(self, scores: Scores) -> None:
+        """Take these into mean and spread: what they have together follows from what two parts have."""
+        if not len(scores):
+            return
+        num, mean, squares = len(scores), float(scores.mean()), float(np.square(scores - scores.mean()).sum())
+        total, apart = self._num + num, mean - self._mean
+        self._mean += apart * num / total
+        self._squares += squares + apart * apart * self._num * num / total
+        self._num = total
+
+    def scaled(self, scores: Scores) -> tuple[Scores, Metrics]:
+        """Return them by mean and spread, and cut; with what there is to be shown of that."""
+        mean, std, clip, figures = self.config.mean, self.config.std, self.config.clip, {}
+        if self.config.running:
+            mean, std = self._mean, math.sqrt(self._squares / max(1, self._num))
+            figures = {"running_mean": mean, "running_std": std}
+        found = (scores - mean) / (std or 1.0)  # scores that are all alike say nothing, and are 0
+        if clip is not None:
+            figures["clipped_share"] = float((np.abs(found) > clip).mean())
+            found = found.clip(-clip, clip)
+        return found, figures
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num": self._num, "mean": self._mean, "squares": self._squares}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._num, self._mean, self._squares = state["num"], state["mean"], state["squares"]
+
 
 def scoring_models(config: Config, roles: Mapping[str, Any], policy: ChatTokenizer) -> list[ScoringModel]:
-    """Return the reward models among these roles."""
     found = []
     for role, model in config.scoring_models().items():
         is_other = different_tokens(policy, load_tokenizer(model.path, renders=False))
         encoder = ResponseEncoder(model.path, config.data) if is_other else None
-        found.append(ScoringModel(role, model, roles[role], encoder, ScoreScale(model)))
+        found.append(ScoringModel(role, model, roles[role], encoder))
     return found
 
 
@@ -164,8 +134,8 @@ class ModelScores:
     ) -> tuple[Scores, Metrics]:
         is_ruled = is_truncated & (model.config.truncated_score is not None)
         if learn:
-            model.scale.learn(raw[~is_ruled])
-        worth, figures = model.scale.scaled(raw)
+            model.learn(raw[~is_ruled])
+        worth, figures = model.scaled(raw)
         if model.config.truncated_score is not None:
             worth[is_ruled] = model.config.truncated_score
             figures["truncated_share"] = float(is_ruled.mean())
@@ -173,12 +143,12 @@ class ModelScores:
         return worth, figures | ({"scaled_mean": float(worth.mean())} if is_scaled else {})
 
     def state_dict(self) -> dict[str, Any]:
-        return {model.role: model.scale.state_dict() for model in self._models}
+        return {model.role: model.state_dict() for model in self._models}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for model in self._models:
             if model.role in state:  # else it is new in this run
-                model.scale.load_state_dict(state[model.role])
+                model.load_state_dict(state[model.role])
 
 
 def _sample(batch: DataProto, row: int) -> str:

@@ -21,20 +21,17 @@ from mrl.config.step_calls import OPTIONAL_SAMPLE_COLUMNS, SAMPLE_COLUMNS
 from mrl.controller.transport import fetch, store
 from mrl.data.row_files import write_samples
 from mrl.protocol import DataProto
+from mrl.registry import load_attribute
 from mrl.trainer import step_metrics
-from mrl.trainer.audit import check_invariants
+from mrl.trainer.audit import Answers, ReplayedRun, check_invariants, staleness_metrics, with_staleness
 from mrl.trainer.components import Components, build_components
-from mrl.trainer.drawn_file import drawn_from_bytes, drawn_to_bytes
-from mrl.trainer.engine_probe import Answers
-from mrl.trainer.own_metrics import OwnMetrics
-from mrl.trainer.replayed import ReplayedRun
 from mrl.trainer.role_client import Metrics, mean_of
 from mrl.trainer.run import Run
-from mrl.trainer.samples import preview, sample_columns, tensor_columns
+from mrl.trainer.sample_stream import drawn_from_bytes, drawn_to_bytes
 from mrl.trainer.segments import trained_rows
-from mrl.trainer.staleness import staleness_metrics, with_staleness
 from mrl.trainer.start_progress import show_start_progress
-from mrl.trainer.teacher import distillation_share, validated_kl
+from mrl.trainer.step_metrics import preview, sample_columns, tensor_columns
+from mrl.trainer.validation import validated_kl
 from mrl.workers.messages import WholeBatch
 
 _FETCH_S = 600.0
@@ -58,7 +55,7 @@ class RayPPOTrainer:
         self.config, self.clock, self.run = run.config, run.clock, run
         self.calls = step_calls.step_calls(run.config)
         self.num_steps_done = 0
-        self.own_metrics = OwnMetrics(self.config.training.metrics, run.warn)
+        self.own_metrics = {name: load_attribute(name) for name in self.config.training.metrics}
         replay = self.config.asynchrony.replay
         self.replayed = ReplayedRun(Path(replay)) if replay else None
         run.best_by = f"the {run.config.validation.best_mode} of {run.config.validation.best}"
@@ -114,9 +111,10 @@ class RayPPOTrainer:
         samples, answers = self.components.stream.next(step)  # responses, rollout_log_probs, scores
         self.compare_engines(step, answers)
         rows = trained_rows(samples.batch)
-        batch = with_staleness(rows.batch, self.hybrid.version)
+        batch = with_staleness(rows, self.hybrid.version)
         metrics = samples.metrics | staleness_metrics(batch, self.config.asynchrony.ahead)
-        batch = store(batch.select(*self._train_columns(batch)))
+        optional = [name for name in OPTIONAL_SAMPLE_COLUMNS if name in batch.columns()]
+        batch = store(batch.select(*SAMPLE_COLUMNS, *optional))
         if step_calls.LOG_PROB in self.calls:
             with self.clock("old_log_prob"):
                 old_log_probs, mismatch = self.actor.compute_log_prob(batch)
@@ -132,8 +130,10 @@ class RayPPOTrainer:
             with self.clock("values"):
                 batch = batch.union(self.critic.compute_values(batch))
         with self.clock("advantage"):
-            whole = WholeBatch(list(samples.batch["uid"]), self.components.kl.coef, rows.sample_of_row)
-            advantages, figures = self.estimate_advantages(batch, whole)
+            whole = WholeBatch(list(samples.batch["uid"]), self.components.kl.coef, rows["sample"].tolist())
+            role = self.critic or self.actor  # the critic's values are on its ranks
+            positions = torch.arange(len(batch))
+            advantages, figures = role.compute_advantages(batch.with_column("position", positions), whole)
             batch, metrics = batch.union(advantages), metrics | figures
         if step in self.config.training.dump_steps:
             with self.run.may_be_lost("tensors"):
@@ -146,20 +146,20 @@ class RayPPOTrainer:
             with self.clock("update_actor"):
                 updates["actor"] = self.train(self.actor.update_actor, batch, len(samples.batch))
             self.hybrid.weights_changed()
-        for role, of_role in updates.items():
-            metrics |= mean_of(of_role, role)
-        metrics |= distillation_share(metrics)
-        num_written = int(step_metrics.written_lengths(rows.batch).sum())
+        for name, of_role in updates.items():
+            metrics |= mean_of(of_role, name)
+        metrics |= step_metrics.distillation_share(metrics)
+        num_written = int(step_metrics.written_lengths(rows).sum())
         check_invariants(self.config, step, metrics, updates.get("actor", []), num_written)
         self.components.kl.update(metrics["reward/kl"], len(batch))
         self.num_steps_done = step
-        measured = self._measured(samples.batch, rows.batch)
+        measured = self._measured(samples.batch, rows)
         return StepReport(step, samples.batch, metrics | measured | self.hybrid.metrics())
 
     def _measured(self, batch: DataProto, trained: DataProto) -> Metrics:
-        """Return the lengths, seconds and speed of the step that ends now."""
         longest, solved_at = self.config.rollout.max_response_tokens, self.config.validation.solved_at
-        metrics = step_metrics.batch_metrics(batch, longest, solved_at) | self.own_metrics.of(batch)
+        metrics = step_metrics.batch_metrics(batch, longest, solved_at)
+        metrics |= step_metrics.own_metrics(self.own_metrics, batch, self._warn_of_metrics)
         seconds = self.clock.pop_seconds()
         metrics |= step_metrics.timing_metrics(seconds, trained, self.config.cluster)
         if has_own_rollout_pool(self.config):
@@ -170,8 +170,11 @@ class RayPPOTrainer:
             metrics |= step_metrics.training_metrics(role, name, seconds.get(f"update_{name}", 0.0), num_trained)
         return metrics
 
+    def _warn_of_metrics(self, name: str, what: str) -> None:
+        message = f"{name} failed, and its figures are missing: {what:.500}"
+        self.run.warn_once("training.metrics", message, of=name)
+
     def record(self, step: int, batch: DataProto, metrics: Metrics) -> None:
-        """Write down what a step did, and show it."""
         self.run.record(step, metrics)
         self.compare_runs(step, metrics)
         self.run.console.step(step, metrics, preview(batch))
@@ -210,17 +213,10 @@ class RayPPOTrainer:
                 self.components.engine_probe.compare(step, answers)
 
     def compare_runs(self, step: int, metrics: Metrics) -> None:
-        """See that a replay is what it repeats."""
         if self.replayed is not None:
             self.replayed.compare(step, metrics)
             if step == self.replayed.num_steps:
                 self.run.console.print(f"equal to {self.replayed.directory} to the bit, up to its last step, {step}")
-
-    def estimate_advantages(self, batch: DataProto, whole: WholeBatch) -> tuple[DataProto, Metrics]:
-        """Compute advantages, on the critic's ranks where there is one: its values are there."""
-        batch = batch.with_column("position", torch.arange(len(batch)))
-        role = self.critic or self.actor
-        return role.compute_advantages(batch, whole)
 
     def train(self, update: Callable[[DataProto], Metrics], batch: DataProto, num_samples: int) -> list[Metrics]:
         """Make all optimizer steps of a role; what each reports."""
@@ -243,7 +239,3 @@ class RayPPOTrainer:
             order = chance.permutation(len(batch)) if num_updates > 1 else np.arange(len(batch))
             parts += [batch.take(rows) for rows in np.array_split(order, num_updates)]
         return parts
-
-    @staticmethod
-    def _train_columns(batch: DataProto) -> list[str]:
-        return [*SAMPLE_COLUMNS, *(name for name in OPTIONAL_SAMPLE_COLUMNS if name in batch.columns())]

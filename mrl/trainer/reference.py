@@ -59,7 +59,6 @@ class ReferenceLogProbs:
         return len(self._groups)
 
     def lacks(self, batch: DataProto) -> bool:
-        """Return whether any group of these rows is not there."""
         return any(key not in self._groups for key in _keys(batch))
 
     def add(self, batch: DataProto, log_probs: Jagged) -> None:
@@ -70,7 +69,6 @@ class ReferenceLogProbs:
             self._groups.setdefault(key, value)
 
     def joined(self, batch: DataProto) -> DataProto:
-        """Return these rows with what was said of them."""
         keys = _keys(batch)
         if lacking := [number for number, key in enumerate(keys) if key not in self._groups]:
             first = batch["uid"][_starts(batch)[lacking[0]]]
@@ -144,7 +142,6 @@ def _said_by(config: DpoConfig) -> dict[str, Any]:
 
 
 def _layout(config: DpoConfig) -> dict[str, Any]:
-    """Return what decides how sums are rounded."""
     sizes = {"devices": role_devices(config, "actor"), "max_tokens_per_device": config.actor.max_tokens_per_device}
     return asdict(config.actor.parallel) | sizes
 

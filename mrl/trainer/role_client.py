@@ -49,6 +49,10 @@ class RoleClient:
         """Return the columns that the model writes for these rows, and the metrics beside them."""
         return _merged(getattr(self.group, call.method)(*self._shards(batch)), prefix)
 
+    def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> tuple[DataProto, Metrics]:
+        """Return the advantages, and figures of what they were made of. No model runs: rows are cut by number."""
+        return _merged(self.group.compute_advantages(batch, whole))
+
     def score(self, method: str, batch: DataProto) -> DataProto:
         """Return the rows, however many, with the columns that a method writes. Where some rank would have none, it is
         given rows again."""
@@ -57,10 +61,9 @@ class RoleClient:
         by_copy = np.arange(times * len(batch)).reshape(-1, times).T.ravel()  # each row once, then each again
         padded = batch.repeat(times).take(by_copy[:num])
         written, _ = _merged(getattr(self.group, method)(*self._shards(padded)))
-        return padded.union(written).take(np.arange(len(batch)))
+        return DataProto(padded.union(written).take(np.arange(len(batch))).columns(), batch.row_ids, {})
 
     def _update(self, method: str, shards: list[DataProto], sizes: list[list[int]]) -> Metrics:
-        """Make one optimizer step on these rows."""
         reports: list[UpdateReport] = getattr(self.group, method)(shards, sizes)
         names = dict.fromkeys(name for report in reports for name in report.parts)
         sums = {name: sum(report.parts.get(name, 0.0) for report in reports) for name in names}
@@ -77,15 +80,7 @@ class RoleClient:
         return shards, [[len(rows) for rows in batches] for batches in plan]
 
 
-class _AdvantageClient(RoleClient):
-    def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> tuple[DataProto, Metrics]:
-        """Return the advantages, and figures of what they were made of. No model runs: rows are cut by number."""
-        return _merged(self.group.compute_advantages(batch, whole))
-
-
-class ActorClient(_AdvantageClient):
-    """Calls the policy's workers."""
-
+class ActorClient(RoleClient):
     def compute_log_prob(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Return `old_log_probs` by the policy as it is, and how far the engines' are from them."""
         return self._forward(step_calls.LOG_PROB, batch, "mismatch")
@@ -95,35 +90,26 @@ class ActorClient(_AdvantageClient):
         return self._forward(step_calls.REF_LOG_PROB, batch)[0]
 
     def update_actor(self, batch: DataProto) -> Metrics:
-        """One optimizer step."""
         return self._update(step_calls.UPDATE_ACTOR.method, *self._shards(batch))
 
 
-class CriticClient(_AdvantageClient):
-    """Calls the critic's workers."""
-
+class CriticClient(RoleClient):
     def compute_values(self, batch: DataProto) -> DataProto:
         """Return `values` of the states before each response token."""
         return self._forward(step_calls.VALUES, batch)[0]
 
     def update_critic(self, batch: DataProto) -> Metrics:
-        """One optimizer step."""
         return self._update(step_calls.UPDATE_CRITIC.method, *self._shards(batch))
 
 
 class RewardModelClient(RoleClient):
-    """Calls the reward model's workers."""
-
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         """Return `rm_scores` of the responses, in their order."""
         return self.score(step_calls.RM_SCORE.method, batch).select(*step_calls.RM_SCORE.writes)
 
 
 class TeacherClient(RoleClient):
-    """Calls the teacher's workers."""
-
     def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:
-        """Return `teacher_log_probs`."""
         return self._forward(step_calls.TEACHER_LOG_PROB, batch)[0]
 
     def compute_teacher_top_k(self, batch: DataProto) -> DataProto:
@@ -136,15 +122,12 @@ class TeacherClient(RoleClient):
 
 
 class SupervisedClient(RoleClient):
-    """Calls the workers of a model that learns from what the data say."""
-
     def score_groups(self, method: str, batch: DataProto) -> DataProto:
         """Return the rows with the columns that a method writes, in the micro-batches of an update on them."""
         written, _ = _merged(getattr(self.group, method)(*self._shards(batch, group_sizes(batch))))
         return batch.union(written)
 
     def update(self, method: str, batch: DataProto) -> Metrics:
-        """Make one optimizer step on these rows; return how full its micro-batches are too."""
         shards, sizes = self._shards(batch, group_sizes(batch))
         num = sum(map(len, sizes))
         tokens = int(batch.lengths("prompts").sum() + batch.lengths("responses").sum()) / num

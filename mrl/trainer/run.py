@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+import signal
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, Generic, Protocol
 
 import mrl
+from mrl.children import listening
 from mrl.config.load import AnyTyped, Resolved
 from mrl.config.run_directory import CHECKPOINTS, open_run_directory
+from mrl.config.sft import AnyConfig
 from mrl.errors import CheckpointError, MrlError, WorkerRaised
 from mrl.events import Event, EventLog, RunStarted, Warned
 from mrl.observe.console import Console
 from mrl.observe.metrics import MetricsFile, StepTimer
 from mrl.observe.trackers import TrackerThread, open_trackers
+from mrl.redaction import redact
 from mrl.trainer.checkpoints import CheckpointManager
-from mrl.trainer.resume_config import describe_changes, resume_config
 from mrl.trainer.role_client import RoleClient
-from mrl.trainer.shutdown import ShutdownSignal
 
 SAVE_ERRORS = (WorkerRaised, OSError)
 """What a full or broken disk does, on a rank or here. A worker that died is no longer there to train."""
@@ -60,17 +67,15 @@ class Run(Generic[AnyTyped]):
         self._best: float | None = None
         self._best_before: float | None = None
         self._num_failed_saves = 0
-        self._warned: set[str] = set()
+        self._warned: set[tuple[str, str]] = set()
         self.events.write(RunStarted(self.config.run.name, mrl.__version__))
         for warning in resolved.warnings:
             self.warn("configuration", warning)
 
     def warn(self, about: str, message: str) -> None:
-        """Write it down, which is printed as well."""
         self.events.write(Warned(about, message))
 
     def _show(self, event: Event) -> None:
-        """Print what anybody warns of."""
         if isinstance(event, Warned):
             self.console.print(f"warning: {event.about}: {event.message}")
 
@@ -117,10 +122,10 @@ class Run(Generic[AnyTyped]):
         except OSError as error:
             self.warn_once(what, f"cannot be written, and the run goes on without: {error}")
 
-    def warn_once(self, about: str, message: str) -> None:
-        """Warn of the same thing no second time in this process."""
-        if about not in self._warned:
-            self._warned.add(about)
+    def warn_once(self, about: str, message: str, of: str = "") -> None:
+        """Warn of the same thing, and of the same part of it, no second time in this process."""
+        if (about, of) not in self._warned:
+            self._warned.add((about, of))
             self.warn(about, message)
 
     def save_is_due(self, step: int) -> bool:
@@ -129,7 +134,6 @@ class Run(Generic[AnyTyped]):
         return (bool(every) and step % every == 0) or self._num_failed_saves > 0
 
     def is_best(self, score: float | None) -> bool:
-        """Return whether a checkpoint with this score would be the best so far."""
         return score is not None and (self._best is None or score > self._best)
 
     def save(
@@ -177,7 +181,11 @@ class Run(Generic[AnyTyped]):
         self._best = self._best_before
         self._num_failed_saves += 1
         if is_needed or self._num_failed_saves > self.config.training.max_failed_saves:
-            raise error if isinstance(error, MrlError) else _cannot_save(error) from error
+            if isinstance(error, MrlError):
+                raise error
+            what, where = f"a checkpoint cannot be written: {error}", str(getattr(error, "filename", None) or "")
+            fix = "free space there; the run goes on from the one before"
+            raise CheckpointError(what, where=where, fix=fix) from error
         self.warn("checkpoint", f"not saved, which is tried again after the next step: {error}")
 
     def should_stop(self) -> bool:
@@ -186,12 +194,6 @@ class Run(Generic[AnyTyped]):
         if reason:
             self.console.print(f"{reason}: saving and stopping")
         return bool(reason)
-
-
-def _cannot_save(error: Exception) -> CheckpointError:
-    where = str(getattr(error, "filename", None) or "")
-    what, fix = f"a checkpoint cannot be written: {error}", "free space there; the run goes on from the one before"
-    return CheckpointError(what, where=where, fix=fix)
 
 
 @contextmanager
@@ -213,3 +215,74 @@ def open_run(resolved: Resolved[AnyTyped], console: Console) -> Iterator[Run[Any
             if run.events.num_lost:
                 console.print(f"warning: {run.events.num_lost} events could not be written to {run.events.path}")
             run.events.close()
+
+
+_MAY_CHANGE = ("run", "cluster", "deadlines", "placement", "training", "validation", "sync", "reward", "judge")
+"""Sections that a resumed run may have otherwise than before without a word: they do not decide what is learned."""
+
+
+def resume_config(config: AnyConfig) -> dict[str, Any]:
+    """It as JSON knows it; without secrets, which the variables of rewards and environments may hold."""
+    sections = {name: value for name, value in dataclasses.asdict(config).items() if name not in _MAY_CHANGE}
+    if "agent" in sections:
+        del sections["agent"]["environment"]
+    found: dict[str, Any] = redact(json.loads(json.dumps(sections)))
+    return found
+
+
+def describe_changes(before: dict[str, Any], config: AnyConfig, step: int) -> dict[str, str]:
+    """Return what a run that goes on after this step has otherwise than it had; by key, in words."""
+    return {
+        key: f"was {then} when this run began, and is {now} from step {step + 1} on"
+        for key, (then, now) in _differences(before, resume_config(config)).items()
+    }
+
+
+def _differences(before: Any, now: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        found: dict[str, tuple[Any, Any]] = {}
+        for name in {**before, **now}:
+            found |= _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+        return found
+    return {} if before == now else {key: (before, now)}
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_AGAIN_S = 2.0
+"""One SIGTERM may come several times: to the process, to its group, and from each parent that forwards it."""
+
+
+class ShutdownSignal:
+    def __init__(self, time_limit_s: float | None) -> None:
+        self._time_limit_s = time_limit_s
+        self._began = time.monotonic()
+        self._signal = ""
+        self._terminated: float | None = None
+
+    def reason(self) -> str:
+        """Return why the run is to stop; empty while it is to go on."""
+        limit = self._time_limit_s
+        if not self._signal and limit is not None and time.monotonic() - self._began > limit:
+            return f"training.time_limit_s={limit:g} is reached"
+        return self._signal
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """SIGTERM, SIGUSR1 and SIGHUP end the run after the present step; a second SIGTERM ends it at once."""
+        terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._signal = signal.Signals(number).name
+            if number == signal.SIGTERM:
+                self._terminated = self._terminated or time.monotonic()
+                if time.monotonic() - self._terminated > _AGAIN_S:
+                    os.write(2, b"SIGTERM again: ended without saving\n")
+                    os._exit(128 + number)  # what keeps Ray and the reward workers ends them now
+            if number == signal.SIGHUP:  # a terminal that is gone fails every print
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                for stream in terminals:
+                    os.dup2(nowhere, stream)
+                os.close(nowhere)
+
+        with listening(_SIGNALS, note):
+            yield

@@ -7,6 +7,7 @@ trained on. Nothing is dropped for its age, and no prompt is drawn for another b
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -14,15 +15,16 @@ from typing import Any
 
 from mrl.config.arithmetic import has_own_rollout_pool
 from mrl.config.schema import Config
-from mrl.errors import CheckpointError
+from mrl.errors import CheckpointError, WireError
 from mrl.observe.metrics import StepTimer
 from mrl.protocol import DataProto
-from mrl.rollout.gate import Gate
+from mrl.protocol.batch_file import batch_from_bytes, batch_to_bytes
 from mrl.rollout.hybrid_engine import HybridEngine
+from mrl.rollout.scheduler import Gate
+from mrl.trainer.audit import Answers, EngineProbe
 from mrl.trainer.collector import Collector
-from mrl.trainer.engine_probe import Answers, EngineProbe
-from mrl.trainer.generation import ScoredBatch
-from mrl.trainer.open_rounds import OpenRounds
+from mrl.trainer.generation import OpenRounds, ScoredBatch
+from mrl.trainer.segments import segments_from_json, segments_to_json
 
 _LOOK_S = 0.01
 _CLOSE_S = 10.0
@@ -124,17 +126,13 @@ class BetweenBatches(_Threaded):
             self._gate.trained = step - 1
             if self._gate.begun < step:
                 with self._hybrid.rollout_mode():
-                    self._begin(next(self._gate.open()))
+                    self._under_way.append(self._thread.submit(self._collect, next(self._gate.open())))
                     self._settle()
             with self.settled():
                 answers = self._probe.ask(step)
-            for number in self._gate.open():
-                self._begin(number)
+            self._under_way += [self._thread.submit(self._collect, number) for number in self._gate.open()]
             self._hold_actor()
         return self._take(step), answers
-
-    def _begin(self, number: int) -> None:
-        self._under_way.append(self._thread.submit(self._collect, number))
 
     def _collect(self, number: int) -> None:
         self._whole[number] = self.collector.collect(number)
@@ -145,7 +143,6 @@ class _Open(SampleStream):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self._rounds: OpenRounds | None = None
         self._taken: DataProto | None = None
         self._finished: set[int] = set()
 
@@ -175,9 +172,6 @@ class _Open(SampleStream):
         for number in self._gate.open():
             yield number, self.collector.draw()
 
-    def _publish(self, number: int, scored: ScoredBatch) -> None:
-        self._whole[number] = scored
-
     def _take(self, step: int) -> ScoredBatch:
         self._taken = self._whole[step].batch
         self._finish(step)
@@ -186,6 +180,8 @@ class _Open(SampleStream):
 
 class InFlight(_Open, _Threaded):
     """Engines with devices of their own: another thread generates, and never stops."""
+
+    _rounds: OpenRounds | None = None
 
     def next(self, step: int) -> tuple[ScoredBatch, Answers]:
         with self._clock("rollout"):
@@ -198,14 +194,14 @@ class InFlight(_Open, _Threaded):
                 with self.settled():
                     answers = self._probe.ask(step)
             self._gate.trained = step - 1
-            self._start()
+            self._begin()
             self._wait_until(lambda: step in self._whole)
             self._hold_actor()
         return self._take(step), answers
 
-    def _start(self) -> None:
+    def _begin(self) -> None:
         if self._rounds is None:
-            self._rounds = OpenRounds(self.collector.generator, self._opening, self._publish, stays_open=True)
+            self._rounds = OpenRounds(self.collector.generator, self._opening, self._whole, stays_open=True)
             self._under_way = [self._thread.submit(self._rounds.run)]
 
     def _settle(self) -> None:
@@ -225,7 +221,7 @@ class CarriedOver(_Open):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self._running: Iterator[None] = iter(())
+        self._running: Iterator[None] | None = None
 
     def next(self, step: int) -> tuple[ScoredBatch, Answers]:
         with self._clock("rollout"), self._hybrid.rollout_mode():
@@ -246,29 +242,65 @@ class CarriedOver(_Open):
             yield
 
     def _settle(self) -> None:
-        if self._rounds is not None:
+        if self._running is not None:
             with self.settled():
                 pass
 
     def _advance(self) -> None:
         """Generate until some sample has ended; begin with what may, where nothing is under way."""
-        if self._rounds is None:
-            self._rounds = OpenRounds(self.collector.generator, self._opening, self._publish)
-            self._running = self._rounds.samples()
+        if self._running is None:
+            self._running = OpenRounds(self.collector.generator, self._opening, self._whole).samples()
         if next(self._running, "end") == "end":
-            self._rounds = None
+            self._running = None
 
     def _exhaust(self) -> None:
-        while self._rounds is not None:
+        while self._running is not None:
             self._advance()
 
 
 def open_stream(
     config: Config, collector: Collector, hybrid: HybridEngine, probe: EngineProbe, clock: StepTimer
 ) -> SampleStream:
-    """Return the stream that the section `asynchrony` asks for."""
     kind: type[SampleStream] = SampleStream
     if config.asynchrony.ahead:
         in_flight = InFlight if has_own_rollout_pool(config) else CarriedOver
         kind = BetweenBatches if config.asynchrony.weights == "between" else in_flight
     return kind(config, collector, hybrid, probe, clock)
+
+
+_LENGTH = struct.Struct("<Q")
+
+
+def drawn_to_bytes(drawn: Mapping[int, ScoredBatch], version: int) -> bytes:
+    """Return the file's content, at this version of the weights; nothing where nothing is drawn."""
+    parts = []
+    for number, scored in drawn.items():
+        batch = scored.batch
+        if "other_segments" in batch.columns():
+            batch = batch.with_column("other_segments", [segments_to_json(each) for each in batch["other_segments"]])
+        data = batch_to_bytes(batch, {"number": number, "version": version, "metrics": scored.metrics})
+        parts += [_LENGTH.pack(len(data)), data]
+    return b"".join(parts)
+
+
+def drawn_from_bytes(content: bytes) -> tuple[dict[int, ScoredBatch], int | None]:
+    """Return the batches, and the version of the weights then; None where nothing was drawn.
+
+    Versions are counted on from there: tokens that were drawn before stay as many updates old as they are.
+    """
+    drawn: dict[int, ScoredBatch] = {}
+    version, at = None, 0
+    try:
+        while at < len(content):
+            (size,) = _LENGTH.unpack_from(content, at)
+            at += _LENGTH.size
+            batch, told = batch_from_bytes(content[at : at + size])
+            at += size
+            if "other_segments" in batch.columns():
+                segments = [segments_from_json(each) for each in batch["other_segments"]]
+                batch = batch.with_column("other_segments", segments)
+            version = int(told["version"])
+            drawn[int(told["number"])] = ScoredBatch(batch, told["metrics"])
+    except (struct.error, WireError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the batches that were drawn ahead cannot be read: {error}") from error
+    return drawn, version

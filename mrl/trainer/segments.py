@@ -7,87 +7,64 @@ which is compared with those of other conversations once: see `WholeBatch`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
-from mrl.agents.conversation import Conversation, Ids
+from mrl.agents.conversation import Conversation
 from mrl.protocol import DataProto
-from mrl.protocol.columns import Jagged, from_rows
+from mrl.protocol.columns import from_rows
+
+Segment = dict[str, np.ndarray[Any, Any]]
+"""What is trained on of a conversation that is over: the columns below, for one row."""
+_COLUMNS: dict[str, type[np.generic]] = {
+    "prompts": np.int32,
+    "responses": np.int32,
+    "rollout_log_probs": np.float32,
+    "response_mask": np.bool_,
+    "versions": np.int32,
+}
 
 
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """What is trained on of a conversation that is over."""
-
-    prompt_ids: Ids
-    response_ids: Ids
-    log_probs: np.ndarray[Any, np.dtype[np.float32]]
-    mask: np.ndarray[Any, np.dtype[np.bool_]]
-    versions: Ids
+def segment_of(conversation: Conversation) -> Segment:
+    found = (conversation.prompt_ids, conversation.response_ids, conversation.log_probs, conversation.mask)
+    return dict(zip(_COLUMNS, (*found, conversation.versions), strict=True))
 
 
-def segments_to_json(segments: Sequence[Conversation | Segment]) -> list[list[Any]]:
+def segments_to_json(segments: Sequence[Segment]) -> list[list[Any]]:
     """Return segments as lists, with null for the log-prob of a token that nobody drew."""
-    return [
-        [
-            each.prompt_ids.tolist(),
-            each.response_ids.tolist(),
-            [float(log_prob) if drawn else None for log_prob, drawn in zip(each.log_probs, each.mask, strict=True)],
-            each.mask.tolist(),
-            each.versions.tolist(),
-        ]
-        for each in segments
-    ]
+    return [[_listed(each, name) for name in _COLUMNS] for each in segments]
+
+
+def _listed(segment: Segment, name: str) -> list[Any]:
+    values = segment[name]
+    if name == "rollout_log_probs":
+        drawn = zip(values.tolist(), segment["response_mask"], strict=True)
+        return [log_prob if is_drawn else None for log_prob, is_drawn in drawn]
+    found: list[Any] = values.tolist()
+    return found
 
 
 def segments_from_json(found: Sequence[Sequence[Any]]) -> list[Segment]:
-    """Return them again."""
-    segments = []
-    for prompt_ids, response_ids, log_probs, mask, versions in found:
-        numbers = [np.nan if log_prob is None else log_prob for log_prob in log_probs]
-        segments.append(
-            Segment(
-                np.asarray(prompt_ids, np.int32),
-                np.asarray(response_ids, np.int32),
-                np.asarray(numbers, np.float32),
-                np.asarray(mask, np.bool_),
-                np.asarray(versions, np.int32),
-            )
-        )
-    return segments
+    return [
+        {name: np.array(values, _COLUMNS[name]) for name, values in zip(_COLUMNS, each, strict=True)} for each in found
+    ]
 
 
-@dataclass(frozen=True)
-class TrainedRows:
-    """The samples in their order, and behind them what else of their conversations is trained on."""
+def trained_rows(samples: DataProto) -> DataProto:
+    """Return the samples in their order, and behind them what else of their conversations is trained on.
 
-    batch: DataProto
-    sample_of_row: list[int]
-    """The number of the sample that each row is of."""
-
-
-def trained_rows(samples: DataProto) -> TrainedRows:
-    """Return a row for each segment of the samples."""
+    The column `sample` has the number of the sample that each row is of.
+    """
     others = list(samples["other_segments"]) if "other_segments" in samples.columns() else []
     owners = [sample for sample, segments in enumerate(others) for _ in segments]
-    numbers = list(range(len(samples)))
+    samples = samples.with_column("sample", torch.arange(len(samples)))
     if not owners:
-        return TrainedRows(samples, numbers)
+        return samples
+    segments = list(chain(*others))
+    columns = {name: from_rows([torch.tensor(each[name]) for each in segments]) for name in _COLUMNS}
     row_ids = samples.row_ids.max() + 1 + np.arange(len(owners))
-    columns = samples.take(owners).columns() | _columns(list(chain(*others)))
-    kept = {name: column for name, column in columns.items() if name in samples.columns()}
-    return TrainedRows(DataProto.concat([samples, DataProto(kept, row_ids, {})]), [*numbers, *owners])
-
-
-def _columns(segments: list[Conversation | Segment]) -> dict[str, Jagged]:
-    return {
-        "prompts": from_rows([torch.tensor(each.prompt_ids) for each in segments]),
-        "responses": from_rows([torch.tensor(each.response_ids) for each in segments]),
-        "rollout_log_probs": from_rows([torch.tensor(each.log_probs) for each in segments]),
-        "response_mask": from_rows([torch.tensor(each.mask) for each in segments]),
-        "versions": from_rows([torch.tensor(each.versions) for each in segments]),
-    }
+    kept = {name: columns.get(name, column) for name, column in samples.take(owners).columns().items()}
+    return DataProto.concat([samples, DataProto(kept, row_ids, {})])

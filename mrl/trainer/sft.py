@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from itertools import compress, takewhile
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mrl.config.arithmetic import role_mesh
 from mrl.config.load import in_directories
@@ -18,22 +20,21 @@ from mrl.config.run_directory import CHECKPOINTS, checkpoint_of
 from mrl.config.schema import BatchConfig
 from mrl.config.sft import DpoConfig, SftConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup
-from mrl.data.chat import ChatTokenizer, load_tokenizer
+from mrl.controller.transport import fetch
+from mrl.data.chat import ChatTokenizer, load_tokenizer, model_end_tokens
 from mrl.data.prompt_loader import PromptLoader, SkipLog, one_pass
 from mrl.data.rlhf_dataset import open_sft_dataset
 from mrl.data.row_files import write_samples
 from mrl.dtypes import torch_dtype
 from mrl.errors import DataError
-from mrl.events import EventLog
 from mrl.observe.console import printable
 from mrl.protocol import DataProto
+from mrl.protocol.columns import from_rows
 from mrl.trainer.nodes import placed_run
-from mrl.trainer.pair_figures import warnings_of
 from mrl.trainer.reference import ReferenceLogProbs, Score, compute_reference, num_groups
 from mrl.trainer.role_client import Metrics, RoleClient, SupervisedClient
 from mrl.trainer.run import Run
-from mrl.trainer.sft_samples import AnswerSampler
-from mrl.trainer.supervised_tasks import supervised_setup, task_of
+from mrl.trainer.supervised_tasks import supervised_setup, task_of, warnings_of
 
 MODEL, ROLE = "model", "actor"
 _NUM_AVERAGED = 10
@@ -55,9 +56,9 @@ def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) ->
             run.record(0, _validated(run, components, 0))
         coming = thread.submit(components.read)
         while not components.is_done(num_done):
-            rows, coming = coming.result(), thread.submit(components.read)  # read while the workers compute
-            metrics = components.update(rows)
-            if components.held_out and not components.held_out.isdisjoint(_prompts_of([rows.batch])):
+            (rows, reader), coming = coming.result(), thread.submit(components.read)  # read while the workers compute
+            metrics = components.update(rows, reader)
+            if components.held_out and not components.held_out.isdisjoint(_prompts_of([rows])):
                 run.warn_once("data.validation", "some of its prompts are trained on too (split by prompt, not by row)")
             num_done += 1
             is_last = components.is_done(num_done)
@@ -83,7 +84,7 @@ def _validated(run: Run[SftConfig], components: _SftComponents, step: int) -> Me
         run.console.print(f"sample of step {step}: {prompt[-_NUM_SHOWN:]} -> {response[:_NUM_SHOWN]}")
         with run.may_be_lost("samples"):
             write_samples(run.directory / "samples", step, samples, "validation")
-    figures = components.validate()
+    figures = components.task.measure(components.client, components.validation)
     if step:  # before training a model may be anything
         for about, message in warnings_of(figures):
             run.warn_once(about, message)
@@ -103,14 +104,6 @@ def _export(run: Run[SftConfig], checkpoint: Path) -> Path:
     return model
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Rows of one update, and where their reader stood after them."""
-
-    batch: DataProto
-    state: dict[str, Any]
-
-
 class _SftComponents:
     """The reader of rows and the workers, with the losses by which a run may end early."""
 
@@ -124,7 +117,7 @@ class _SftComponents:
         reference: ReferenceLogProbs | None,
     ) -> None:
         self.task = task_of(config)
-        self._config, self._prompts, self._validation, self.client = config, prompts, validation, client
+        self._config, self._prompts, self.validation, self.client = config, prompts, validation, client
         self._sampler, self._reference = sampler, reference
         self._trained_on = prompts.state_dict()
         self._losses: deque[float] = deque(maxlen=_NUM_AVERAGED)
@@ -134,12 +127,12 @@ class _SftComponents:
     def roles(self) -> Mapping[str, RoleClient]:
         return {ROLE: self.client}
 
-    def read(self) -> _Rows:
-        """Return the next update's rows."""
+    def read(self) -> tuple[DataProto, dict[str, Any]]:
+        """Return the next update's rows, and where their reader stands behind them."""
         batch = self._prompts.next_batch()
         if self._reference is not None:
             batch = self._reference.joined(batch)
-        return _Rows(batch, self._prompts.state_dict())
+        return batch, self._prompts.state_dict()
 
     def compute_reference(self, run: Run[SftConfig]) -> bool:
         """Have the reference's log-probs of all rows to come, where they are computed once; False if told to stop
@@ -148,11 +141,11 @@ class _SftComponents:
             return True
         num_rows, steps = self._prompts.num_rows, self._config.training.steps
         at_most = min(num_rows, steps * self._config.batch.rows_per_update) if steps else num_rows
-        at_most += sum(map(num_groups, self._validation))
+        at_most += sum(map(num_groups, self.validation))
         is_whole = compute_reference(self._reference, self._rows_to_come(self._reference), at_most, run)
         self._prompts.load_state_dict(self._trained_on)
         if is_whole:
-            self._validation = [self._reference.joined(rows) for rows in self._validation]
+            self.validation = [self._reference.joined(rows) for rows in self.validation]
         return is_whole
 
     def _rows_to_come(self, kept: ReferenceLogProbs) -> Iterator[tuple[DataProto, Score]]:
@@ -160,7 +153,7 @@ class _SftComponents:
 
         Each is cut into micro-batches as it will be, so that in the first epoch reference and policy round alike.
         """
-        yield from ((rows, self.client.score) for rows in self._validation)
+        yield from ((rows, self.client.score) for rows in self.validation)
         if kept.reader is not None:
             self._prompts.load_state_dict(kept.reader)
         num_rows = self._config.batch.rows_per_update
@@ -175,23 +168,17 @@ class _SftComponents:
         is_epoch = self._config.data.sampler in SAMPLERS and all(drawn[name] >= size for name, size in sizes.items())
         return is_epoch or self._is_through(num_updates, reader)
 
-    def update(self, rows: _Rows) -> Metrics:
-        """Make one optimizer step on these rows."""
-        metrics = self.client.update(self.task.update, rows.batch)
+    def update(self, rows: DataProto, reader: dict[str, Any]) -> Metrics:
+        """Make one optimizer step on these rows, behind which their reader stood there."""
+        metrics = self.client.update(self.task.update, rows)
         self._losses.append(metrics["loss"])
-        self._trained_on = rows.state
+        self._trained_on = reader
         return metrics | {"epoch": self._epoch(self._trained_on)}
 
-    def validate(self) -> Metrics:
-        """Return the figures of the validation rows."""
-        return self.task.measure(self.client, self._validation)
-
     def sample(self) -> dict[str, list[Any]]:
-        """Return the model's answers to some validation prompts as columns; none where none are wanted."""
         return {} if self._sampler is None else self._sampler.columns(self.client)
 
     def is_done(self, num_updates: int) -> bool:
-        """Return whether all updates are done, or the loss is as low as it need be."""
         training = self._config.training
         is_low = (
             training.until_loss is not None
@@ -206,7 +193,6 @@ class _SftComponents:
         return (epochs is not None and self._epoch(reader) >= epochs) or (steps is not None and num_updates >= steps)
 
     def _epoch(self, reader: Mapping[str, Any]) -> float:
-        """Return how often the rows of all sources have been drawn."""
         drawn: int = sum(reader["sampler"]["drawn"].values())
         return drawn / self._prompts.num_rows
 
@@ -226,7 +212,6 @@ def _prompts_of(batches: Sequence[DataProto]) -> set[bytes]:
 
 @contextmanager
 def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
-    """Start the workers for the length of the block."""
     config = in_directories(run.config)
     tokenizer = load_tokenizer(config.model.path, config.data)
     batch = BatchConfig(
@@ -235,7 +220,13 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
         samples_per_update=config.batch.rows_per_update,
     )
     prompts = PromptLoader(open_sft_dataset(config.data.train, config, tokenizer), config.data, batch, run.events)
-    validation = _validation_rows(config, tokenizer, run.events) if config.validation.every else []
+    validation: list[DataProto] = []
+    if config.validation.every:  # all its rows are read once for the whole run
+        held_out = open_sft_dataset(config.data.validation, config, tokenizer)
+        skips = SkipLog(config.data.max_bad_rows, run.events)
+        validation = list(one_pass(held_out, config.batch.rows_per_update, skips))
+        if not validation:
+            raise DataError("none of its rows is usable", where="data.validation", fix="mrl check CONFIG --all-rows")
     answers = task_of(config).update == "update_sft"  # the other tasks compare answers, and give none
     has_samples = answers and bool(validation) and config.validation.samples > 0
     sampler = AnswerSampler(config, tokenizer, DataProto.concat(validation)) if has_samples else None
@@ -251,10 +242,70 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
         yield _SftComponents(config, prompts, validation, SupervisedClient(group, config.actor), sampler, reference)
 
 
-def _validation_rows(config: SftConfig, tokenizer: ChatTokenizer, events: EventLog) -> list[DataProto]:
-    """Read all rows of data.validation, once for the whole run."""
-    dataset = open_sft_dataset(config.data.validation, config, tokenizer)
-    skips = SkipLog(config.data.max_bad_rows, events)
-    if batches := list(one_pass(dataset, config.batch.rows_per_update, skips)):
-        return batches
-    raise DataError("none of its rows is usable", where="data.validation", fix="mrl check CONFIG --all-rows")
+Ids = list[int]
+
+
+class AnswerSampler:
+    """What the model of `mrl sft` answers to a few validation prompts, by the forward pass that measures its loss.
+
+    Answers are guessed whole, at first as the data has them. A pass says which token is the likeliest at every place
+    behind the guessed ones, and that is the next guess (Jacobi decoding). A token is greedy when all before it are, so
+    each pass settles one more at least, and a guess that comes back as it was is what the model writes token by token.
+    """
+
+    def __init__(self, config: SftConfig, tokenizer: ChatTokenizer, rows: DataProto) -> None:
+        self._rows, self._tokenizer = first_by_source(rows, config.validation.samples), tokenizer
+        self._ends = {end for ends in model_end_tokens(tokenizer, config.model.path).values() for end in ends}
+        self._timeout_s = config.deadlines.call_s
+        self._max_tokens = min(config.validation.max_response_tokens, config.batch.max_response_tokens)
+        pairs = zip(_lists(self._rows, "responses"), _lists(self._rows, "response_mask"), strict=True)
+        # A conversation goes on with what others say: the answer is what is learned before.
+        self._truths = [list(compress(ids, takewhile(bool, mask))) for ids, mask in pairs]
+
+    def columns(self, client: SupervisedClient) -> dict[str, list[Any]]:
+        answers = self._answers(client)
+        return {
+            "uid": list(self._rows["uid"]),
+            "data_source": list(self._rows["data_source"]),
+            "prompt": list(self._rows["prompt_text"]),
+            "response": [self._text(answer) for answer in answers],
+            "ground_truth": [self._text(truth) for truth in self._truths],
+            "num_tokens": [len(answer) for answer in answers],
+            "truncated": [answer[-1] not in self._ends for answer in answers],
+        }
+
+    def _answers(self, client: SupervisedClient) -> list[Ids]:
+        num = self._max_tokens
+        rooms = (client.capacity - self._rows.lengths("prompts")).tolist()  # a micro-batch's, behind each prompt
+        pairs = zip(self._truths, rooms, strict=True)
+        guesses = [(truth + [0] * num)[: min(num, room)] for truth, room in pairs]
+        for _ in range(num):
+            found = client.score(
+                "predict_sft", self._rows.select("prompts").with_column("responses", from_rows(guesses))
+            )
+            found = fetch(found.select("greedy_tokens"), self._timeout_s)
+            before, guesses = guesses, _lists(found, "greedy_tokens")
+            answers = [self._until_end(guess) for guess in guesses]
+            if all(answer == guess[: len(answer)] for answer, guess in zip(answers, before, strict=True)):
+                break
+        return answers
+
+    def _until_end(self, ids: Ids) -> Ids:
+        return ids[: next((at for at, token in enumerate(ids, start=1) if token in self._ends), len(ids))]
+
+    def _text(self, ids: Ids) -> str:
+        return self._tokenizer.decode(ids[:-1] if ids[-1] in self._ends else ids)
+
+
+def first_by_source(rows: DataProto, num: int) -> DataProto:
+    """Return the first rows, one of each data source in turn."""
+    seen: Counter[str] = Counter()
+    turns = []
+    for source in rows["data_source"]:
+        turns.append(seen[source])
+        seen[source] += 1
+    return rows.take(np.argsort(turns, kind="stable")[:num])
+
+
+def _lists(rows: DataProto, name: str) -> list[list[int]]:
+    return [row.tolist() for row in rows[name].rows()]

@@ -55,7 +55,6 @@ class StartProgress:
         self._began = time.monotonic()
 
     def on_event(self, event: Event) -> None:
-        """One more is up, perhaps."""
         if isinstance(event, PoolReady):
             self._awaited.pop(_pool(event.pool), None)
         elif isinstance(event, WorkersStarted):
@@ -67,7 +66,6 @@ class StartProgress:
         self._run.clock.progress(self._num_parts - len(self._awaited), self._num_parts)
 
     def repeat(self, ended: threading.Event) -> None:
-        """Say it, again and again, until this is set."""
         while not ended.wait(EVERY_S):
             self._run.console.note(self.line())
 

@@ -1,15 +1,20 @@
-"""The figures of a step that follow from its batch and its clock; their names are those that verl made known."""
+"""What is written down of a step: figures of its batch and its clock, named as verl made them known, and samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from mrl.config.hardware import device_flops_per_s
 from mrl.config.schema import ClusterConfig
+from mrl.observe.console import SamplePreview
 from mrl.protocol import DataProto
+from mrl.protocol.columns import Jagged
 from mrl.trainer.role_client import RoleClient
 
 
@@ -82,9 +87,72 @@ def training_metrics(role: RoleClient, name: str, seconds: float, num_tokens: in
 
 
 def summary_metrics(name: str, values: npt.NDArray[np.generic]) -> dict[str, float]:
-    """Return the mean, largest and smallest."""
     return {
         f"{name}/mean": float(values.mean()),
         f"{name}/max": float(values.max()),
         f"{name}/min": float(values.min()),
     }
+
+
+OwnMetric = Callable[[DataProto], Mapping[str, Any]]
+
+
+def own_metrics(
+    functions: Mapping[str, OwnMetric], batch: DataProto, warn: Callable[[str, str], None]
+) -> dict[str, float]:
+    """Return a user's own figures of a step's batch, as the driver knows it: texts, scores, lengths, uids, sources.
+
+    They cannot hurt: of a function that fails it is said by name and reason, and the run goes on.
+    """
+    figures: dict[str, float] = {}
+    for name, function in functions.items():
+        try:
+            figures |= {f"own/{key}": float(value) for key, value in function(batch).items()}
+        except Exception as error:
+            warn(name, f"{type(error).__name__}: {error}")
+    return figures
+
+
+def preview(batch: DataProto) -> SamplePreview:
+    return SamplePreview(batch["prompt_text"][0], batch["response_text"][0], float(batch["scores"][0]))
+
+
+def tensor_columns(batch: DataProto) -> dict[str, Any]:
+    """Return every column of numbers, a list per row, with the id of the row."""
+    columns: dict[str, Any] = {"row_id": batch.row_ids.tolist()}
+    for name, column in batch.columns().items():
+        if isinstance(column, Jagged):
+            columns[name] = [row.tolist() for row in column.rows()]
+        elif isinstance(column, torch.Tensor):
+            columns[name] = column.tolist()
+    return columns
+
+
+def _as_text(truth: Any) -> str | None:
+    """Return a ground truth as a column of one type holds it: what is no text, as JSON."""
+    return truth if truth is None or isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
+
+
+def sample_columns(batch: DataProto) -> dict[str, Any]:
+    """Return what a file of samples says of each; of conversations, also what was said by turns and how they ended."""
+    columns = batch.columns()
+    return {
+        "uid": batch["uid"],
+        "data_source": batch["data_source"],
+        "prompt": batch["prompt_text"],
+        "response": batch["response_text"],
+        "answer": batch["answer"],
+        "ground_truth": [_as_text(truth) for truth in batch["ground_truth"]],
+        "score": batch["scores"].tolist(),
+        "num_tokens": written_lengths(batch).tolist(),
+        "truncated": batch["truncated"].tolist(),
+        **{name: batch[name].tolist() for name in columns if name.startswith("reward_model")},
+        **{name: batch[name] for name in ("turns", "ended") if name in columns},
+        **({"segments": [1 + len(more) for more in batch["other_segments"]]} if "other_segments" in columns else {}),
+    }
+
+
+def distillation_share(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return which share of what sampled tokens earn is the teacher's: of |coef (log pi - log nu)| and |A| together."""
+    taught, rewarded = (metrics.get(f"actor/{name}_abs", 0.0) for name in ("taught", "advantages"))
+    return {"actor/taught_share": taught / (taught + rewarded)} if taught else {}

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
+from mrl.config import step_calls
 from mrl.config.learning_rules import validation_figures
+from mrl.config.reward import label_of
 from mrl.config.reward_rules import is_measured
 from mrl.config.schema import Config
 from mrl.config.training import ValidationConfig
+from mrl.controller.transport import fetch
 from mrl.data.prompt_loader import SkipLog, one_pass
 from mrl.data.rlhf_dataset import CHECKED_AT_ONCE, Prompt, RLHFDataset
 from mrl.data.row_files import write_samples
@@ -21,17 +26,16 @@ from mrl.errors import DataError, did_you_mean
 from mrl.events import EventLog
 from mrl.protocol import DataProto
 from mrl.trainer.generation import Generator, ScoredBatch
-from mrl.trainer.model_figures import model_figures
 from mrl.trainer.model_scores import ModelScores
-from mrl.trainer.samples import sample_columns
+from mrl.trainer.role_client import RoleClient
+from mrl.trainer.segments import trained_rows
+from mrl.trainer.step_metrics import sample_columns
 
 Answers = list[tuple[str | None, float]]
 """The answer of each sample of one prompt, and its score; empty where there is none, None where nobody looked."""
 
 
 class Validator:
-    """Goes through the validation prompts."""
-
     def __init__(
         self, config: Config, dataset: RLHFDataset, generator: Generator, directory: Path, events: EventLog
     ) -> None:
@@ -45,7 +49,6 @@ class Validator:
         """Of the last run, where a teacher is to read them too."""
 
     def run(self, step: int, models: ModelScores) -> dict[str, float]:
-        """Measure every source, and all together."""
         return self.measure(step, self.sample(), models)
 
     def sample(self) -> list[ScoredBatch]:
@@ -55,7 +58,6 @@ class Validator:
         return [self._generator.run(some.repeat(num), sampling, step=0) for some in prompts]
 
     def measure(self, step: int, sampled: Sequence[ScoredBatch], models: ModelScores) -> dict[str, float]:
-        """Return the figures of these samples; the models are asked when all are there."""
         answers: dict[str, dict[str, Answers]] = defaultdict(lambda: defaultdict(list))
         columns: dict[str, list[Any]] = defaultdict(list)
         scored, whole = [each.batch for each in sampled], [models.add(each).batch for each in sampled]
@@ -156,3 +158,67 @@ def check_best(config: Config, dataset: RLHFDataset) -> None:
             return
     what = f'{config.validation.best} is of the source "{wanted}", of which data.validation has no row'
     raise DataError(what, where="validation.best_metric", fix=did_you_mean(wanted, sorted(found)))
+
+
+Table = npt.NDArray[np.float64]
+_RULE, _WORTH, _RAW = 0, 1, 2
+"""Columns of a table that has a row for each sample of a prompt: the score by rule, what the models add to it, and from
+then on what each of them says."""
+
+
+def model_figures(config: Config, scored: Sequence[DataProto], whole: Sequence[DataProto]) -> dict[str, float]:
+    """Return each model's mean@k, and best@k, whether the sample is right that has the highest score by the models.
+
+    Best@k goes through k samples after the other, and is there where a rule says what is right.
+    """
+    validation, models = config.validation, config.scoring_models()
+    if not models:
+        return {}
+    tables: dict[str, list[Table]] = defaultdict(list)
+    for source, table in _tables(list(models), scored, whole):
+        tables[f"val/{source}"].append(table)
+    tables["val"] = [table for of_source in list(tables.values()) for table in of_source]
+    figures = {}
+    for prefix, of_prompts in tables.items():
+        for column, role in enumerate(models, _RAW):
+            mean = float(np.mean([table[:, column].mean() for table in of_prompts]))
+            figures[f"{prefix}/{label_of(role)}/mean@{validation.samples_per_prompt}"] = mean
+        for k in validation.counts if is_measured(config) else ():
+            if k > 1:
+                right = [np.mean(_best(table, k) >= validation.solved_at) for table in of_prompts]
+                figures[f"{prefix}/solved/best@{k}"] = float(np.mean(right))
+    return figures
+
+
+def _tables(
+    roles: Sequence[str], scored: Sequence[DataProto], whole: Sequence[DataProto]
+) -> Iterator[tuple[str, Table]]:
+    """Yield of each prompt its source and the table of its samples."""
+    for before, after in zip(scored, whole, strict=True):
+        worth = after["scores"] - before["scores"]
+        table = np.stack([before["scores"], worth, *(after[role] for role in roles)], axis=1)
+        rows: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for row, prompt in enumerate(zip(before["data_source"], before["uid"], strict=True)):
+            rows[prompt].append(row)
+        yield from ((source, table[of_prompt]) for (source, _), of_prompt in rows.items())
+
+
+def _best(table: Table, k: int) -> npt.NDArray[np.float64]:
+    """Return the score by rule of the sample that the models choose, of one k samples after the other."""
+    starts = range(0, max(1, len(table) - k + 1), k)
+    return np.array([table[start + np.argmax(table[start : start + k, _WORTH]), _RULE] for start in starts])
+
+
+def validated_kl(actor: RoleClient, teacher: RoleClient, samples: Sequence[DataProto], timeout_s: float) -> float:
+    """Return the mean of log pi - log nu over the tokens that the policy wrote at validation."""
+    apart = []
+    for part in samples:  # the same row ids occur in several
+        rows = trained_rows(part)
+        batch = rows.select(*(name for name in ("prompts", "responses", "response_mask") if name in rows.columns()))
+        batch = actor.score(step_calls.LOG_PROB.method, batch)
+        batch = teacher.score(step_calls.TEACHER_LOG_PROB.method, batch)
+        found = fetch(batch, timeout_s)
+        apart_T = found.values("old_log_probs").double() - found.values("teacher_log_probs").double()
+        has_mask = "response_mask" in found.columns()
+        apart.append(apart_T[found.values("response_mask").bool()] if has_mask else apart_T)
+    return float(torch.cat(apart).mean())

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.losses import PolicyTokens, ValueTokens
 from mrl.algos.objectives import ActorColumns, actor_objective, critic_objective
 from mrl.algos.rows import Rows
@@ -144,8 +144,8 @@ def _measure(engine: MegatronEngine, spec: ModelSpec, case: ParityCase, groups: 
     shards = [_shard(rows, budget, engine, groups) for budget in case.budgets]
     request = ScoreRequest(temperature=TEMPERATURE, entropy="grad")
     before = engine.forward(shards[0].rows, shards[0].micro_batches, request)
-    totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), rows.columns["response_mask"])
-    norm = LossNormalizer(case.aggregation, totals, HORIZON_TOKENS)
+    of_rows = Rows.of(torch.from_numpy(rows.response_lengths))
+    norm = LossNormalizer.of(case.aggregation, of_rows, rows.columns["response_mask"], HORIZON_TOKENS)
     losses, norms = [], []
     for step, shard in enumerate(shards):
         reports, outcome = engine.update(shard.rows, shard.micro_batches, _loss(case.head, norm, step), request)

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.losses import PolicyTokens
 from mrl.algos.objectives import ActorColumns, actor_objective
 from mrl.algos.rollout_correction import (
@@ -29,12 +29,18 @@ from mrl.hub import node_copy
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.protocol import DataProto
-from mrl.protocol.columns import jagged
 from mrl.weight_sync.planner import ReshardPlanner
 from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
 from mrl.workers.advantages import shard_advantages
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch
-from mrl.workers.model_worker import ModelWorker, optional_values, response_column, response_mask, token_rows
+from mrl.workers.model_worker import (
+    ModelWorker,
+    optional_values,
+    response_column,
+    response_mask,
+    rows_of,
+    token_rows,
+)
 
 
 class ActorRolloutRefWorker(ModelWorker):
@@ -72,9 +78,8 @@ class ActorRolloutRefWorker(ModelWorker):
     @register_call(step_calls.ACTOR_ADVANTAGES)
     def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> DataProto:
         """Compute advantages where there is no critic."""
-        estimate, figures = shard_advantages(batch, whole, self._algorithm, self.sum_over_shards, self.max_over_shards)
-        column = jagged(estimate.advantages_T.float(), batch.lengths("responses"))
-        return DataProto.from_dict({"advantages": column}, meta_info=figures, row_ids=batch.row_ids)
+        found = shard_advantages(batch, whole, self._algorithm, self.sum_over_shards, self.max_over_shards)
+        return found.select("advantages")
 
     @register_call(step_calls.UPDATE_ACTOR)
     def update_actor(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
@@ -82,10 +87,10 @@ class ActorRolloutRefWorker(ModelWorker):
         names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", *step_calls.TEACHER_COLUMNS)
         columns = optional_values(batch, *names)
         rows = token_rows(batch, columns)
-        mask_T = rows.columns["response_mask"]
-        totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), mask_T, self.sum_over_shards)
-        norm = LossNormalizer(self._algorithm.loss.aggregation, totals, self._horizon_tokens)
         loss = self._algorithm.loss
+        norm = LossNormalizer.of(
+            loss.aggregation, rows_of(rows), rows.columns["response_mask"], self._horizon_tokens, self.sum_over_shards
+        )
         entropy: EntropyUse = "grad" if loss.entropy_coef else "value" if loss.log_entropy else "none"
         request = ScoreRequest(self._temperature, entropy, divergence=self._divergence())
         return self.update(rows, sizes, partial(policy_loss, self._algorithm, norm), request)
@@ -129,10 +134,9 @@ class ActorRolloutRefWorker(ModelWorker):
 
 
 def policy_loss(config: AlgorithmConfig, norm: LossNormalizer, batch: LossInput) -> LossOutput:
-    """Return the actor's loss on a micro-batch, and its part of what to report."""
     columns, log_probs_T = batch.columns, batch.scores.log_probs_T
     assert log_probs_T is not None, "a policy gives log-probs"
-    rows, mask_T = Rows.of(torch.from_numpy(batch.response_lengths), log_probs_T.device), columns["response_mask"]
+    rows, mask_T = rows_of(batch, log_probs_T.device), columns["response_mask"]
     old_T = columns.get("old_log_probs", log_probs_T.detach())
     weights_T = None
     if config.correction is not None:
@@ -164,6 +168,6 @@ def _means(batch: LossInput, norm: LossNormalizer, distillation: DistillationCon
         means_T["advantages_abs"] = batch.columns["advantages"].abs()
     if batch.scores.teacher_mass_T is not None:
         means_T["teacher_mass"] = batch.scores.teacher_mass_T
-    num_tokens = max(norm.totals.num_tokens, 1.0)
+    num_tokens = max(norm.num_tokens, 1.0)
     means = {name: torch.where(mask_T, value_T, 0.0).sum() / num_tokens for name, value_T in means_T.items()}
     return means | {"tokens": mask_T.sum()}

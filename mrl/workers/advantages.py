@@ -8,22 +8,29 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mrl.algos.advantages import VARIANCE_FLOOR, AdvantageInputs, Advantages, estimate_advantages
+from mrl.algos.advantages import (
+    VARIANCE_FLOOR,
+    AdvantageInputs,
+    apply_kl_penalty,
+    estimate_advantages,
+    kl_penalized_scores,
+    scores_to_token_rewards,
+)
 from mrl.algos.groups import Outcomes
 from mrl.algos.kl import mean_row_kl, token_kl
 from mrl.algos.rows import Reduce, Rows, apply_mask
-from mrl.algos.token_rewards import apply_kl_penalty, kl_penalized_scores, scores_to_token_rewards
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.protocol import DataProto
+from mrl.protocol.columns import jagged
 from mrl.workers.messages import WholeBatch
 from mrl.workers.model_worker import optional_values, response_mask
 
 
 def shard_advantages(
     batch: DataProto, whole: WholeBatch, config: AlgorithmConfig, sum_over_shards: Reduce, max_over_shards: Reduce
-) -> tuple[Advantages, dict[str, float]]:
-    """Return the shard's advantages, and figures of all shards, the mean KL to the reference among them (0 where it is
-    not charged)."""
+) -> DataProto:
+    """Return the shard's advantages, and the returns where the estimator has some; beside them figures of all shards,
+    the mean KL to the reference among them (0 where it is not charged)."""
     rows, mask_T = Rows.of(torch.from_numpy(batch.lengths("responses").copy())), response_mask(batch)
     columns = optional_values(batch, "values", "old_log_probs", "ref_log_probs")
     scores_B, position_B = batch["scores"], batch["position"]
@@ -61,7 +68,9 @@ def shard_advantages(
     figures = _distributions(measured, sum_over_shards, max_over_shards)
     if values_T is not None and returns_T is not None:
         figures["critic/vf_explained_var"] = _explained(returns_T, values_T, mask_T, sum_over_shards)
-    return found, figures | {"reward/kl": kl}
+    estimates = {"advantages": found.advantages_T} | ({} if returns_T is None else {"returns": returns_T})
+    columns_T = {name: jagged(each_T.float(), batch.lengths("responses")) for name, each_T in estimates.items()}
+    return DataProto.from_dict(columns_T, meta_info=figures | {"reward/kl": kl}, row_ids=batch.row_ids)
 
 
 def _distributions(

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
-from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.losses import ValueTokens
 from mrl.algos.objectives import critic_objective
-from mrl.algos.rows import Rows
 from mrl.config import step_calls
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.controller import RankInfo, register_call
 from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
 from mrl.protocol import DataProto
-from mrl.protocol.columns import jagged
 from mrl.workers.advantages import shard_advantages
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch
-from mrl.workers.model_worker import ModelWorker, optional_values, response_column, token_rows
+from mrl.workers.model_worker import ModelWorker, optional_values, response_column, rows_of, token_rows
 
 
 class CriticWorker(ModelWorker):
@@ -36,32 +32,20 @@ class CriticWorker(ModelWorker):
     @register_call(step_calls.CRITIC_ADVANTAGES)
     def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> DataProto:
         """Compute advantages, and the returns that the critic is trained towards."""
-        estimate, figures = shard_advantages(batch, whole, self._algorithm, self.sum_over_shards, self.max_over_shards)
-        assert estimate.returns_T is not None, "an estimator that reads values gives returns"
-        lengths = batch.lengths("responses")
-        columns = {"advantages": estimate.advantages_T, "returns": estimate.returns_T}
-        return DataProto.from_dict(
-            {name: jagged(values_T.float(), lengths) for name, values_T in columns.items()},
-            meta_info=figures,
-            row_ids=batch.row_ids,
-        )
+        return shard_advantages(batch, whole, self._algorithm, self.sum_over_shards, self.max_over_shards)
 
     @register_call(step_calls.UPDATE_CRITIC)
     def update_critic(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
-        """Make one optimizer step on these rows, which are one update's."""
         rows = token_rows(batch, optional_values(batch, "values", "returns"))
-        mask_T = rows.columns["response_mask"]
-        totals = BatchTotals.of(Rows.of(torch.from_numpy(rows.response_lengths)), mask_T, self.sum_over_shards)
-        norm = LossNormalizer(self._algorithm.loss.aggregation, totals, self._horizon_tokens)
+        mode, mask_T = self._algorithm.loss.aggregation, rows.columns["response_mask"]
+        norm = LossNormalizer.of(mode, rows_of(rows), mask_T, self._horizon_tokens, self.sum_over_shards)
         loss = partial(value_loss, self._algorithm.loss.value_clip, norm)
         return self.update(rows, sizes, loss, ScoreRequest())
 
 
 def value_loss(clip: float | None, norm: LossNormalizer, batch: LossInput) -> LossOutput:
-    """Return the critic's loss on a micro-batch."""
     values_T, columns = batch.scores.values_T, batch.columns
     assert values_T is not None, "a critic gives values"
     tokens = ValueTokens(columns["response_mask"], values_T, columns["values"], columns["returns"])
-    rows = Rows.of(torch.from_numpy(batch.response_lengths), values_T.device)
-    objective = critic_objective(tokens, rows, norm, clip)
+    objective = critic_objective(tokens, rows_of(batch, values_T.device), norm, clip)
     return LossOutput(objective.loss, {"loss": objective.loss.detach()} | objective.reports)

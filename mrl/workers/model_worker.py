@@ -11,19 +11,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mrl.algos.rows import Rows
 from mrl.controller import Dispatch, RankInfo, Worker, register
 from mrl.engine import checkpoint
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.offload import PartName, WeightCopy
 from mrl.engine.packed_rows import TokenRows
 from mrl.engine.parallel import model_parallel, take_device
-from mrl.engine.scores import LossFunction, ScoreRequest, Scores
+from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores
 from mrl.hub import node_copy
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
-from mrl.rollout.device_memory import RoleMemory
+from mrl.rollout.engine import RoleMemory
 from mrl.workers.messages import MicroBatchSizes, ModelFacts, ModelSetup, UpdateReport
 
 
@@ -40,7 +41,6 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> ModelFacts:
-        """Join the other ranks, and load the weights."""
         setup = self.setup
         self.init_process_group(take_device(self.place.local_rank), setup.timeout_s)
         groups = self._groups.enter_context(model_parallel(setup.settings.parallel, setup.seed))
@@ -77,12 +77,10 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self, *parts: PartName) -> None:
-        """Free the device memory of these parts of the model."""
         self.engine.memory.offload(*parts)
 
     @register(Dispatch.ONE_TO_ALL)
     def onload(self, *parts: PartName) -> None:
-        """Allocate the device memory of these parts again."""
         self.engine.memory.onload(*parts)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -136,8 +134,18 @@ def token_rows(batch: DataProto, columns: Mapping[str, Tensor]) -> TokenRows:
     )
 
 
+def last_tokens(batch: DataProto) -> TokenRows:
+    """Return rows of which only the last token is scored, in its turn."""
+    rows = token_rows(batch, {})
+    return replace(rows, response_lengths=np.ones_like(rows.response_lengths), columns={}, before=False)
+
+
+def rows_of(batch: TokenRows | LossInput, device: torch.device | None = None) -> Rows:
+    """Return where each row's response tokens stand in a column of them."""
+    return Rows.of(torch.from_numpy(batch.response_lengths), device)
+
+
 def response_mask(batch: DataProto) -> Tensor:
-    """Return which response tokens the model wrote."""
     if "response_mask" in batch.columns():
         return batch.values("response_mask").bool()
     return torch.ones(int(batch.lengths("responses").sum()), dtype=torch.bool)
@@ -151,7 +159,14 @@ def response_column(batch: DataProto, name: str, values_T: Tensor | None) -> Dat
     return DataProto.from_dict(tensors={name: column}, row_ids=batch.row_ids)
 
 
+def score_column(batch: DataProto, name: str, scores: Scores | None) -> DataProto | None:
+    """Return the head's output at each response's last token as a column; nothing on ranks that have none."""
+    if scores is None:
+        return None
+    assert scores.values_T is not None, "a score head gives values"
+    return DataProto.from_dict({name: scores.values_T.float().cpu()}, row_ids=batch.row_ids)
+
+
 def optional_values(batch: DataProto, *names: str) -> dict[str, Tensor]:
-    """Return the jagged columns of these names that are there."""
     present = batch.columns()
     return {name: batch.values(name) for name in names if name in present}

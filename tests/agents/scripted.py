@@ -10,17 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from mrl.agents.client import EnvironmentClient
+from mrl.agents.client import EnvironmentClient, environment_pool
 from mrl.agents.conversation import Ids
 from mrl.agents.formats import load_format
-from mrl.agents.loop import Dialog, Dialogs, Opening, Speaker
-from mrl.agents.observation import ObservationEncoder, TurnTemplate
+from mrl.agents.loop import Dialog, Dialogs, Opening
+from mrl.agents.observation import Speaker, TurnTemplate
 from mrl.config.agent import AgentConfig, EnvironmentConfig
 from mrl.config.names import ENVIRONMENTS
 from mrl.data.chat import ChatTokenizer
 from mrl.events import Event
 from mrl.rollout.requests import Generated, GenerationRequest
-from mrl.trainer.agents import environment_pool
 from tests.agents.tool_templates import tokenizer_with_tools
 
 Script = Callable[[str], str]
@@ -52,9 +51,8 @@ class Stage:
         self.form = form = load_format("hermes")
         template = TurnTemplate(self.tokenizer, {})
         limit = environment.max_observation_tokens or 400
-        observations = ObservationEncoder(self.tokenizer, form, template, max_tokens=limit)
+        speaker = Speaker(self.tokenizer, form, template, max_tokens=limit, max_prompt_tokens=max_prompt_tokens)
         self.prompts = template
-        speaker = Speaker(form, observations, self._render, max_prompt_tokens)
         self.pool = environment_pool(self.config)
         environments: EnvironmentClient[Dialog] = EnvironmentClient(self.pool, self.events.append)
         self.dialogs = Dialogs(self.config, environments, {"world": speaker}, self.tokenizer.decode, self.events.append)
@@ -65,10 +63,6 @@ class Stage:
         self.seeds: list[int] = []
         self.limits: list[int] = []
         self.requests: list[GenerationRequest] = []
-
-    def _render(self, start: Any) -> tuple[str, list[int]]:
-        text = TurnTemplate(self.tokenizer, {}, start.tools).render(start.messages, calls_for_answer=True)
-        return text, self.ids(text).tolist()
 
     def ids(self, text: str) -> Ids:
         return np.array(self.tokenizer([text], add_special_tokens=False)["input_ids"][0], np.int32)

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from mrl.agents.client import EnvironmentAnswer, EnvironmentClient
+from mrl.agents.client import EnvironmentAnswer, EnvironmentClient, environment_pool
 from mrl.agents.environment import Done, Task, ToolCall, Turn
 from mrl.agents.formats import load_format
 from mrl.agents.retriever import Bm25, Retriever
 from mrl.config.agent import AgentConfig, EnvironmentConfig, ToolConfig
 from mrl.errors import RewardError
 from mrl.rewards.outcome import Failure
-from mrl.trainer.agents import environment_pool
 
 TEXT = '"Ada"\nShe wrote notes.'
 TASK = Task(messages=[{"role": "user", "content": "Who?"}])
@@ -23,7 +22,7 @@ TASK = Task(messages=[{"role": "user", "content": "Who?"}])
 
 @pytest.fixture
 def retriever() -> Iterator[Retriever]:
-    server = Retriever("127.0.0.1", 0, [{"contents": TEXT}], Bm25([TEXT]), 3)
+    server = Retriever("127.0.0.1", 0, [{"contents": TEXT}], Bm25([TEXT]).find, 3)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from mrl.agents.client import Again, EnvironmentAnswer, EnvironmentClient
+from mrl.agents.client import Again, EnvironmentAnswer, EnvironmentClient, environment_pool
 from mrl.agents.environment import Done, Start, Task, Turn
 from mrl.config.agent import AgentConfig, EnvironmentConfig
 from mrl.errors import RewardError
 from mrl.events import Event
 from mrl.rewards.outcome import Failure
-from mrl.trainer.agents import environment_pool
 
 FACTS = {"a": "b"}
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.agents.conversation import Conversation, Ids, environment_seed, turn_seed
+from mrl.agents.conversation import Conversation, Ids, derived_seed
 from mrl.errors import AgentError
 
 PROMPT = np.array([7, 8, 9], np.int32)
@@ -133,12 +133,13 @@ def test_the_model_reads_all_of_it_from_the_left() -> None:
 
 
 def test_no_turn_repeats_the_noise_of_another() -> None:
-    seeds = [turn_seed(seed, turn) for seed in (3, 4) for turn in range(5)] + [environment_seed(3), environment_seed(4)]
+    seeds = [derived_seed(seed, "turn", turn) for seed in (3, 4) for turn in range(5)]
+    seeds += [derived_seed(3, "environment"), derived_seed(4, "environment")]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
     draws = [np.random.default_rng(seed).random() for seed in seeds]
     assert len(set(draws)) == len(draws)
-    assert [turn_seed(3, turn) for turn in range(3)] == [3, 3298312954515812642, 6448179994980840171]
+    assert [derived_seed(3, "turn", turn) for turn in range(3)] == [3, 3298312954515812642, 6448179994980840171]
 
 
 def test_a_turn_is_named_and_seeded_by_its_place_alone() -> None:
@@ -153,7 +154,7 @@ def test_a_turn_is_named_and_seeded_by_its_place_alone() -> None:
         == (other.request(9).key, other.request(9).seed)
         == (
             "5/1",
-            turn_seed(3, 1),
+            derived_seed(3, "turn", 1),
         )
     )
 
@@ -173,7 +174,7 @@ def test_a_turn_that_cannot_be_is_refused_and_nothing_is_appended(ids: Any, log_
     with pytest.raises(AgentError, match="conversation 5, turn 0: ") as caught:
         talk.write(np.array(ids, np.int32), np.array(log_probs, np.float32), "stop")
     assert what in str(caught.value)
-    assert (talk.room, talk.turns) == (5, ())
+    assert (talk.room, talk.turns) == (5, [])
 
 
 def test_who_is_next_is_held() -> None:

@@ -16,9 +16,8 @@ from mrl.protocol.columns import from_rows
 from mrl.rewards.outcome import Score
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer.generation import Generator, ScoredBatch
-from mrl.trainer.samples import sample_columns
 from mrl.trainer.segments import trained_rows
-from mrl.trainer.step_metrics import batch_metrics, written_lengths
+from mrl.trainer.step_metrics import batch_metrics, sample_columns, written_lengths
 from tests.agents.scripted import Stage, call
 from tests.trainer.fakes import Rewards, make_config
 
@@ -190,11 +189,11 @@ def test_every_segment_is_a_row_that_is_trained_on_with_its_conversations_score(
     assert (len(scored.batch), scored.metrics["agent/segments/mean"]) == (3, 2)
     assert all("a is" in text for text in scored.batch["response_text"])
     rows = trained_rows(scored.batch)
-    assert rows.sample_of_row == [0, 1, 2, 0, 1, 2]
-    assert len(set(rows.batch.row_ids.tolist())) == 6
-    assert rows.batch["scores"].tolist() == scored.batch["scores"].tolist() * 2
-    assert list(rows.batch["uid"]) == ["p"] * 6
-    columns = [rows.batch.columns()[name].rows() for name in ("prompts", "responses", "response_mask")]
+    assert rows["sample"].tolist() == [0, 1, 2, 0, 1, 2]
+    assert len(set(rows.row_ids.tolist())) == 6
+    assert rows["scores"].tolist() == scored.batch["scores"].tolist() * 2
+    assert list(rows["uid"]) == ["p"] * 6
+    columns = [rows.columns()[name].rows() for name in ("prompts", "responses", "response_mask")]
     trained = {}
     for prompt, response, mask in zip(*columns, strict=True):
         for at in [0, *(torch.nonzero(mask[1:] & ~mask[:-1]).flatten() + 1).tolist()]:
@@ -202,12 +201,12 @@ def test_every_segment_is_a_row_that_is_trained_on_with_its_conversations_score(
             trained[tuple(prompt.tolist() + response[:at].tolist())] = response[at:end].tolist()
     read = {tuple(context.tolist()): written.tolist() for context, written in trainer.stage.spoken}
     assert trained == read, "each turn once, behind what the engine has read"
-    assert int(rows.batch.values("response_mask").sum()) == sum(map(len, [each for _, each in trainer.stage.spoken]))
+    assert int(rows.values("response_mask").sum()) == sum(map(len, [each for _, each in trainer.stage.spoken]))
     assert sample_columns(scored.batch)["segments"] == [2, 2, 2]
 
 
 def test_rows_without_segments_are_the_samples(made: Any) -> None:
     batch = made().run({}, {}).batch
     rows = trained_rows(batch)
-    assert rows.batch is batch
-    assert rows.sample_of_row == [0, 1]
+    assert all(rows.columns()[name] is column for name, column in batch.columns().items())
+    assert rows["sample"].tolist() == [0, 1]

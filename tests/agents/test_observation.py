@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mrl.agents.conversation import Conversation
 from mrl.agents.environment import Observation, ToolCall
 from mrl.agents.formats import CUT_OFF, calls_of, load_format, search_r1_documents
-from mrl.agents.observation import EncodedObservation, ObservationEncoder, TurnTemplate
+from mrl.agents.observation import EncodedObservation, Speaker, TurnTemplate
 from mrl.data.chat import ChatTokenizer
 from mrl.errors import AgentError
 from tests.agents.tool_templates import tokenizer_with_tools
@@ -35,9 +35,9 @@ def after(tokenizer: ChatTokenizer, text: str, *, finish: Any = "stop") -> Conve
     return talk
 
 
-def encoder(tokenizer: ChatTokenizer, form: str, max_tokens: int = 10_000) -> ObservationEncoder:
+def encoder(tokenizer: ChatTokenizer, form: str, max_tokens: int = 10_000) -> Speaker:
     template = TurnTemplate(tokenizer, {}) if form != "search_r1" else None
-    return ObservationEncoder(tokenizer, load_format(form), template, max_tokens=max_tokens)
+    return Speaker(tokenizer, load_format(form), template, max_tokens=max_tokens)
 
 
 def answered(
@@ -158,7 +158,7 @@ def test_the_name_of_a_call_is_no_voice_either(qwen: ChatTokenizer) -> None:
 
 
 def test_messages_without_a_template_are_refused(qwen: ChatTokenizer) -> None:
-    lost = ObservationEncoder(qwen, load_format("hermes"), None, max_tokens=99)
+    lost = Speaker(qwen, load_format("hermes"), None, max_tokens=99)
     with pytest.raises(AgentError, match="its answers are messages, and there is no chat template"):
         lost.encode(after(qwen, "so"), [CALL], Observation(results=["3"]))
 

@@ -36,7 +36,7 @@ def serve(server: ThreadingHTTPServer) -> Iterator[Any]:
 
 @pytest.fixture
 def retriever() -> Iterator[Retriever]:
-    yield from serve(Retriever("127.0.0.1", 0, CORPUS, Bm25(TEXTS), 3))
+    yield from serve(Retriever("127.0.0.1", 0, CORPUS, Bm25(TEXTS).find, 3))
 
 
 class Moody(BaseHTTPRequestHandler):
@@ -139,7 +139,7 @@ def test_a_wrong_request_is_told_which_field_is_wrong(retriever: Retriever, body
 def test_a_port_that_is_taken_is_named(retriever: Retriever) -> None:
     port = retriever.server_address[1]
     with pytest.raises(AgentError, match=f"127.0.0.1:{port}: Address already in use"):
-        Retriever("127.0.0.1", port, CORPUS, Bm25(TEXTS), 3)
+        Retriever("127.0.0.1", port, CORPUS, Bm25(TEXTS).find, 3)
 
 
 @pytest.mark.parametrize(

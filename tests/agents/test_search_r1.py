@@ -11,7 +11,7 @@ import pytest
 from mrl.agents.conversation import Conversation
 from mrl.agents.environment import Done, Environment, Observation, Turn, from_json, to_json
 from mrl.agents.formats import calls_of, load_format, search_r1_documents
-from mrl.agents.observation import ObservationEncoder
+from mrl.agents.observation import Speaker
 from mrl.data.chat import ChatTokenizer
 from tests.data.chat_templates import save_tokenizer
 
@@ -55,7 +55,7 @@ def rollout(
 ) -> tuple[Conversation, float | None]:
     """Drive a conversation with a model that follows a script."""
     form, world = load_format("search_r1"), Search()
-    encoder = ObservationEncoder(tokenizer, form, None, max_tokens=500)
+    encoder = Speaker(tokenizer, form, None, max_tokens=500)
     prompt, *turns = tokenizer([PROMPT, *script], add_special_tokens=False)["input_ids"]
     talk = Conversation("0", "a", np.array(prompt, np.int32), max_tokens=max_tokens, seed=1)
     for number, ids in enumerate(turns):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mrl.agents.environment import Done, Observation, Start, Task, ToolCall, Turn
-from mrl.agents.tool_environment import ToolEnvironment
+from mrl.agents.tools import ToolEnvironment
 from mrl.config.agent import ToolConfig
 from mrl.errors import AgentError, NameUnknown
 

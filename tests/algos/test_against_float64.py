@@ -12,8 +12,17 @@ import pytest
 import torch
 
 from mrl.algos import advantages as adv
-from mrl.algos.advantages import AdvantageInputs, estimate_advantages, global_moments, whiten
-from mrl.algos.aggregate import AGGREGATIONS, BatchTotals, LossNormalizer
+from mrl.algos.advantages import (
+    AdvantageInputs,
+    apply_kl_penalty,
+    estimate_advantages,
+    global_moments,
+    kl_penalized_scores,
+    overlong_penalty,
+    scores_to_token_rewards,
+    whiten,
+)
+from mrl.algos.aggregate import AGGREGATIONS, LossNormalizer
 from mrl.algos.groups import PromptGroups, filter_groups
 from mrl.algos.kl import KL_ESTIMATORS, mean_row_kl, token_kl
 from mrl.algos.losses import POLICY_LOSSES, ValueTokens
@@ -24,7 +33,6 @@ from mrl.algos.rollout_correction import (
     correction_weights,
     mismatch_metrics,
 )
-from mrl.algos.token_rewards import apply_kl_penalty, kl_penalized_scores, overlong_penalty, scores_to_token_rewards
 from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 from tests.algos import oracles
 from tests.algos.cases import Case, all_cases
@@ -47,7 +55,7 @@ def assert_tokens(case: Case, found_T: torch.Tensor, expected: list[oracles.Row]
 
 
 def norm_of(case: Case, mode: str) -> LossNormalizer:
-    return LossNormalizer(mode, BatchTotals.of(case.rows, case.mask_T), HORIZON)
+    return LossNormalizer.of(mode, case.rows, case.mask_T, HORIZON)
 
 
 def test_all_names_are_tested() -> None:

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.algos.aggregate import BatchTotals, LossNormalizer
-from mrl.algos.distillation import distilled_advantages, divergence
-from mrl.algos.kl import token_kl
+from mrl.algos.aggregate import LossNormalizer
+from mrl.algos.kl import distilled_advantages, divergence, token_kl
 from mrl.algos.losses import PolicyTokens
 from mrl.algos.objectives import ActorColumns, actor_objective
 from mrl.algos.rows import Rows
@@ -109,7 +108,7 @@ def test_later_updates_weigh_what_the_teacher_said_as_the_policy_loss_weighs_all
     old, teacher, mask = tensor([-1.0, -1.0, -2.0]), tensor([-0.5, -2.5, -1.0]), torch.ones(3, dtype=torch.bool)
     moved = tensor([0.1, -0.15, 0.7]).requires_grad_()
     rows = Rows.of([2, 1])
-    norm = LossNormalizer("token-mean", BatchTotals.of(rows, mask))
+    norm = LossNormalizer.of("token-mean", rows, mask)
     tokens = PolicyTokens(rows, mask, old + moved, old, tensor([0.0, 0.5, 0.0]))
     config = DistillationConfig(form="advantage", coef=0.5)
     extra = ActorColumns(teacher_log_probs_T=teacher)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,13 +17,17 @@ from torch import Tensor
 from mrl.algos.advantages import (
     ADVANTAGES,
     AdvantageInputs,
+    apply_kl_penalty,
     estimate_advantages,
     global_moments,
+    kl_penalized_scores,
+    overlong_penalty,
+    scores_to_token_rewards,
     whiten,
 )
-from mrl.algos.aggregate import AGGREGATIONS, BatchTotals, LossNormalizer
+from mrl.algos.aggregate import AGGREGATIONS, LossNormalizer
 from mrl.algos.groups import Outcomes, PromptGroups, filter_groups
-from mrl.algos.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, mean_row_kl, token_kl
+from mrl.algos.kl import KL_ESTIMATORS, KLController, mean_row_kl, token_kl
 from mrl.algos.losses import POLICY_LOSSES, PolicyTokens, ValueTokens, value_loss
 from mrl.algos.objectives import ActorColumns, actor_objective, critic_objective
 from mrl.algos.rollout_correction import (
@@ -32,7 +37,6 @@ from mrl.algos.rollout_correction import (
     mismatch_metrics,
 )
 from mrl.algos.rows import Rows
-from mrl.algos.token_rewards import apply_kl_penalty, kl_penalized_scores, overlong_penalty, scores_to_token_rewards
 from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 from mrl.errors import BatchError, ConfigError, MrlError, NameUnknown, RewardError
 from tests.algos.cases import make_case, take_rows
@@ -66,7 +70,7 @@ def group_advantages(
 def test_token_mean_does_not_depend_on_micro_batches() -> None:
     """A mean per micro-batch, then the mean of means, would give 3.25 or 2.5 here."""
     rows, losses_T = Rows.of([3, 1]), column(1, 2, 3, 4.5)
-    norm = LossNormalizer("token-mean", BatchTotals.of(rows, everything(rows)))
+    norm = LossNormalizer.of("token-mean", rows, everything(rows))
     whole = norm.aggregate(losses_T, rows, everything(rows))
     parts = 0.0
     for chosen in ([0], [1]):
@@ -78,7 +82,7 @@ def test_token_mean_does_not_depend_on_micro_batches() -> None:
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
 def test_nothing_is_left_to_divide_by_for_gradient_accumulation(num_micro_batches: int) -> None:
     rows = Rows.of([2] * 4)
-    norm = LossNormalizer("seq-mean-token-mean", BatchTotals.of(rows, everything(rows)))
+    norm = LossNormalizer.of("seq-mean-token-mean", rows, everything(rows))
     leaf_T = torch.ones(8, dtype=torch.float64, requires_grad=True)
     size = 4 // num_micro_batches
     for start in range(0, 4, size):
@@ -103,10 +107,10 @@ def _gloo_rank(rank: int, folder: str) -> None:
     start = [0, 3, 3][rank]
     values_T = column(1, -2, 5, 0.5, 7, 1e3)[start : start + sum(lengths)]
     rows = Rows.of(lengths)
-    totals = BatchTotals.of(rows, everything(rows), sum_over_ranks)
-    loss = sum_over_ranks(LossNormalizer("token-mean", totals).aggregate(values_T, rows, everything(rows)))
+    norm = LossNormalizer.of("token-mean", rows, everything(rows), sum_over_ranks=sum_over_ranks)
+    loss = sum_over_ranks(norm.aggregate(values_T, rows, everything(rows)))
     whitened_T = whiten(values_T, everything(rows), sum_over_ranks)
-    Path(folder, f"{rank}.json").write_text(json.dumps([totals.num_tokens, loss.item(), whitened_T.tolist()]))
+    Path(folder, f"{rank}.json").write_text(json.dumps([norm.num_tokens, loss.item(), whitened_T.tolist()]))
     dist.destroy_process_group()
 
 
@@ -123,7 +127,7 @@ def test_unequal_and_empty_ranks_over_gloo(tmp_path: Path) -> None:
 
 def test_losses_are_summed_in_float32_at_least() -> None:
     rows = Rows.of([1000])
-    norm = LossNormalizer("token-sum", BatchTotals.of(rows, everything(rows)))
+    norm = LossNormalizer.of("token-sum", rows, everything(rows))
     loss = norm.aggregate(torch.full((1000,), 1.0078125, dtype=torch.bfloat16), rows, everything(rows))
     assert loss.dtype == torch.float32
     assert loss.item() == 1007.8125
@@ -131,18 +135,18 @@ def test_losses_are_summed_in_float32_at_least() -> None:
 
 def test_constant_horizon_not_the_batch_width() -> None:
     rows = Rows.of([2, 1])
-    norm = LossNormalizer("seq-mean-token-sum-norm", BatchTotals.of(rows, everything(rows)), horizon_tokens=100)
+    norm = LossNormalizer.of("seq-mean-token-sum-norm", rows, everything(rows), horizon_tokens=100)
     assert norm.aggregate(column(1, 1, 1), rows, everything(rows)).item() == pytest.approx(3 / 2 / 100)
     for horizon in (None, 0):
         with pytest.raises(ConfigError, match="horizon_tokens"):
-            LossNormalizer(norm.mode, norm.totals, horizon).weights(rows, everything(rows))
+            replace(norm, horizon_tokens=horizon).weights(rows, everything(rows))
 
 
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))
 def test_context_parallel_ranks_share_out_the_weights_of_whole_rows(mode: str) -> None:
     """A row's tokens lie on several ranks: weights are made before the cut, and are 0 under the mask."""
     rows, mask_T = Rows.of([5, 2]), torch.tensor([True, True, False, True, True, False, True])
-    norm = LossNormalizer(mode, BatchTotals.of(rows, mask_T), horizon_tokens=9)
+    norm = LossNormalizer.of(mode, rows, mask_T, horizon_tokens=9)
     losses_T, weights_T = column(1, 2, 3, 4, 5, 6, 7), norm.weights(rows, mask_T)
     assert not weights_T[~mask_T].any()
     ranks = [[0, 1, 5], [2, 3, 4, 6]]
@@ -152,11 +156,9 @@ def test_context_parallel_ranks_share_out_the_weights_of_whole_rows(mode: str) -
 
 def test_fully_masked_rows_are_in_no_denominator() -> None:
     rows, mask_T = Rows.of([2, 2, 0]), torch.tensor([True, True, False, False])
-    assert BatchTotals.of(rows, mask_T) == BatchTotals(num_tokens=2, num_rows=1)
+    assert LossNormalizer.of("token-mean", rows, mask_T) == LossNormalizer("token-mean", num_tokens=2, num_rows=1)
     for mode in ("seq-mean-token-sum", "seq-mean-token-mean"):
-        loss = LossNormalizer(mode, BatchTotals.of(rows, mask_T)).aggregate(
-            column(1, 1, math.nan, math.nan), rows, mask_T
-        )
+        loss = LossNormalizer.of(mode, rows, mask_T).aggregate(column(1, 1, math.nan, math.nan), rows, mask_T)
         assert loss.item() == (2 if mode == "seq-mean-token-sum" else 1)
 
 
@@ -165,7 +167,7 @@ def test_a_fully_masked_batch_has_loss_zero_and_gradient_zero(mode: str) -> None
     rows = Rows.of([2, 1])
     mask_T = torch.zeros(3, dtype=torch.bool)
     leaf_T = column(1, 2, math.inf).requires_grad_()
-    loss = LossNormalizer(mode, BatchTotals.of(rows, mask_T)).aggregate(leaf_T, rows, mask_T)
+    loss = LossNormalizer.of(mode, rows, mask_T).aggregate(leaf_T, rows, mask_T)
     loss.backward()
     assert loss.item() == 0
     assert leaf_T.grad is not None
@@ -181,7 +183,7 @@ def test_filtered_groups_leave_the_denominator() -> None:
     losses = []
     for chosen in ([0, 1, 2, 3], filter_groups(outcomes).take(1).tolist()):
         part, (lp_T, ref, a_T) = take_rows(rows, chosen, log_probs_T, ref_T, advantages_T)
-        norm = LossNormalizer("token-mean", BatchTotals.of(part, everything(part)))
+        norm = LossNormalizer.of("token-mean", part, everything(part))
         tokens = PolicyTokens(part, everything(part), lp_T, lp_T, a_T)
         reports = actor_objective(tokens, LossConfig(policy="gpg"), norm, ActorColumns(ref), KL).reports
         losses.append((reports["pg_loss"].item(), reports["kl_loss"].item()))
@@ -344,7 +346,7 @@ def test_kl_in_reward_and_in_loss_at_once() -> None:
     assert not rewards_T.requires_grad
     assert rewards_T.item() == pytest.approx(0.9)
     tokens = PolicyTokens(rows, mask_T, log_probs_T, log_probs_T.detach(), rewards_T)
-    norm = LossNormalizer("token-mean", BatchTotals.of(rows, mask_T))
+    norm = LossNormalizer.of("token-mean", rows, mask_T)
     kl = KlConfig(where="both", coef=0.5, in_loss="k2")
     objective = actor_objective(tokens, LossConfig(), norm, ActorColumns(ref_T), kl)
     (gradient_T,) = torch.autograd.grad(objective.loss, log_probs_T)
@@ -424,18 +426,18 @@ def test_the_controller_is_fed_the_mean_over_written_tokens_of_rows_that_have_an
 
 
 def test_the_adaptive_coefficient_survives_a_resume() -> None:
-    straight, before = (AdaptiveKLController(0.2, 6.0, 1000) for _ in range(2))
+    straight, before = (KLController(0.2, 6.0, 1000) for _ in range(2))
     for kl in (9.0, 2.0, 12.0):
         straight.update(kl, 128)
     before.update(9.0, 128)
-    resumed = AdaptiveKLController(0.2, 6.0, 1000)
+    resumed = KLController(0.2, 6.0, 1000)
     resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
     for kl in (2.0, 12.0):
         resumed.update(kl, 128)
     assert resumed.coef == straight.coef != 0.2
-    fixed = FixedKLController(0.1)
+    fixed = KLController(0.1)
     fixed.update(100.0, 128)
-    fixed.load_state_dict(json.loads(json.dumps(FixedKLController(0.7).state_dict())))
+    fixed.load_state_dict(json.loads(json.dumps(KLController(0.7).state_dict())))
     assert fixed.coef == 0.1
     with pytest.raises(MrlError, match=r"'fixed'.*'adaptive'"):
         resumed.load_state_dict(fixed.state_dict())
@@ -444,7 +446,7 @@ def test_the_adaptive_coefficient_survives_a_resume() -> None:
 
 
 def test_the_adaptive_coefficient_moves_the_right_way_and_never_to_nan() -> None:
-    controller = AdaptiveKLController(1.0, target=1.0, horizon_rows=100)
+    controller = KLController(1.0, target=1.0, horizon_rows=100)
     controller.update(1.1, 10)
     assert controller.coef == pytest.approx(1.01)
     controller.update(0.0, 10)
@@ -452,7 +454,7 @@ def test_the_adaptive_coefficient_moves_the_right_way_and_never_to_nan() -> None
     with pytest.raises(MrlError, match="nan"):
         controller.update(math.nan, 10)
     with pytest.raises(ConfigError, match=r"2 problems(.|\n)*target(.|\n)*horizon_rows"):
-        AdaptiveKLController(1.0, target=0.0, horizon_rows=-1)
+        KLController(1.0, target=0.0, horizon_rows=-1)
 
 
 # ---- policy loss, rollout correction, masks
@@ -461,7 +463,7 @@ def test_the_adaptive_coefficient_moves_the_right_way_and_never_to_nan() -> None
 def test_dual_clip_bounds_and_clip_higher_widen_one_side_only() -> None:
     rows, mask_T = Rows.of([4]), torch.ones(4, dtype=torch.bool)
     ratio, advantages_T = column(1.25, 1.25, 0.75, 0.75), column(1, -1, 1, -1)
-    norm = LossNormalizer("token-mean", BatchTotals(1, 1))
+    norm = LossNormalizer("token-mean", 1, 1)
     expected = {
         (0.2, 0.2): [-1.2, 1.25, -0.75, 0.8],
         (0.2, 0.3): [-1.25, 1.25, -0.75, 0.8],
@@ -480,7 +482,7 @@ def test_only_the_new_policy_is_differentiated(name: str) -> None:
     rows, mask_T = Rows.of([2]), torch.ones(2, dtype=torch.bool)
     old_T, advantages_T, log_probs_T, weights_T, ref_T = (column(-1, -2).requires_grad_() for _ in range(5))
     tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, advantages_T)
-    norm = LossNormalizer("token-mean", BatchTotals.of(rows, mask_T))
+    norm = LossNormalizer.of("token-mean", rows, mask_T)
     extra = ActorColumns(ref_T, rollout_weights_T=weights_T)
     actor_objective(tokens, LossConfig(policy=name), norm, extra, KL).loss.backward()
     assert log_probs_T.grad is not None
@@ -540,7 +542,7 @@ def test_the_entropy_bonus_raises_entropy_over_written_tokens_only() -> None:
     log_p = logits.log_softmax(-1)
     entropy_T = -(log_p.exp() * log_p).sum(-1)
     tokens = PolicyTokens(rows, mask_T, log_p[:, 0], log_p[:, 0].detach(), torch.zeros(3))
-    norm = LossNormalizer("token-mean", BatchTotals.of(rows, mask_T))
+    norm = LossNormalizer.of("token-mean", rows, mask_T)
     objective = actor_objective(tokens, LossConfig(entropy_coef=0.5), norm, ActorColumns(entropy_T=entropy_T))
     mean = (entropy_T[0] + entropy_T[2]).item() / 2
     assert objective.reports["entropy"].item() == pytest.approx(mean)
@@ -560,7 +562,7 @@ def test_inputs_are_not_modified() -> None:
     before = [x.clone() for x in watched]
     for name in ADVANTAGES:
         estimate_advantages(inputs, AlgorithmConfig(advantage=name))
-    norm = LossNormalizer("token-mean", BatchTotals.of(case.rows, mask_T))
+    norm = LossNormalizer.of("token-mean", case.rows, mask_T)
     tokens = PolicyTokens(case.rows, mask_T, columns["log_probs"], columns["old"], columns["advantages"])
     extra = ActorColumns(columns["ref"], columns["entropy"], columns["values"])
     for name in POLICY_LOSSES:
@@ -595,7 +597,7 @@ def test_missing_columns_and_unknown_names_are_typed_errors() -> None:
     with pytest.raises(NameUnknown, match='did you mean "grpo"'):
         estimate_advantages(AdvantageInputs(rows, mask_T), AlgorithmConfig(advantage="grop"))
     tokens = PolicyTokens(rows, mask_T, column(-1), column(-1), column(1))
-    norm = LossNormalizer("token-mean", BatchTotals.of(rows, mask_T))
+    norm = LossNormalizer.of("token-mean", rows, mask_T)
     with pytest.raises(BatchError, match="ref_log_probs_T"):
         actor_objective(tokens, LossConfig(), norm, kl=KL)
     with pytest.raises(BatchError, match="entropy_T"):

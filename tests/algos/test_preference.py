@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.preference import (
     PREFERENCE_LOSSES,
     PairLogProbs,
@@ -73,7 +73,7 @@ def test_a_reward_loss_is_that_of_the_field(case: dict[str, Any], dtype: torch.d
     assert float(found.reports["score"]) == pytest.approx(float(score_B.detach().mean()), rel=1e-5, abs=1e-7)
 
 
-def tokens_of(reference: bool, dtype: torch.dtype) -> tuple[RankedTokens, BatchTotals]:
+def tokens_of(reference: bool, dtype: torch.dtype) -> tuple[RankedTokens, LossNormalizer]:
     lists = interleaved(BATCH["chosen_log_probs"], BATCH["rejected_log_probs"])
     refs = interleaved(BATCH["reference_chosen_log_probs"], BATCH["reference_rejected_log_probs"])
     rows = Rows.of([len(each) for each in lists])
@@ -82,16 +82,16 @@ def tokens_of(reference: bool, dtype: torch.dtype) -> tuple[RankedTokens, BatchT
     log_probs_T = numbers([*chain(*lists)], dtype).requires_grad_()
     ref_T = numbers([*chain(*refs)], dtype) if reference else None
     tokens = RankedTokens(rows, mask_T, log_probs_T, ref_T, pairs_of(len(lists) // 2), is_best_T)
-    return tokens, BatchTotals.of(rows, mask_T & is_best_T)
+    return tokens, LossNormalizer.of("token-mean", rows, mask_T & is_best_T)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @cases("tokens")
 def test_a_preference_loss_is_that_of_the_field(case: dict[str, Any], dtype: torch.dtype) -> None:
     config, outputs = DpoLossConfig(**case["config"]), case["outputs"]
-    tokens, totals = tokens_of(case["reference"], dtype)
+    tokens, norm = tokens_of(case["reference"], dtype)
     num = BATCH["pairs"]
-    found = preference_objective(tokens, config, LossNormalizer("token-mean", totals), RankingTotals(num, 2 * num))
+    found = preference_objective(tokens, config, norm, RankingTotals(num, 2 * num))
     close(found.loss, outputs["loss"], dtype)
     (grad,) = torch.autograd.grad(found.loss, tokens.log_probs_T)
     expected = interleaved(outputs["d_loss_d_chosen_log_probs"], outputs["d_loss_d_rejected_log_probs"])
@@ -118,7 +118,7 @@ def test_rewards_are_of_means_where_the_loss_is(loss: str, average: bool, margin
     rows, is_best_T = Rows.of([3, 1]), torch.tensor([True, True, True, False])
     log_probs_T, mask_T = numbers([-1.0, -1.0, -1.0, -2.0]), torch.ones(4, dtype=torch.bool)
     tokens = RankedTokens(rows, mask_T, log_probs_T, None, pairs_of(1), is_best_T)
-    norm = LossNormalizer("token-mean", BatchTotals.of(rows, is_best_T))
+    norm = LossNormalizer.of("token-mean", rows, is_best_T)
     found = preference_objective(tokens, config, norm, RankingTotals(1, 2)).reports
     assert float(found["reward/margin"]) == margin
     assert float(found["accuracy"]) == (margin > 0)
@@ -135,7 +135,7 @@ def test_a_long_response_is_added_up_as_exactly_as_a_short_one(dtype: torch.dtyp
     log_probs_T, mask_T, is_best_T = ref_T + step, torch.ones(num + 1, dtype=torch.bool), torch.arange(num + 1) < num
     with_reference = loss == "sigmoid"
     tokens = RankedTokens(rows, mask_T, log_probs_T, ref_T if with_reference else None, pairs_of(1), is_best_T)
-    norm = LossNormalizer("token-mean", BatchTotals.of(rows, is_best_T))
+    norm = LossNormalizer.of("token-mean", rows, is_best_T)
     found = preference_objective(tokens, DpoLossConfig(loss=loss, beta=1.0), norm, RankingTotals(1, 2)).reports
     expected = step * num if with_reference else float(log_probs_T[0])  # a sum, or a mean
     assert float(found["reward/chosen"]) == pytest.approx(expected, rel=1e-6 if with_reference else 1e-3)
@@ -143,8 +143,7 @@ def test_a_long_response_is_added_up_as_exactly_as_a_short_one(dtype: torch.dtyp
 
 
 def test_what_is_reported_is_of_its_own_half() -> None:
-    tokens, totals = tokens_of(True, torch.float64)
-    norm = LossNormalizer("token-mean", totals)
+    tokens, norm = tokens_of(True, torch.float64)
     found = preference_objective(
         tokens, DpoLossConfig(), norm, RankingTotals(BATCH["pairs"], 2 * BATCH["pairs"])
     ).reports
@@ -169,8 +168,7 @@ def test_a_loss_of_sums_or_means_is_that_of_the_field(case: dict[str, Any]) -> N
 @pytest.mark.parametrize("loss", ["sigmoid", "conservative", "robust", "hinge", "ipo_sum", "ipo_mean", "simpo", "orpo"])
 def test_gradients_are_those_of_finite_differences(loss: str) -> None:
     config = DpoLossConfig(loss=loss, beta=0.7, smoothing=0.1, gamma=0.3, sft_weight=0.4)
-    tokens, totals = tokens_of(reference=loss not in ("simpo", "orpo"), dtype=torch.float64)
-    norm = LossNormalizer("token-mean", totals)
+    tokens, norm = tokens_of(reference=loss not in ("simpo", "orpo"), dtype=torch.float64)
 
     def of(log_probs_T: Tensor) -> Tensor:
         moved = RankedTokens(

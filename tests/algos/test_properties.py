@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mrl.algos import advantages as adv
 from mrl.algos.advantages import AdvantageInputs, Advantages, estimate_advantages
-from mrl.algos.aggregate import AGGREGATIONS, BatchTotals, LossNormalizer
+from mrl.algos.aggregate import AGGREGATIONS, LossNormalizer
 from mrl.algos.groups import PromptGroups
 from mrl.algos.kl import mean_row_kl, token_kl
 from mrl.algos.losses import PolicyTokens, ValueTokens
@@ -61,7 +61,7 @@ def actor_part(case: Case, chosen: list[int], norm: LossNormalizer, name: str, l
 @given(seed=seeds, parts=st.integers(2, 6))
 def test_splits_change_no_loss_no_gradient_and_no_report(name: str, mode: str, seed: int, parts: int) -> None:
     case = make_case(seed)
-    norm = LossNormalizer(mode, BatchTotals.of(case.rows, case.mask_T), horizon_tokens=5)
+    norm = LossNormalizer.of(mode, case.rows, case.mask_T, horizon_tokens=5)
     whole_T = case.column("log_probs").requires_grad_()
     whole = actor_part(case, list(range(case.rows.num_rows)), norm, name, whole_T)
     whole.loss.backward()
@@ -85,19 +85,20 @@ def test_totals_and_metrics_do_not_depend_on_ranks(seed: int, parts: int) -> Non
     dealt = split(case, random.Random(seed), parts)
     correction = CorrectionConfig(level="sequence", beyond="mask", upper=1.5, lower=0.5)
 
-    def work(rank: int, sum_over_ranks: Callable[[Tensor], Tensor]) -> tuple[BatchTotals, float, dict[str, float]]:
+    def work(rank: int, sum_over_ranks: Callable[[Tensor], Tensor]) -> tuple[LossNormalizer, float, dict[str, float]]:
         columns = (case.mask_T, case.column("log_probs"), case.column("rollout"), case.column("values"))
         rows, (mask_T, log_probs_T, rollout_T, kl_T) = take_rows(case.rows, dealt[rank], *columns)
         pair = RolloutPair(rows, mask_T, log_probs_T, rollout_T)
         metrics = correction_metrics(pair, correction, sum_over_ranks) | mismatch_metrics(pair, sum_over_ranks)
         metrics.pop("log_prob_abs_diff_max")
-        return BatchTotals.of(rows, mask_T, sum_over_ranks), mean_row_kl(kl_T, rows, mask_T, sum_over_ranks), metrics
+        norm = LossNormalizer.of("token-mean", rows, mask_T, sum_over_ranks=sum_over_ranks)
+        return norm, mean_row_kl(kl_T, rows, mask_T, sum_over_ranks), metrics
 
     expected = correction_metrics(case.pair, correction) | mismatch_metrics(case.pair)
     largest = expected.pop("log_prob_abs_diff_max")
     assert mismatch_metrics(case.pair, max_over_ranks=lambda x: x + 1)["log_prob_abs_diff_max"] == largest + 1
-    for totals, kl, metrics in on_ranks(work, parts):
-        assert totals == BatchTotals.of(case.rows, case.mask_T)
+    for norm, kl, metrics in on_ranks(work, parts):
+        assert norm == LossNormalizer.of("token-mean", case.rows, case.mask_T)
         assert kl == pytest.approx(mean_row_kl(case.column("values"), case.rows, case.mask_T))
         assert metrics == pytest.approx(expected)
 
@@ -186,7 +187,7 @@ def test_zero_advantage_gives_zero_policy_gradient(name: str, seed: int) -> None
     case = make_case(seed)
     tokens = case.policy_tokens
     zero = PolicyTokens(case.rows, case.mask_T, tokens.log_probs_T, tokens.old_log_probs_T, tokens.advantages_T * 0)
-    norm = LossNormalizer("token-mean", BatchTotals.of(case.rows, case.mask_T))
+    norm = LossNormalizer.of("token-mean", case.rows, case.mask_T)
     (gradient_T,) = torch.autograd.grad(actor_objective(zero, LossConfig(policy=name), norm).loss, tokens.log_probs_T)
     assert not gradient_T.any()
 
@@ -199,7 +200,7 @@ def test_at_ratio_one_the_loss_is_minus_the_mean_advantage_and_its_gradient_rein
     log_probs_T = case.column("log_probs").requires_grad_()
     row_level_T = case.rows.expand(torch.tensor(case.scores, dtype=torch.float64) + 0.1)
     tokens = PolicyTokens(case.rows, case.mask_T, log_probs_T, log_probs_T, row_level_T)
-    norm = LossNormalizer("token-mean", BatchTotals.of(case.rows, case.mask_T))
+    norm = LossNormalizer.of("token-mean", case.rows, case.mask_T)
     objective = actor_objective(tokens, LossConfig(policy=name), norm)
     count = max(1, int(case.mask_T.sum()))
     assert objective.loss.item() == pytest.approx(-row_level_T[case.mask_T].sum().item() / count)
@@ -214,7 +215,7 @@ def test_at_ratio_one_the_loss_is_minus_the_mean_advantage_and_its_gradient_rein
 @given(seed=seeds)
 def test_gradients_agree_with_finite_differences(name: str, seed: int) -> None:
     case = make_case(seed)
-    norm = LossNormalizer("seq-mean-token-mean", BatchTotals.of(case.rows, case.mask_T))
+    norm = LossNormalizer.of("seq-mean-token-mean", case.rows, case.mask_T)
 
     def loss(x_T: Tensor) -> Tensor:
         if name == "value":
@@ -268,7 +269,7 @@ def test_appended_observation_tokens_change_no_loss(seed: int) -> None:
         for mode in MODES:
             losses = []
             for each in (case, longer):
-                norm = LossNormalizer(mode, BatchTotals.of(each.rows, each.mask_T), horizon_tokens=3)
+                norm = LossNormalizer.of(mode, each.rows, each.mask_T, horizon_tokens=3)
                 losses.append(actor_objective(each.policy_tokens, LossConfig(policy=loss), norm).loss.item())
             assert losses[0] == pytest.approx(losses[1], rel=1e-12, abs=1e-12)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mrl.algos.advantages import AdvantageInputs, estimate_advantages, whiten
-from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.groups import Outcomes
-from mrl.algos.kl import AdaptiveKLController, token_kl
+from mrl.algos.kl import KLController, token_kl
 from mrl.algos.losses import PolicyTokens, ValueTokens
 from mrl.algos.objectives import actor_objective, critic_objective
 from mrl.algos.rows import Rows
@@ -38,7 +38,7 @@ def policy_tokens() -> PolicyTokens:
 
 
 def objective(name: str, mode: str, tokens: PolicyTokens):  # type: ignore[no-untyped-def]
-    norm = LossNormalizer(mode, BatchTotals.of(tokens.rows, tokens.mask_T))
+    norm = LossNormalizer.of(mode, tokens.rows, tokens.mask_T)
     return actor_objective(tokens, LossConfig(policy=name), norm)
 
 
@@ -58,7 +58,7 @@ def test_kl(name: str, expected: list[float]) -> None:
 
 @pytest.mark.parametrize(("kl", "expected"), [(9.0, 0.201024), (3.0, 0.1999948)])
 def test_adaptive_kl(kl: float, expected: float) -> None:
-    controller = AdaptiveKLController(0.2, target=6.0, horizon_rows=10_000)
+    controller = KLController(0.2, target=6.0, horizon_rows=10_000)
     controller.update(9.0, 256)
     if kl == 3.0:
         controller.update(3.0, 256)
@@ -103,7 +103,7 @@ def test_value_loss() -> None:
     mask_T = torch.tensor([1, 1, 1, 0], dtype=torch.bool)
     tokens = ValueTokens(mask_T, tensor([0.5, 0.9, 0.1, 0]), tensor([0.4] * 4), tensor([1, 1, 0, 0]))
     rows = Rows.of([4])
-    found = critic_objective(tokens, rows, LossNormalizer("token-mean", BatchTotals.of(rows, mask_T)), clip=0.2)
+    found = critic_objective(tokens, rows, LossNormalizer.of("token-mean", rows, mask_T), clip=0.2)
     assert found.loss.item() == pytest.approx(0.075)
     assert found.reports["vf_clipfrac"].item() == pytest.approx(2 / 3)
 
@@ -196,6 +196,6 @@ def test_reinforce_plus_plus_over_observations() -> None:
 def test_aggregation(mode: str, expected: float) -> None:
     rows = Rows.of([4, 4, 4])
     mask_T = torch.tensor([1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0], dtype=torch.bool)
-    norm = LossNormalizer(mode, BatchTotals.of(rows, mask_T), horizon_tokens=4)
+    norm = LossNormalizer.of(mode, rows, mask_T, horizon_tokens=4)
     loss = norm.aggregate(tensor([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9]), rows, mask_T)
     assert loss.item() == pytest.approx(expected, abs=5e-8)

@@ -131,8 +131,7 @@ def test_workers_register_the_calls_of_the_table() -> None:
     from mrl.controller.worker import registered_methods
     from mrl.workers.actor import ActorRolloutRefWorker
     from mrl.workers.critic import CriticWorker
-    from mrl.workers.reward_model import RewardModelWorker
-    from mrl.workers.teacher import TeacherWorker
+    from mrl.workers.frozen import RewardModelWorker, TeacherWorker
 
     workers = {"actor": ActorRolloutRefWorker, "critic": CriticWorker}
     workers |= {"reward_model": RewardModelWorker, "teacher": TeacherWorker}

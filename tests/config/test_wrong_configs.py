@@ -13,6 +13,7 @@ import yaml
 
 import mrl
 from mrl.config.load import load_config
+from mrl.config.reward import BUILT_IN
 from mrl.config.reward_rules import reward_functions
 from mrl.errors import ConfigError
 
@@ -218,10 +219,11 @@ def test_a_chain_of_thousands_of_files_ends_soon(write: Callable[..., str]) -> N
 @pytest.mark.parametrize("name", [name for name in reward_functions() if name not in ("judge", "math_verify")])
 def test_an_option_may_have_its_functions_own_default(name: str, valid: str, write: Callable[..., str]) -> None:
     """What a function takes when nothing is said may be said."""
-    tree = ast.parse((Path(mrl.__file__).parent / "rewards" / "functions" / f"{name}.py").read_text())
-    (score,) = (node for node in tree.body if isinstance(node, FUNCTIONS) and node.name == "score")
-    with_default = score.args.args[len(score.args.args) - len(score.args.defaults) :]
-    defaults = zip(with_default, score.args.defaults, strict=True)
+    module = BUILT_IN[name].partition(":")[0].removeprefix("mrl.").replace(".", "/")
+    tree = ast.parse((Path(mrl.__file__).parent / f"{module}.py").read_text())
+    (own,) = (node for node in tree.body if isinstance(node, FUNCTIONS) and node.name == name)
+    with_default = own.args.args[len(own.args.args) - len(own.args.defaults) :]
+    defaults = zip(with_default, own.args.defaults, strict=True)
     options = {option.arg: ast.literal_eval(default) for option, default in defaults}
     required = {option: 64 for option, is_required in reward_functions()[name].items() if is_required}
     given = {**options, **required} | ({"target_tokens": 32} if name == "length" else {})

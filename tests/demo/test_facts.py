@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mrl.agents.conversation import Ids
-from mrl.agents.loop import Dialog, Dialogs, Opening
+from mrl.agents.loop import Dialog, Dialogs, Opening, open_dialogs
 from mrl.config.load import load_config, load_config_of
 from mrl.config.schema import Config
 from mrl.data.chat import ChatTokenizer, load_tokenizer
@@ -22,7 +22,6 @@ from mrl.demo.facts import HOPS, KEYS, Facts, Lessons, QuestionMark, part_of, qu
 from mrl.demo.model import make_model
 from mrl.demo.tasks import SEARCH
 from mrl.rollout.requests import Generated
-from mrl.trainer.agents import open_dialogs
 from tests.data.conftest import batch_of
 
 ASKED = "<|user|>{}<|end|><|assistant|>"

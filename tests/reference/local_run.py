@@ -40,9 +40,9 @@ from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer import components as team_module
+from mrl.trainer.audit import EngineProbe
 from mrl.trainer.collector import Collector
 from mrl.trainer.components import Components
-from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator, ScoredBatch
 from mrl.trainer.model_scores import ModelScores, scoring_models
 from mrl.trainer.ppo import RayPPOTrainer
@@ -52,8 +52,7 @@ from mrl.trainer.sample_stream import open_stream
 from mrl.trainer.validation import Validator
 from mrl.workers.actor import ActorRolloutRefWorker
 from mrl.workers.critic import CriticWorker
-from mrl.workers.reward_model import RewardModelWorker
-from mrl.workers.teacher import TeacherWorker
+from mrl.workers.frozen import RewardModelWorker, TeacherWorker
 from tests.reference.history import history
 from tests.reference.matrix import LocalCase
 from tests.reference.recording import Recorder
@@ -228,7 +227,7 @@ def local_team(
         prompts=prompts,
         stream=open_stream(config, Collector(config, prompts, generator, models), hybrid, probe, clock),
         validator=Validator(config, validation, generator, Path(config.run.dir, config.run.name), events),
-        kl=team_module._kl_controller(config),
+        kl=team_module.kl_controller(config),
     )
 
 

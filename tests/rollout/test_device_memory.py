@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from mrl.errors import RolloutError
-from mrl.rollout.device_memory import RoleMemory, device_full
-from mrl.rollout.engine import FreeMemory, Part
+from mrl.rollout.engine import FreeMemory, Part, RoleMemory, device_full
 
 GIB = 1 << 30
 ROOM = FreeMemory(free_bytes=51 * GIB, total_bytes=80 * GIB, wanted_bytes=60 * GIB)

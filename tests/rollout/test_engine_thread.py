@@ -14,8 +14,7 @@ from mrl.config.mesh import Mesh
 from mrl.controller import RankInfo, Rendezvous
 from mrl.errors import RolloutError, WorkerSilent
 from mrl.rollout.engine import RolloutEngine, need_version
-from mrl.rollout.engine_thread import EngineThread
-from mrl.rollout.replica import RolloutReplica
+from mrl.rollout.replica import EngineThread, RolloutReplica
 from mrl.rollout.requests import Sampling
 from tests.rollout.counting_engine import SETTINGS, CountingEngine, request
 

@@ -16,9 +16,10 @@ from mrl.config.schema import PlacementConfig, RewardModelConfig
 from mrl.controller import DeviceSlots, RunContext
 from mrl.events import EventLog
 from mrl.rollout import hybrid_engine
-from mrl.rollout.file_engine import FileEngine, engines_alone
+from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.rollout.requests import Sampling
 from mrl.rollout.vllm_engine import _arguments
+from mrl.trainer.evaluation import engines_alone
 from tests.models.conftest import Tiny
 from tests.rollout.counting_engine import SETTINGS, CountingEngine, request
 from tests.rollout.stub_groups import Stage, StubGroup
@@ -42,7 +43,7 @@ def test_there_are_as_many_engines_and_nobody_else(
     monkeypatch.setattr(hybrid_engine, "RayWorkerGroup", partial(StubGroup, stage))
     resources: Any = SimpleNamespace(device_slots=lambda role: DeviceSlots([f"{role}{n}" for n in range(4)], 0.5, role))
     context = RunContext(tmp_path, EventLog(tmp_path / "events.jsonl"), config.deadlines, resources)
-    engines = FileEngine(config, context)
+    engines = HybridEngine(config, {}, context, loads_files=True)
     for _ in range(2):
         with engines.rollout_mode():
             assert {sample.key for sample in engines.generate(requests("a", "b"), Sampling())} == {"a", "b"}

@@ -21,8 +21,7 @@ from mrl.events import EventLog
 from mrl.models.families import read_spec
 from mrl.models.rollout_table import EngineSizes
 from mrl.rollout import hybrid_engine
-from mrl.rollout.device_memory import RoleMemory
-from mrl.rollout.engine import FreeMemory
+from mrl.rollout.engine import FreeMemory, RoleMemory
 from mrl.rollout.hybrid_engine import PARTS, HybridEngine
 from mrl.rollout.requests import GenerationRequest, Sampling
 from tests.models.conftest import Tiny
@@ -354,7 +353,7 @@ def test_porters_prepare_while_the_trainer_does(make: Callable[..., Made], tiny:
     assert route.layout.nodes == (0, 0, 2, 2, 4, 2)
     assert route.rendezvous == "the first receiver's socket"
     receivers = stage.started["receiver"]
-    assert receivers.worker.worker_class == "mrl.workers.weight_receiver:WeightReceiver"
+    assert receivers.worker.worker_class == "mrl.rollout.replica:WeightReceiver"
     assert receivers.mesh == Mesh(2)
     assert receivers.slots is not None
     assert receivers.slots.description == "rollout"

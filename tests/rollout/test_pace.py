@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mrl.events import EventLog, Warned, read_events
-from mrl.rollout import pace
-from mrl.rollout.pace import Pace
+from mrl.rollout import scheduler
 from mrl.rollout.requests import Generated, Sampling
+from mrl.rollout.scheduler import Pace
 from tests.rollout.stub_replicas import World, generate, request
 
 
@@ -42,7 +42,7 @@ def test_one_alone_is_compared_with_nobody(tmp_path: Path) -> None:
 
 
 def test_a_fleet_names_its_slow_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "_LEAST_S", 0.01)
+    monkeypatch.setattr(scheduler, "_LEAST_S", 0.01)
     world = World(tmp_path)
 
     def spoil(index: int, made: list[Generated]) -> list[Generated]:

@@ -15,7 +15,7 @@ from mrl.controller import RankInfo, Rendezvous
 from mrl.errors import RolloutError
 from mrl.rollout.replica import RolloutReplica
 from mrl.rollout.requests import Sampling
-from mrl.rollout.schedule import RecordedSchedule
+from mrl.rollout.schedule import Schedule
 from tests.rollout.counting_engine import SETTINGS, CountingEngine, request
 from tests.rollout.stub_replicas import World
 from tests.rollout.stub_replicas import request as wanted
@@ -102,12 +102,12 @@ def test_what_was_not_asked_then_is_refused(recorded: Any) -> None:
 def test_what_is_no_whole_schedule_is_refused(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "rollout-0.jsonl").write_text(text)
     with pytest.raises(RolloutError, match=says):
-        RecordedSchedule(tmp_path / "rollout-0.jsonl")
+        Schedule(replays=tmp_path / "rollout-0.jsonl")
 
 
 def test_a_run_without_one_is_named(tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match=r"rollout-3.jsonl: there is no schedule of an engine: No such file"):
-        RecordedSchedule(tmp_path / "rollout-3.jsonl")
+        Schedule(replays=tmp_path / "rollout-3.jsonl")
 
 
 def test_a_fleet_asks_whom_the_run_asked_in_its_order(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_what_cannot_be_right_is_generated_again_once() -> None:
     work = RequestScheduler([request("a"), request("b")], 2)
     assert keys(work.assign(0, 1)) == ["a", "b"]
     work.reject(0, "token -1")
-    assert work.num_in_flight(0) == 0
+    assert not work.in_flight(0)
     assert keys(work.assign(1, 1)) == ["a", "b"]
     with pytest.raises(RolloutError, match=r"2 times what cannot be right; .* The last, replica 1: token -2"):
         work.reject(1, "token -2")

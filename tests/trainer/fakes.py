@@ -45,9 +45,9 @@ from mrl.rewards.outcome import Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer.collector import Collector
-from mrl.trainer.components import Components, _kl_controller
+from mrl.trainer.components import Components, kl_controller
 from mrl.trainer.generation import Generator
-from mrl.trainer.model_scores import ModelScores, ScoreScale, ScoringModel
+from mrl.trainer.model_scores import ModelScores, ScoringModel
 from mrl.trainer.ppo import RayPPOTrainer
 from mrl.trainer.run import Run
 from mrl.trainer.sample_stream import open_stream
@@ -385,7 +385,7 @@ def scene(
     run = Run(resolved(config), directory, screen)
     roles = {name: Role(name, journal) for name in config.model_roles()}
     models = [
-        ScoringModel(role, settings, roles[role], None, ScoreScale(settings))  # type: ignore[arg-type]
+        ScoringModel(role, settings, roles[role], None)  # type: ignore[arg-type]
         for role, settings in config.scoring_models().items()
     ]
     generator = Generator(config, hybrid, Rewards(outcome), Tokenizer(), run.clock.progress)  # type: ignore[arg-type]
@@ -401,7 +401,7 @@ def scene(
         prompts,  # type: ignore[arg-type]
         open_stream(config, collector, hybrid, probe, run.clock),  # type: ignore[arg-type]
         Validations(journal, validations),  # type: ignore[arg-type]
-        _kl_controller(config),
+        kl_controller(config),
     )
 
     @contextmanager

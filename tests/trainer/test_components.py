@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import pytest
 
-from mrl.algos.kl import AdaptiveKLController, FixedKLController
+from mrl.algos.kl import KLController
 from mrl.config.algorithm import DistillationConfig, KlConfig
 from mrl.config.mesh import Mesh
 from mrl.config.reward import RewardConfig, RewardFunctionConfig
@@ -24,7 +24,7 @@ from mrl.events import EventLog, ModelLoaded, Warned, read_events
 from mrl.observe.metrics import StepTimer
 from mrl.trainer import components as made
 from mrl.trainer import nodes
-from mrl.trainer.components import Components, _kl_controller, build_components, model_setup, with_models
+from mrl.trainer.components import Components, build_components, kl_controller, model_setup, with_models
 from mrl.trainer.model_scores import ModelScores
 from mrl.workers.messages import ModelSetup
 from tests.trainer.fakes import CRITIC, SCORER, Prompts, Tokenizer, make_config
@@ -41,29 +41,29 @@ def team_of(kl: Any, critic: Any = None, drawn: int = 0, models: Any = ()) -> An
 
 
 def test_the_roles_of_a_team_are_those_that_learn() -> None:
-    assert team_of(FixedKLController(0.1)).roles == {"actor": "the actor"}
-    both = team_of(FixedKLController(0.1), critic="the critic", models=["frozen"])
+    assert team_of(KLController(0.1)).roles == {"actor": "the actor"}
+    both = team_of(KLController(0.1), critic="the critic", models=["frozen"])
     assert list(both.roles.items()) == [("actor", "the actor"), ("critic", "the critic")]
 
 
 def test_a_team_remembers_its_prompts_and_its_kl_coefficient(tmp_path: Path) -> None:
     config = make_config(tmp_path, algorithm={"kl": KL})
-    team = team_of(_kl_controller(config), drawn=12)
+    team = team_of(kl_controller(config), drawn=12)
     team.kl.update(1.5, 5)
     assert team.kl.coef == pytest.approx(0.2 * (1 + 0.2 * 5 / 10))
     state = json.loads(json.dumps(team.state_dict()))
-    resumed = team_of(_kl_controller(config))
+    resumed = team_of(kl_controller(config))
     resumed.load_state_dict(state)
     assert resumed.prompts.num_drawn == 12
-    assert resumed.kl == AdaptiveKLController(team.kl.coef, 0.5, 10)
+    assert resumed.kl == KLController(team.kl.coef, 0.5, 10)
     with pytest.raises(MrlError, match="the checkpoint's KL controller is 'adaptive'"):
-        team_of(FixedKLController(0.2)).load_state_dict(state)
+        team_of(KLController(0.2)).load_state_dict(state)
 
 
 def test_the_kl_coefficient_is_steered_where_there_is_a_target(tmp_path: Path) -> None:
-    assert _kl_controller(make_config(tmp_path, algorithm={"kl": KL})) == AdaptiveKLController(0.2, 0.5, 10)
+    assert kl_controller(make_config(tmp_path, algorithm={"kl": KL})) == KLController(0.2, 0.5, 10)
     fixed = make_config(tmp_path, algorithm={"kl": replace(KL, target=None)})
-    assert _kl_controller(fixed) == FixedKLController(0.2)
+    assert kl_controller(fixed) == KLController(0.2, None, 10)
 
 
 def whole_config(directory: Path, **sections: Any) -> Config:
@@ -227,7 +227,7 @@ def test_a_team_is_put_together(tmp_path: Path, stage: Stage) -> None:
         assert [role.settings for role in roles] == [config.actor, CRITIC, SCORER]
         generator = team.stream.collector.generator
         assert (team.prompts, generator, team.validator) == ("the prompts", "the generator", "the validator")
-        assert team.kl == AdaptiveKLController(0.2, 0.5, 10)
+        assert team.kl == KLController(0.2, 0.5, 10)
         assert stage.given["prompts"] == ("sums", config.data, config.batch, events)
         assert stage.given["rewards"] == (config.reward, events, True)
         assert stage.given["ray"] == (config.cluster,)
@@ -311,7 +311,7 @@ def test_workers_are_started_with_what_they_need(tmp_path: Path, stage: Stage) -
     assert workers == {
         "actor": ("mrl.workers.actor:ActorRolloutRefWorker", (setups["actor"], config.algorithm, 0.7, 6)),
         "critic": ("mrl.workers.critic:CriticWorker", (setups["critic"], config.algorithm, 6)),
-        "reward_model": ("mrl.workers.reward_model:RewardModelWorker", (setups["reward_model"],)),
+        "reward_model": ("mrl.workers.frozen:RewardModelWorker", (setups["reward_model"],)),
     }
     meshes = {role: mesh for role, (_, mesh, _) in stage.workers.items()}
     assert meshes == {"actor": Mesh(4, tp=2), "critic": Mesh(4), "reward_model": Mesh(4)}
@@ -332,7 +332,7 @@ def test_a_teacher_is_told_the_policys_vocabulary_and_temperature(
         made._start(role, config, SimpleNamespace())  # type: ignore[arg-type]
     (of_actor, _, _), (of_teacher, _, _) = (stage.workers[role] for role in roles)
     setup, top_k, temperature = of_teacher.args
-    assert of_teacher.worker_class == "mrl.workers.teacher:TeacherWorker"
+    assert of_teacher.worker_class == "mrl.workers.frozen:TeacherWorker"
     assert (setup.path, setup.head, setup.vocab, top_k) == ("teacher", "lm", 90, 5)
     assert (temperature, of_actor.args[2]) == (0.7, 0.7)
 

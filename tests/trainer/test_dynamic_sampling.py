@@ -12,7 +12,7 @@ from mrl.config.algorithm import DynamicSamplingConfig
 from mrl.errors import RewardError
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
-from mrl.trainer.dynamic_sampling import full_batch
+from mrl.trainer.collector import full_batch
 from mrl.trainer.generation import ScoredBatch
 
 SAMPLES = 2

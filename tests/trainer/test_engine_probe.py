@@ -15,7 +15,7 @@ from mrl.events import EnginesCompared, EventLog, read_events
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
-from mrl.trainer.engine_probe import EngineProbe
+from mrl.trainer.audit import EngineProbe
 from tests.apart import run_mrl
 from tests.trainer.fakes import make_config
 from tests.trainer.test_ppo import CONFIG

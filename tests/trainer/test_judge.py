@@ -23,7 +23,7 @@ from mrl.errors import WorkerDied, WorkerRaised
 from mrl.events import EventLog
 from mrl.rewards.manager import RewardManager
 from mrl.rewards.outcome import Failure, Score
-from mrl.trainer.judge import judge_served
+from mrl.trainer.components import judge_served
 from tests.rewards.conftest import make_sample, marked, settle
 
 VLLM = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}

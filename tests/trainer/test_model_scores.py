@@ -20,10 +20,13 @@ from mrl.data.conversation import ResponseEncoder
 from mrl.demo.model import save_toy_tokenizer
 from mrl.errors import DataError, ModelError, RewardError
 from mrl.protocol import DataProto
+from mrl.trainer.checks import check_reward_models
 from mrl.trainer.generation import ScoredBatch
-from mrl.trainer.model_scores import ModelScores, ScoreScale, ScoringModel, check_reward_models, scoring_models
+from mrl.trainer.model_scores import ModelScores, ScoringModel, scoring_models
 from tests.data.test_response_text import other_tokenizer
 from tests.trainer.fakes import SCORER, make_config
+
+NO_CLIENT: Any = None
 
 
 def samples(num: int = 3) -> ScoredBatch:
@@ -44,10 +47,7 @@ def models_that_say(said: list[float], *settings: ModelScoreConfig, journal: lis
 
     client: Any = SimpleNamespace(compute_rm_score=compute_rm_score, capacity=8)
     roles = ["reward_model"] if len(settings) == 1 else [f"reward_models.{name}" for name in "xyz"[: len(settings)]]
-    found = [
-        ScoringModel(role, config, client, None, ScoreScale(config))
-        for role, config in zip(roles, settings, strict=True)
-    ]
+    found = [ScoringModel(role, config, client, None) for role, config in zip(roles, settings, strict=True)]
     return ModelScores(found, pause=lambda: journal.append("pause"))
 
 
@@ -107,7 +107,7 @@ def test_a_response_that_was_cut_off_may_be_scored_by_rule() -> None:
 
 def test_running_mean_and_spread_are_those_of_all_scores() -> None:
     chance = np.random.default_rng(0)
-    scale, seen = ScoreScale(ModelScoreConfig(running=True)), np.zeros(0)
+    scale, seen = ScoringModel("", ModelScoreConfig(running=True), NO_CLIENT), np.zeros(0)
     for num in (5, 1, 64, 3):
         some = chance.normal(7.0, 3.0, num)
         seen = np.concatenate([seen, some])
@@ -117,7 +117,7 @@ def test_running_mean_and_spread_are_those_of_all_scores() -> None:
         assert (figures["running_mean"], figures["running_std"]) == pytest.approx((seen.mean(), seen.std()), abs=1e-12)
     scale.learn(np.zeros(0))
     assert scale.state_dict()["num"] == 73
-    alike = ScoreScale(ModelScoreConfig(running=True))
+    alike = ScoringModel("", ModelScoreConfig(running=True), NO_CLIENT)
     alike.learn(np.full(4, 2.5))
     assert alike.scaled(np.full(4, 2.5))[0].tolist() == [0.0] * 4, "scores that are all alike say nothing"
 
@@ -214,7 +214,7 @@ def test_texts_go_over_by_rows_and_what_does_not_fit_is_named(tmp_path: Path) ->
 
     encoder = ResponseEncoder(str(other_tokenizer(tmp_path / "scorer")), DataConfig(train={}))
     client: Any = SimpleNamespace(compute_rm_score=compute_rm_score, capacity=30)
-    model = ScoringModel("reward_models.x", ModelScoreConfig(), client, encoder, ScoreScale(ModelScoreConfig()))
+    model = ScoringModel("reward_models.x", ModelScoreConfig(), client, encoder)
     found = samples()
     batch = found.batch.with_column("messages", [({"role": "user", "content": text},) for text in ("1", "2", "3")])
     ModelScores([model]).add(replace(found, batch=batch))

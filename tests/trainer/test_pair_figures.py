@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.preference import Pairs, RankedTokens, RankingTotals, preference_objective
 from mrl.algos.rows import Rows
 from mrl.config.sft import DpoLossConfig
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.trainer import sft
-from mrl.trainer.pair_figures import PairFigures, calibration_error, warnings_of
-from mrl.trainer.supervised_tasks import measure_preferences
+from mrl.trainer.supervised_tasks import calibration_error, measure_preferences, pair_metrics, warnings_of
 
 Group = tuple[str, list[tuple[float, int]]]
 """A source, and of each response, the best first, score and length."""
@@ -32,8 +31,14 @@ def figures_of(*groups: Group, losses: list[float] | None = None, in_batches: in
         ids = from_rows([torch.ones(length, dtype=torch.int32) for _, length in rows])
         ranks = torch.tensor([rank for _, responses in chosen for rank in range(len(responses))])
         sources = [source for source, responses in chosen for _ in responses]
-        batches.append(DataProto.from_dict({"responses": ids, "rank": ranks}, {"data_source": sources}))
-    return PairFigures.of(batches, np.asarray(scores)).metrics(None if losses is None else np.asarray(losses))
+        batches.append(
+            DataProto.from_dict(
+                {"responses": ids, "rank": ranks},
+                {"data_source": sources},
+                row_ids=range(len(scores) - len(rows), len(scores)),
+            )
+        )
+    return pair_metrics(DataProto.concat(batches), np.asarray(scores), None if losses is None else np.asarray(losses))
 
 
 def test_ties_count_half() -> None:
@@ -61,7 +66,7 @@ def test_validation_of_a_policy_says_what_its_training_says(loss: DpoLossConfig)
     tokens = RankedTokens(
         rows, mask_T, log_probs_T, torch.zeros_like(log_probs_T), Pairs.of(group_B, ranks), rows.expand(ranks == 0)
     )
-    norm = LossNormalizer("token-mean", BatchTotals.of(rows, mask_T))
+    norm = LossNormalizer.of("token-mean", rows, mask_T)
     trained = preference_objective(tokens, loss, norm, RankingTotals(3, 6)).reports
     columns = {"responses": from_rows([torch.ones(length, dtype=torch.int32) for length in lengths]), "rank": ranks}
     sums = {"sum_log_probs": rows.sum(log_probs_T), "sum_ref_log_probs": torch.zeros(6, dtype=torch.float64)}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mrl.agents.conversation import Conversation
-from mrl.algos.kl import AdaptiveKLController
+from mrl.algos.kl import KLController
 from mrl.config.agent import AgentConfig, EnvironmentConfig
 from mrl.config.algorithm import DynamicSamplingConfig, KlConfig, OverlongConfig
 from mrl.config.reward import RewardFunctionConfig
@@ -25,6 +25,7 @@ from mrl.rewards.sample import Sample
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
 from mrl.trainer.collector import Collector
 from mrl.trainer.generation import ScoredBatch
+from mrl.trainer.segments import segment_of
 from tests.trainer.fakes import CRITIC, END, SCORER, Role, Scene, make_config, scene
 
 KL = KlConfig(where="both", coef=0.1, target=4e-5, horizon_samples=100)
@@ -158,7 +159,7 @@ def test_the_figures_of_a_step(tmp_path: Path) -> None:
 
 def test_the_kl_coefficient_is_steered_by_what_was_measured_on_all_samples(tmp_path: Path) -> None:
     with scene(with_everything(tmp_path), tmp_path) as found:
-        assert isinstance(found.components.kl, AdaptiveKLController)
+        assert isinstance(found.components.kl, KLController)
         found.components.critic.kl = 4.4e-5
         found.trainer.step()
         assert found.components.kl.coef == pytest.approx(0.1 * (1 + 0.1 * 4 / 100), rel=1e-9), (
@@ -409,7 +410,7 @@ def test_segments_are_rows_of_the_step_but_call_for_no_more_updates(tmp_path: Pa
         def collect(step: int) -> ScoredBatch:
             scored = Collector.collect(found.components.stream.collector, step)
             rows = scored.batch.with_column("response_mask", _all_written(scored.batch))
-            collected.append(rows.with_column("other_segments", [[], [], [segment], []]))
+            collected.append(rows.with_column("other_segments", [[], [], [segment_of(segment)], []]))
             return ScoredBatch(collected[0], scored.metrics)
 
         found.components.stream.collector.collect = collect  # type: ignore[method-assign]

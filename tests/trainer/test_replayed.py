@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mrl.errors import AuditFailed
-from mrl.trainer.replayed import ReplayedRun
+from mrl.trainer.audit import ReplayedRun
 
 
 @pytest.fixture

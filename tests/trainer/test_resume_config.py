@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mrl.config.algorithm import KlConfig
 from mrl.config.schema import Config
-from mrl.trainer.resume_config import describe_changes, resume_config
+from mrl.trainer.run import describe_changes, resume_config
 from tests.trainer.fakes import CRITIC, make_config
 
 LEARNT = {"model", "algorithm", "data", "batch", "actor", "critic", "reward_model", "reward_models", "teacher"}

@@ -13,8 +13,8 @@ import pytest
 from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.config.schema import ColumnsConfig, Config, DataConfig, SourceConfig
 from mrl.errors import RewardError
-from mrl.trainer import reward_sources
-from mrl.trainer.reward_sources import check_reward_sources
+from mrl.trainer import checks
+from mrl.trainer.checks import check_reward_sources
 from tests.trainer.fakes import SCORER, make_config
 
 
@@ -86,7 +86,7 @@ def test_a_reward_model_scores_the_rest_of_training_but_not_of_validation(tmp_pa
 
 
 def test_of_many_rows_that_code_makes_some_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_sources, "_MAX_MADE_ROWS", 10)
+    monkeypatch.setattr(checks, "_MAX_MADE_ROWS", 10)
     made = SourceConfig(dataset="tests.trainer.test_reward_sources:Made", options={"size": 1000})
     config = config_of(tmp_path, ["gsm8k"], made=made)
     Made.num_read = 0

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import mrl
-from mrl.algos.kl import FixedKLController
+from mrl.algos.kl import KLController
 from mrl.config.schema import Config
 from mrl.errors import CheckpointError, ConfigError, WorkerRaised
 from mrl.events import Event, PhaseEnd, RunStarted, Warned, read_events
@@ -82,7 +82,7 @@ def team_of(drawn: int = 0) -> Any:
     prompts.num_drawn = drawn
     nothing: Any = None
     role: Any = Role("actor", [])
-    models, kl = ModelScores([]), FixedKLController(0.1)
+    models, kl = ModelScores([]), KLController(0.1)
     return Components(role, None, models, nothing, nothing, prompts, nothing, nothing, kl)  # type: ignore[arg-type]
 
 
@@ -321,7 +321,7 @@ def test_a_run_wants_to_stop_when_its_time_is_up(begin: Begin, monkeypatch: pyte
     run, endless = begin(training={"time_limit_s": 60.0}), begin()
     assert not run.should_stop()
     now = SimpleNamespace(monotonic=lambda: run.stopping._began + 61)
-    monkeypatch.setattr("mrl.trainer.shutdown.time", now)
+    monkeypatch.setattr("mrl.trainer.run.time", now)
     assert run.should_stop()
     assert run.console.said == ["training.time_limit_s=60 is reached: saving and stopping"]  # type: ignore[attr-defined]
     assert not endless.should_stop()

@@ -12,7 +12,7 @@ from mrl.data.row_files import write_samples
 from mrl.observe.console import SamplePreview
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
-from mrl.trainer.samples import preview, sample_columns
+from mrl.trainer.step_metrics import preview, sample_columns
 from tests.trainer.fakes import make_config, scene
 
 

@@ -222,7 +222,7 @@ def test_a_run_trains_saves_and_exports(lab: Lab) -> None:
     assert [len(rows) for rows in group.rows] == [4] * 5
     assert len({row for rows in group.rows for row in rows}) == 20, "row ids count the draws"
     ((role, worker, (setup,), mesh),) = lab.workers
-    assert (role, worker, mesh) == ("actor", "mrl.workers.sft:SftWorker", Mesh(2))
+    assert (role, worker, mesh) == ("actor", "mrl.workers.supervised:SftWorker", Mesh(2))
     assert setup == ModelSetup(lab.config.model.path, "lm", lab.config.actor, 9, lab.config.deadlines.call_s)
     assert not (lab.directory / "checkpoints" / "best").exists()
 

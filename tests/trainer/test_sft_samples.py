@@ -12,7 +12,7 @@ import pytest
 
 from mrl.data.chat import load_tokenizer
 from mrl.protocol import DataProto
-from mrl.trainer.sft_samples import first_by_source
+from mrl.trainer.sft import first_by_source
 from tests.trainer.test_sft_run import END, Group, Lab
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mrl.trainer.shutdown import ShutdownSignal
+from mrl.trainer.run import ShutdownSignal
 
 
 class Watch:
@@ -22,7 +22,7 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr("mrl.trainer.shutdown.time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr("mrl.trainer.run.time", SimpleNamespace(monotonic=lambda: self.now))
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def test_nohup_stays_nohup() -> None:
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import time
-from mrl.trainer.shutdown import ShutdownSignal
+from mrl.trainer.run import ShutdownSignal
 stopping = ShutdownSignal(None)
 with stopping.on_signals():
     print("ready", flush=True)

@@ -20,7 +20,9 @@ from mrl.demo.model import save_toy_tokenizer
 from mrl.errors import DataError, ModelError
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
-from mrl.trainer.teacher import check_teacher, distillation_share, validated_kl
+from mrl.trainer.checks import check_teacher
+from mrl.trainer.step_metrics import distillation_share
+from mrl.trainer.validation import validated_kl
 
 LAPTOP = Path(__file__).parents[2] / "configs" / "laptop-distill.yaml"
 SHAPE = {

@@ -27,7 +27,7 @@ from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
 from mrl.trainer.generation import Generator
-from mrl.trainer.model_scores import ModelScores, ScoreScale, ScoringModel
+from mrl.trainer.model_scores import ModelScores, ScoringModel
 from mrl.trainer.validation import Validator, check_best, pass_at, score_figures, vote_figures
 from tests.trainer.fakes import END, Hybrid, Rewards, Tokenizer, make_config
 
@@ -285,7 +285,7 @@ def says(config: Any, *said: float) -> ModelScores:
         return batch.with_column("rm_scores", torch.tensor([said[row % len(said)] for row in range(len(batch))]))
 
     client: Any = SimpleNamespace(compute_rm_score=compute_rm_score)
-    return ModelScores([ScoringModel("reward_model", config, client, None, ScoreScale(config))])
+    return ModelScores([ScoringModel("reward_model", config, client, None)])
 
 
 @pytest.mark.parametrize(("said", "best"), [((1.0, 5.0, 2.0, 0.0), 0.5), ((5.0, 1.0, 2.0, 0.0), 1.0)])

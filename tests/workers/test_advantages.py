@@ -138,15 +138,15 @@ def test_group_estimators_feel_the_coefficient_of_this_step() -> None:
     rows, config = make_rows(*COLUMNS), config_of("grpo", "reward")
     batch = shards_of(rows, 1)[0]
     found = [
-        shard_advantages(batch, WholeBatch(UIDS, coef, range(len(UIDS))), config, _same, _same)[0].advantages_T
+        shard_advantages(batch, WholeBatch(UIDS, coef, range(len(UIDS))), config, _same, _same).values("advantages")
         for coef in (0.0, 0.3)
     ]
     assert not torch.allclose(*found)
     assert torch.equal(
         found[0],
-        shard_advantages(batch, WholeBatch(UIDS, 0.3, range(len(UIDS))), config_of("grpo", "loss"), _same, _same)[
-            0
-        ].advantages_T,
+        shard_advantages(
+            batch, WholeBatch(UIDS, 0.3, range(len(UIDS))), config_of("grpo", "loss"), _same, _same
+        ).values("advantages"),
     )
 
 

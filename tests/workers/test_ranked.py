@@ -26,7 +26,7 @@ from mrl.verify.layout import make_random
 from mrl.verify.spawn import run_distributed
 from mrl.workers.messages import ModelSetup
 from mrl.workers.model_worker import ModelWorker
-from mrl.workers.ranked import DpoWorker, RmWorker
+from mrl.workers.supervised import DpoWorker, RmWorker
 
 Layouts = list[tuple[ParallelConfig, int]]
 """Each with the tokens of a micro-batch: how groups are cut changes nothing."""

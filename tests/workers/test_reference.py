@@ -14,7 +14,7 @@ from mrl.engine.scores import ScoreRequest, Scores
 from mrl.errors import EngineError
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
-from mrl.workers.ranked import DpoWorker
+from mrl.workers.supervised import DpoWorker
 from tests.workers.stubs import SETUP, OfShards, Shards, StubEngine, make_place
 
 LENGTHS, SIZES = (2, 3, 1, 2), [[2, 2]]

@@ -18,8 +18,8 @@ from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.verify.layout import make_random
 from mrl.verify.spawn import run_distributed
+from mrl.workers.frozen import RewardModelWorker
 from mrl.workers.messages import ModelSetup
-from mrl.workers.reward_model import RewardModelWorker
 
 LAYOUTS = [ParallelConfig(tp=2, pp=2, sequence_parallel=True), ParallelConfig(cp=2)]
 NUM_RANKS, VOCAB = 4, 100

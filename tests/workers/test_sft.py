@@ -7,9 +7,9 @@ import torch
 
 from mrl.controller.worker import registered_methods
 from mrl.engine.scores import ScoreRequest, Scores
+from mrl.workers.frozen import RewardModelWorker
 from mrl.workers.messages import UpdateReport
-from mrl.workers.reward_model import RewardModelWorker
-from mrl.workers.sft import SftWorker
+from mrl.workers.supervised import SftWorker
 from tests.workers.stubs import OUTCOME, SETUP, OfShards, Shards, StubEngine, batch_of, cut, make_place, make_rows
 
 

@@ -24,9 +24,9 @@ from mrl.protocol.columns import from_rows, jagged
 from mrl.verify.layout import make_random
 from mrl.verify.spawn import run_distributed
 from mrl.workers.actor import ActorRolloutRefWorker
+from mrl.workers.frozen import TeacherWorker
 from mrl.workers.messages import ModelSetup
 from mrl.workers.model_worker import ModelWorker
-from mrl.workers.teacher import TeacherWorker
 
 LAYOUTS = {
     "tp2": ParallelConfig(tp=2),

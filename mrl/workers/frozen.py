@@ -1,4 +1,4 @@
-"""`TeacherWorker`: a rank of the frozen model that the policy learns from. It reads the policy's own token ids."""
+"""Ranks of models that are frozen: `TeacherWorker`, which the policy learns from, and `RewardModelWorker`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mrl.engine.scores import ScoreRequest
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.workers.messages import MicroBatchSizes, ModelSetup
-from mrl.workers.model_worker import ModelWorker, token_rows
+from mrl.workers.model_worker import ModelWorker, last_tokens, score_column, token_rows
 
 
 class TeacherWorker(ModelWorker):
-    """Tokens that the policy lacks have no probability here."""
+    """Reads the policy's own token ids; tokens that the policy lacks have no probability here."""
 
     def __init__(self, place: RankInfo, setup: ModelSetup, top_k: int, temperature: float) -> None:
         super().__init__(place, setup)
@@ -22,7 +22,6 @@ class TeacherWorker(ModelWorker):
 
     @register_call(step_calls.TEACHER_LOG_PROB)
     def compute_teacher_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Compute the log-prob of each response token."""
         return self._said(batch, sizes)
 
     @register_call(step_calls.TEACHER_TOP_K)
@@ -51,3 +50,9 @@ class TeacherWorker(ModelWorker):
         lengths = batch.lengths("responses")
         written = {name: jagged(x.cpu(), lengths) for name, x in columns.items() if x is not None}
         return DataProto.from_dict(written, row_ids=batch.row_ids)
+
+
+class RewardModelWorker(ModelWorker):
+    @register_call(step_calls.RM_SCORE)
+    def compute_rm_score(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        return score_column(batch, "rm_scores", self.forward(last_tokens(batch), sizes, ScoreRequest()))

@@ -1,6 +1,7 @@
-"""Workers that learn from ranked responses: a reward model, and a policy without one.
+"""Workers that learn from what the data say: what it says itself, or which responses it prefers.
 
-A micro-batch holds whole groups, the responses to one prompt, of which `rank` 0 was preferred to 1, and so on.
+Of ranked responses a micro-batch holds whole groups, the responses to one prompt, of which `rank` 0 was preferred to 1,
+and so on.
 """
 
 from __future__ import annotations
@@ -8,21 +9,27 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from mrl.algos.aggregate import BatchTotals, LossNormalizer
+from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.preference import Pairs, RankedTokens, RankingTotals, preference_objective, reward_objective
-from mrl.algos.rows import Rows
 from mrl.config.sft import WITHOUT_REFERENCE, DpoLossConfig, RewardLossConfig
 from mrl.controller import Dispatch, RankInfo, register
 from mrl.engine.packed_rows import TokenRows
 from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
 from mrl.errors import EngineError
 from mrl.protocol import DataProto
+from mrl.protocol.columns import jagged
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport
-from mrl.workers.model_worker import ModelWorker, response_column, token_rows
+from mrl.workers.model_worker import (
+    ModelWorker,
+    last_tokens,
+    response_column,
+    rows_of,
+    score_column,
+    token_rows,
+)
 
 
 class RmWorker(ModelWorker):
@@ -34,20 +41,14 @@ class RmWorker(ModelWorker):
 
     @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses", "rank", "label"))
     def update_rm(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
-        """Make one optimizer step on these groups."""
         group_B, rank_B = groups_of(batch["rank"])
         totals = RankingTotals.of(group_B, self.sum_over_shards)
-        rows = replace(_last_tokens(batch), columns={"group": group_B, "rank": rank_B, "label": batch["label"]})
+        rows = replace(last_tokens(batch), columns={"group": group_B, "rank": rank_B, "label": batch["label"]})
         return self.update(rows, sizes, partial(reward_loss, self._loss, totals), ScoreRequest())
 
     @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("scores",))
     def score_rm(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Return the score of each response."""
-        scores = self.forward(_last_tokens(batch), sizes, ScoreRequest())
-        if scores is None:
-            return None
-        assert scores.values_T is not None, "a score head gives values"
-        return DataProto.from_dict({"scores": scores.values_T.float().cpu()}, row_ids=batch.row_ids)
+        return score_column(batch, "scores", self.forward(last_tokens(batch), sizes, ScoreRequest()))
 
 
 class DpoWorker(ModelWorker):
@@ -76,14 +77,15 @@ class DpoWorker(ModelWorker):
         """Make one optimizer step on these groups. A reference in place sees the same micro-batches, so that both round
         alike: the first margins are 0."""
         rows = token_rows(batch, {})
-        of_rows = Rows.of(torch.from_numpy(rows.response_lengths))
+        of_rows = rows_of(rows)
         mask_T, (group_B, rank_B) = rows.columns["response_mask"], groups_of(batch["rank"])
         columns = {"group": of_rows.expand(group_B), "rank": of_rows.expand(rank_B)}
         if (ref_log_probs_T := self._reference_log_probs(batch, rows, sizes)) is not None:
             columns["ref_log_probs"] = ref_log_probs_T
-        best = BatchTotals.of(of_rows, mask_T & (columns["rank"] == 0), self.sum_over_shards)
+        of_best_T = mask_T & (columns["rank"] == 0)
+        best = LossNormalizer.of("token-mean", of_rows, of_best_T, sum_over_ranks=self.sum_over_shards)
         totals = RankingTotals.of(group_B, self.sum_over_shards)
-        loss = partial(preference_loss, self._loss, LossNormalizer("token-mean", best), totals)
+        loss = partial(preference_loss, self._loss, best, totals)
         return self.update(replace(rows, columns={**rows.columns, **columns}), sizes, loss, ScoreRequest())
 
     @register(
@@ -100,7 +102,7 @@ class DpoWorker(ModelWorker):
         if scores is None:
             return None
         assert scores.log_probs_T is not None, "a language model gives log-probs"
-        mask_T, of_rows = rows.columns["response_mask"], Rows.of(torch.from_numpy(rows.response_lengths))
+        mask_T, of_rows = rows.columns["response_mask"], rows_of(rows)
         log_probs_T = scores.log_probs_T.double().cpu()
         refs_T = torch.zeros_like(log_probs_T) if ref_log_probs_T is None else ref_log_probs_T.double()
         sums = [of_rows.sum(torch.where(mask_T, each_T, 0.0)) for each_T in (log_probs_T, refs_T)]
@@ -126,14 +128,7 @@ def groups_of(rank_B: Tensor) -> tuple[Tensor, Tensor]:
     return (rank_B == 0).cumsum(0), rank_B
 
 
-def _last_tokens(batch: DataProto) -> TokenRows:
-    """Return rows of which only the last token is scored, in its turn."""
-    rows = token_rows(batch, {})
-    return replace(rows, response_lengths=np.ones_like(rows.response_lengths), columns={}, before=False)
-
-
 def reward_loss(config: RewardLossConfig, totals: RankingTotals, batch: LossInput) -> LossOutput:
-    """Return the loss of a micro-batch's scores."""
     assert batch.scores.values_T is not None, "a score head gives values"
     pairs = Pairs.of(batch.columns["group"], batch.columns["rank"])
     objective = reward_objective(batch.scores.values_T, pairs, batch.columns["label"], config, totals)
@@ -141,10 +136,9 @@ def reward_loss(config: RewardLossConfig, totals: RankingTotals, batch: LossInpu
 
 
 def preference_loss(config: DpoLossConfig, norm: LossNormalizer, totals: RankingTotals, batch: LossInput) -> LossOutput:
-    """Return the loss of a micro-batch's log-probs."""
     log_probs_T, columns = batch.scores.log_probs_T, batch.columns
     assert log_probs_T is not None, "a language model gives log-probs"
-    rows = Rows.of(torch.from_numpy(batch.response_lengths), log_probs_T.device)
+    rows = rows_of(batch, log_probs_T.device)
     of_rows = {name: columns[name][rows.starts_B] for name in ("group", "rank")}
     tokens = RankedTokens(
         rows,
@@ -156,3 +150,50 @@ def preference_loss(config: DpoLossConfig, norm: LossNormalizer, totals: Ranking
     )
     objective = preference_objective(tokens, config, norm, totals)
     return LossOutput(objective.loss, objective.reports)
+
+
+class SftWorker(ModelWorker):
+    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), optional=("response_mask",))
+    def update_sft(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
+        """Make one optimizer step towards these responses; prompts are read and not learned."""
+        rows = token_rows(batch, {})
+        mask_T = rows.columns["response_mask"]
+        norm = LossNormalizer.of("token-mean", rows_of(rows), mask_T, sum_over_ranks=self.sum_over_shards)
+        return self.update(rows, sizes, partial(likelihood_loss, norm), ScoreRequest())
+
+    @register(
+        Dispatch.DATA_PARALLEL,
+        reads=("prompts", "responses"),
+        optional=("response_mask",),
+        writes=("sum_log_probs", "num_learned"),
+    )
+    def score_sft(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Return what the loss of each row is made of: the log-probs of its learned tokens, added up, and their
+        number."""
+        rows = token_rows(batch, {})
+        scores = self.forward(rows, sizes, ScoreRequest())
+        if scores is None:
+            return None
+        assert scores.log_probs_T is not None, "a language model gives log-probs"
+        mask_T, of_rows = rows.columns["response_mask"], rows_of(rows)
+        sums = of_rows.sum(torch.where(mask_T, scores.log_probs_T.double().cpu(), 0.0))
+        columns = {"sum_log_probs": sums, "num_learned": of_rows.count(mask_T)}
+        return DataProto.from_dict(columns, row_ids=batch.row_ids)
+
+    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("greedy_tokens",))
+    def predict_sft(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Return which token the model would have put at each place of the responses, behind the tokens before it."""
+        scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest(greedy=True))
+        if scores is None:
+            return None
+        assert scores.greedy_T is not None, "they were asked for"
+        tokens = jagged(scores.greedy_T.int().cpu(), batch.lengths("responses"))
+        return DataProto.from_dict({"greedy_tokens": tokens}, row_ids=batch.row_ids)
+
+
+def likelihood_loss(norm: LossNormalizer, batch: LossInput) -> LossOutput:
+    """Return minus the mean log-prob of the response tokens."""
+    log_probs_T = batch.scores.log_probs_T
+    assert log_probs_T is not None, "a language model gives log-probs"
+    loss = norm.aggregate(-log_probs_T, rows_of(batch, log_probs_T.device), batch.columns["response_mask"])
+    return LossOutput(loss, {"loss": loss.detach()})

@@ -18,10 +18,10 @@ from mrl.controller.worker import registered_methods
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
+from mrl.rollout import replica
+from mrl.rollout.replica import WeightReceiver
 from mrl.weight_sync.planner import RolloutLayout
 from mrl.weight_sync.resharder import WeightSyncSpec
-from mrl.workers import weight_receiver
-from mrl.workers.weight_receiver import WeightReceiver
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def test_a_porter_comes_after_the_trainers_ranks_and_serves_the_store(
         def send(self, version: int, workers: list[int]) -> tuple[int, list[int]]:
             return version, workers
 
-    monkeypatch.setattr(weight_receiver, "Resharder", Notes)
+    monkeypatch.setattr(replica, "Resharder", Notes)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         rendezvous = Rendezvous("10.0.0.7", 4321, 2, listener)
         place = RankInfo("rollout", 1, 1, Mesh(2), rendezvous)
