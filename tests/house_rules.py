@@ -64,7 +64,7 @@ HEAVY = {"torch", "transformers", "wandb", "mlflow", "swanlab", *LIBRARY_HOMES} 
 """What may be imported where it is needed; an extra that not everybody installs is among them."""
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_METHODS, MAX_PARAMETERS = 400, 60, 16, 6
-MEDIAN_FILE_LINES, SHORT_FUNCTION_LINES, SHORT_FUNCTIONS = 150, 35, 0.9
+MEDIAN_FILE_LINES, SHORT_FUNCTION_LINES, SHORT_FUNCTIONS = 180, 35, 0.9
 CORE = {"algos", "protocol", "controller", "models", "rollout", "weight_sync", "engine", "workers", "agents", "trainer"}
 """What one reads to understand how mrl trains; the rest is the workbench around it."""
 # What stood, and what took more: validation, rewards by source, contained programs, a judge, own parts, SFT; then

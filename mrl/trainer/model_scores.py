@@ -32,7 +32,8 @@ class ScoringModel:
         self, role: str, config: ModelScoreConfig, client: RewardModelClient, encoder: ResponseEncoder | None = None
     ) -> None:
         """Make one that is given texts in its own tokens by an encoder; without it the policy's are its own."""
-        self.role, self.config, self.client, self.encoder = role, config, client, encoder
+        self.config = config
+        self.role, self.client, self.encoder = role, client, encoder
         self._num, self._mean, self._squares = 0, 0.0, 0.0
 
     def raw(self, batch: DataProto) -> Scores:
