@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from mrl.config import schema
+from mrl.config import schema, verl_keys
 from mrl.config.values import UNUSABLE, KeyPath, Secrets, dotted
 from mrl.errors import Problem, did_you_mean
 
@@ -162,7 +162,13 @@ class _Conversion:
         known = fields_of(section)
         unknown = {name: nearest_key(section, (*path, name), self._root) for name in values if name not in known}
         for name, meant in unknown.items():
-            self._report((*path, name), "unknown key", _unknown_key_fix(name, meant, (*path, name), known))
+            here = {leaf: self._name_here(leaf) for leaf in _leaves((*path, name), values[name])}
+            if any(here.values()):
+                for leaf, its_name in here.items():
+                    fix = f"verl's; here it is {its_name}" if its_name else "verl's: see docs/coming-from-verl.md"
+                    self._report(leaf, "unknown key", fix)
+            else:
+                self._report((*path, name), "unknown key", _unknown_key_fix(name, meant, (*path, name), known))
         given = {}
         for name, key in known.items():
             inner = (*path, name)
@@ -175,6 +181,13 @@ class _Conversion:
             else:
                 given[name] = self._report(inner, "is required and missing", key.doc.split(". ")[0].rstrip("."))
         return UNUSABLE if unknown or any(value is UNUSABLE for value in given.values()) else section(**given)
+
+    def _name_here(self, path: KeyPath) -> str | None:
+        """Return what a key of verl is called in this kind of configuration, if it has one like it."""
+        if (here := verl_keys.key_for(path)) is None:
+            return None
+        known, first = {dotted(key.path) for key in schema_keys(self._root)}, here.partition(",")[0]
+        return here if first in known or first.rpartition(".")[0] in known else None
 
     def _value(self, annotation: Any, value: Any, path: KeyPath) -> Any:
         if value is UNUSABLE:
@@ -265,6 +278,14 @@ _REFUSED = {
     "rollout.min_tokens": f"refused: {_SAMPLED}, without end tokens at first; charge short responses in the reward",
 }
 """What the field has and mrl has not, and why."""
+
+
+def _leaves(path: KeyPath, value: Any) -> Iterator[KeyPath]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves((*path, name), inner)
+    else:
+        yield path
 
 
 def _unknown_key_fix(name: str, meant: str | None, path: KeyPath, known: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ from mrl.config.load import VERBS as TRAINED_BY
 from mrl.config.load import load_config_of
 from mrl.config.sft import SftConfig
 from mrl.config.values import dotted
+from mrl.config.verl_keys import NAMES
 from mrl.errors import ConfigError
 from tests.docs.blocks import DOCS, NOT_RUN, ROOT, Block, blocks_of, mrl_commands, pages, run_block, run_page
 from tests.docs.generate import MAKERS, first_line, names_in, renewed
@@ -222,6 +223,18 @@ def test_every_key_that_answers_one_of_verl_exists() -> None:
     assert len(keys) > 60
     free = re.compile(r"(actor|critic)\.(megatron|ddp|optimizer)\.\w+|rollout\.vllm\.\w+")
     assert [key for key in keys if key not in known and not free.fullmatch(key)] == []
+
+
+def test_errors_call_the_keys_of_verl_as_the_page_does() -> None:
+    section = VERL.partition("\n## Configuration keys\n")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
+    said = {
+        code.rpartition(".")[2].partition("=")[0]: {key.replace("actor.", "ROLE.") for key in CODE.findall(row[2])}
+        for row in reversed(rows)
+        for code in CODE.findall(row[1])
+    }
+    wrong = {name: key for name, key in NAMES.items() if not set(key.split(", ")) <= said.get(name, set())}
+    assert wrong == {}
 
 
 def test_every_name_that_answers_one_of_verl_exists() -> None:
