@@ -22,7 +22,7 @@ from mrl.plan.memory import engine_memory, plan_memory, rollout_pool
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.search import Changes
 from mrl.plan.timing import Lengths, decode_step, plan_time, rows_by_cache
-from mrl.rollout.scheduler import Gate
+from mrl.rollout.gate import Gate
 
 _QUANTILES = 500
 _MIN_STEPS, _MAX_STEPS, _MAX_ROWS, _MIN_ENGINE_ROWS = 10, 30, 25_000, 16

@@ -1,4 +1,4 @@
-"""Which replica generates what, and which batches may begin; who is far slower than the others.
+"""Which replica generates what, and who is far slower than the others.
 
 Shares go by remaining tokens, and the requests of a replica that died to others.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from mrl.errors import RolloutError
 from mrl.events import EventLog, Warned
@@ -144,24 +144,6 @@ class RequestScheduler:
         self._waiting[replica].clear()
         self._waiting[None].extendleft(reversed(lost + waited))
         return lost
-
-
-@dataclass
-class Gate:
-    """Which batches may begin: a rule of counts alone."""
-
-    ahead: int
-    num_steps: int
-    """Of the whole run: no batch is begun that is not trained."""
-    trained: int = 0
-    """Steps whose weights the engines have."""
-    begun: int = 0
-
-    def open(self) -> Iterator[int]:
-        """Begin the batches that may, one after another; yield their numbers."""
-        while self.begun < min(self.trained + 1 + self.ahead, self.num_steps):
-            self.begun += 1
-            yield self.begun
 
 
 _TIMES, _ROLLOUTS = 3.0, 3

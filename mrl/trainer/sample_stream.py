@@ -19,8 +19,8 @@ from mrl.errors import CheckpointError, WireError
 from mrl.observe.metrics import StepTimer
 from mrl.protocol import DataProto
 from mrl.protocol.batch_file import batch_from_bytes, batch_to_bytes
+from mrl.rollout.gate import Gate
 from mrl.rollout.hybrid_engine import HybridEngine
-from mrl.rollout.scheduler import Gate
 from mrl.trainer.audit import Answers, EngineProbe
 from mrl.trainer.collector import Collector
 from mrl.trainer.generation import OpenRounds, ScoredBatch

@@ -63,11 +63,11 @@ class Judge(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def flaky(self, number: int, tries: int) -> None:
-        """Three calls in ten fail: busy, broken, or hung up."""
+        """Three calls in ten fail, though no question more than three times: busy, broken, or hung up."""
         with self.server.lock:  # type: ignore[attr-defined]
             self.server.calls += 1  # type: ignore[attr-defined]
             call = self.server.calls  # type: ignore[attr-defined]
-        match call % 10:
+        match call % 10 if tries <= 3 else 0:
             case 2:
                 self.send(429, {})
             case 5:

@@ -167,7 +167,8 @@ def test_a_validation_warns_but_not_before_training() -> None:
     said: list[str] = []
     run: Any = SimpleNamespace(warn_once=lambda about, message: said.append(about))
     figures = {"val/pairs": 50.0, "val/accuracy": 0.5, "val/longer_wins": 0.6}
-    components: Any = SimpleNamespace(sample=dict, validate=lambda: figures)
+    task = SimpleNamespace(measure=lambda client, rows: figures)
+    components: Any = SimpleNamespace(sample=dict, task=task, client=None, validation=[])
     assert sft._validated(run, cast(Any, components), 0) == figures
     assert said == []
     assert sft._validated(run, cast(Any, components), 10) == figures

@@ -19,7 +19,7 @@ from mrl.errors import AuditFailed, CheckpointError, RolloutError
 from mrl.observe.metrics import read_metrics
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
-from mrl.rollout.scheduler import Gate
+from mrl.rollout.gate import Gate
 from mrl.trainer.audit import staleness_metrics, with_staleness
 from mrl.trainer.generation import ScoredBatch
 from mrl.trainer.sample_stream import drawn_from_bytes, drawn_to_bytes
@@ -110,7 +110,7 @@ def test_the_next_batch_is_generated_while_one_is_trained(tmp_path: Path) -> Non
     """The second batch ends only after the first update has begun, and the first update only while it is under way."""
     updating, generating = threading.Event(), threading.Event()
     with scene(ahead(tmp_path, training={"steps": 2}), tmp_path) as found:
-        generate, update = found.hybrid.generate, found.components.actor.update
+        generate, update = found.hybrid.generate, found.components.actor.update_actor
 
         def slowly(*arguments: Any, **named: Any) -> Any:
             if found.hybrid.requests:
@@ -118,13 +118,13 @@ def test_the_next_batch_is_generated_while_one_is_trained(tmp_path: Path) -> Non
                 assert updating.wait(20), "nothing was trained meanwhile"
             yield from generate(*arguments, **named)
 
-        def note(method: str, batch: DataProto) -> Any:
+        def note(batch: DataProto) -> Any:
             assert generating.wait(20), "nothing was generated meanwhile"
             updating.set()
-            return update(method, batch)
+            return update(batch)
 
         found.hybrid.generate = slowly  # type: ignore[method-assign]
-        found.components.actor.update = note
+        found.components.actor.update_actor = note
         found.trainer.fit()
     assert [line["async/staleness/max"] for line in figures(tmp_path)] == [0, 1]
 

@@ -355,7 +355,7 @@ def test_the_best_is_that_of_the_lowest_loss(keep_best: bool, lab: Lab, monkeypa
     lab.validate_on(2, every=1, keep_best=keep_best)
     losses = iter([9.0, 3.0, 1.0, 2.0, 1.5, 4.0])
     monkeypatch.setattr(
-        "mrl.trainer.sft._SftComponents.validate", lambda self: {"val/loss": next(losses), "val/held/loss": 0.0}
+        "mrl.trainer.supervised_tasks.measure_loss", lambda *_: {"val/loss": next(losses), "val/held/loss": 0.0}
     )
     lab.train(Group(), save_every=4)
     assert lab.saved() == ([1, 2, 4, 5] if keep_best else [4, 5])
