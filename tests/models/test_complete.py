@@ -11,6 +11,7 @@ import pytest
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.errors import ModelError
+from mrl.models.complete import check_complete
 from mrl.models.decoder import Family
 from mrl.models.families import FAMILIES, spec_of
 from mrl.models.hf_config import HfConfig
@@ -18,7 +19,6 @@ from mrl.models.parameters import Parameter, RowRange
 from mrl.models.regions import Shape
 from mrl.models.spec import ModelSpec
 from tests.models import published
-from tests.models.complete import check_complete
 
 SPEC = spec_of(HfConfig(published.LLAMA_31_70B, "config.json"))
 QKV = "self_attention.linear_qkv.weight"

@@ -170,7 +170,7 @@ def test_a_directory_without_a_config_is_refused(tmp_path: Any, content: str | N
 
 
 def test_planning_needs_no_torch() -> None:
-    program = "import sys, mrl.models.table; sys.exit('torch' in sys.modules)"
+    program = "import sys, mrl.models.complete; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.errors import ModelError
+from mrl.models.complete import check_complete
 from mrl.models.families import read_spec, spec_of
 from mrl.models.hf_config import HfConfig
 from mrl.models.hf_reader import HfReader, load_shard
@@ -20,7 +21,6 @@ from mrl.models.regions import slices
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, Shard, local_name, shards_of
 from tests.models import published
-from tests.models.complete import check_complete
 from tests.models.conftest import Tiny
 from tests.models.tiny_models import MOE_FAMILIES, TINY_FAMILIES
 
