@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from mrl.config.load import load_config
 from mrl.plan.memory import plan_memory
 from mrl.plan.plan_input import make_plan_input, not_modeled
@@ -74,3 +76,18 @@ def test_advice_is_the_first_step_of_its_kind_that_fits_and_no_more_kinds_than_n
     assert plan_memory(above).shortages, "a smaller step would not do"
     assert plan == plan_memory(subject.with_changes_unchecked(lower))
     assert len(advise(subject, max_found=1)) == 1
+
+
+def test_a_reward_model_with_a_name_of_its_own_is_planned_on_gpus() -> None:
+    """A role with a dot is no attribute of the configuration."""
+    added = {"path": "meta-llama/Llama-3.1-8B", "max_tokens_per_device": 16384, "parallel": {"tp": 2}}
+    planned = make_plan_input(
+        load_config(
+            str(CONFIGS / "ppo-llama3.1-8b-1n8g.yaml"),
+            [f"reward_models.help={json.dumps(added)}", 'placement.roles={"reward_models.help": "all"}'],
+        ),
+        None,
+    )
+    assert planned.config.reward_models["help"].megatron, "the kernels that Transformer Engine fuses"
+    roles = {item.role for phase in plan_memory(planned).phases for item in phase.items}
+    assert "reward_models.help" in roles
