@@ -68,7 +68,6 @@ def interfaces() -> dict[str, str]:
 
 
 def listen(address: str) -> socket.socket:
-    """Open a socket on a free port of this address."""
     return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 

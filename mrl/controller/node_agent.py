@@ -56,7 +56,6 @@ def read_process(pid: int) -> tuple[str, int] | None:
 
 
 def view(process: ProcessId) -> ProcessView:
-    """Return the state of a process of this machine."""
     seen = read_process(process.pid)
     same = seen is not None and seen[1] == process.start_ticks
     return ProcessView(seen[0] if seen is not None and same else None)
@@ -171,7 +170,6 @@ class NodeAgent:
         return native_frames(process.pid), kernel_view(process.pid)
 
     def tail(self, log: str, num_lines: int) -> str:
-        """Return the last lines of a log on this node."""
         return tail(Path(log), num_lines)
 
     def first_words(self, pid: int, num_lines: int) -> str:

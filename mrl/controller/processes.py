@@ -107,7 +107,6 @@ class RankProcesses:
         return self._ask(rank, lambda agent: agent.threads.remote(process), NATIVE_S + _AGENT_S) or ("", "")
 
     def log_tail(self, rank: int, num_lines: int) -> tuple[Path, str]:
-        """Return where a rank's log is, and its last lines."""
         log = self._log(rank)
         if not num_lines:
             return log, ""

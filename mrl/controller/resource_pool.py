@@ -159,7 +159,6 @@ class ResourcePoolManager:
 
     @property
     def nodes(self) -> list[NodeView]:
-        """The nodes that have devices of some pool."""
         return list(self._nodes.values())
 
     def release(self) -> None:

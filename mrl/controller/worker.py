@@ -123,7 +123,6 @@ class RankInfo:
 
     @property
     def coordinates(self) -> Coordinates:
-        """This rank on every parallel axis."""
         return self.mesh.coordinates(self.rank)
 
 
@@ -158,7 +157,6 @@ class Worker:
         return socket.gethostname(), self.place.local_rank
 
     def init_process_group(self, backend: str, timeout_s: float) -> None:
-        """Join torch.distributed with the other ranks of this group."""
         import torch.distributed  # workers without tensors never load torch
 
         torch.distributed.init_process_group(

@@ -33,7 +33,6 @@ def make_log_directory(run_directory: Path, role: str) -> Path:
 
 
 def log_path(directory: Path, rank: int) -> Path:
-    """Return where the output of a rank goes."""
     return directory / f"rank-{rank}.log"
 
 

@@ -190,7 +190,6 @@ def _write_rank(path: Path, tensors: dict[str, Tensor], boxes: list[tuple[str, R
 
 
 def _facts(engine: MegatronEngine, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a manifest says beside files and boxes."""
     optimizer = _optimizer(engine)
     return {
         "format": FORMAT,

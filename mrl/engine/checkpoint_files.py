@@ -129,7 +129,6 @@ class SavedFiles:
             raise EngineError(f"lacks {missing} elements of {name} {box}", where=str(self.path))
 
     def random_states(self, rank: int) -> dict[str, Tensor]:
-        """Return what that rank's random generators were."""
         handle = self._handle(file_name(rank))
         names = [name for name in handle.keys() if name.startswith(RANDOM)]  # noqa: SIM118  # no dictionary
         return {name.removeprefix(RANDOM): handle.get_tensor(name) for name in names}

@@ -109,7 +109,6 @@ class MegatronEngine:
     def update(
         self, rows: TokenRows, micro_batches: Sequence[Rows], loss: LossFunction, scores: ScoreRequest
     ) -> tuple[dict[str, float], StepOutcome]:
-        """Make one optimizer step on these rows."""
         self.memory.check("parameters", "gradients", "optimizer")
         assert self.optimizer is not None, "only a trained engine has an optimizer"
         self.optimizer.zero_grad()

@@ -58,7 +58,6 @@ class RmsNorm(torch.nn.Module):
 
 
 def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules | ModuleSpec:
-    """Return the layers of one pipeline chunk."""
     if has_transformer_engine():
         if config.num_moe_experts is None:
             return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)

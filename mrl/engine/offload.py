@@ -213,7 +213,6 @@ class HostMirroredStorage:
             self.host_is_current = True
 
     def new_host_buffer(self) -> Tensor:
-        """Host memory for all contents."""
         if self._stream is None:
             return torch.empty(self.host_buffer_bytes, dtype=torch.uint8)
         return pinned_memory(self.host_buffer_bytes)
@@ -225,7 +224,6 @@ class HostMirroredStorage:
         self.wait()
 
     def load_from_host(self, host: Tensor) -> None:
-        """Copy a host buffer to the storages."""
         self.traffic.to_device_bytes += sum(self._sizes)
         self._copy(self._contents(), self._slots(host))
 

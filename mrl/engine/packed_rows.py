@@ -57,7 +57,6 @@ class TokenRows:
                 )
 
     def take(self, rows: npt.ArrayLike) -> TokenRows:
-        """Return the rows at these positions, in this order."""
         index = np.asarray(rows, dtype=np.int64)
         answers = _pick(self.response_lengths, index)
         return TokenRows(
@@ -118,7 +117,6 @@ class MicroBatch:
 
 
 def pack(rows: TokenRows, cut: SequenceSharding, device: torch.device) -> MicroBatch:
-    """Return the micro-batch of these rows."""
     # Rows of 5 and 3 tokens, abcde and fgh, whose responses are their last 2 and 1, on rank 1 of two context ranks:
     #   stored    8 4                        multiples of 2 x cp
     #   tokens    a b c d e . . . f g h .    of all ranks together, at places 0 to 11

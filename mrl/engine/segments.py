@@ -45,7 +45,6 @@ class Segments:
 
     @classmethod
     def of(cls, stored: Lengths, cp: int, cp_rank: int, device: torch.device) -> Segments:
-        """Return the segments of rows with these stored lengths."""
         starts = np.cumsum(stored) - stored
         if cp == 1:
             return cls(starts, stored, starts, stored, None, device)

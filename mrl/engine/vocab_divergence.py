@@ -179,7 +179,6 @@ def _highest(values_TN: Tensor, ids_TN: Tensor, k: int) -> tuple[Tensor, Tensor]
 
 
 def _of_ranks(mine: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Return every rank's."""
     everyones = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
     dist.all_gather_into_tensor(everyones, mine.contiguous(), group=group)
     return everyones.view(group.size(), *mine.shape).unbind(0)

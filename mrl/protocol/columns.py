@@ -118,7 +118,6 @@ class RemoteColumn:
         return np.asarray(starts[self.part_of_row] + self.row_in_part)
 
     def describe(self) -> str:
-        """Return kind and size of the column, for messages."""
         kind = "" if self.lengths is None else f", {int(self.lengths.sum())} values"
         return f"stored, {len(self)} rows{kind} in {len(self.parts)} parts"
 
@@ -252,7 +251,6 @@ def signature(column: Column) -> str:
 
 
 def describe(column: AnyColumn) -> str:
-    """Return kind, type and size of a column, for messages."""
     if isinstance(column, RemoteColumn):
         return column.describe()
     size = f"{len(column)} rows"

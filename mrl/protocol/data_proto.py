@@ -81,7 +81,6 @@ class Table:
         return "\n".join([f"{type(self).__name__} of {len(self)} rows, meta_info {self.meta_info}", *lines])
 
     def columns(self) -> dict[str, AnyColumn]:
-        """Return all columns by name, of whatever kind."""
         tensors = self._tensors
         if self._is_batch_made():
             tensors = {name: from_torch(tensor, name) for name, tensor in self.batch.items()}
@@ -159,7 +158,6 @@ class DataProto(Table):
         return DataProto({**mine, **other_columns}, self.row_ids, meta_info)
 
     def select(self, *names: str) -> DataProto:
-        """Return these rows with only the named columns."""
         columns = self.columns()
         for name in names:
             if name not in columns:

@@ -100,7 +100,6 @@ class Verified:
 
     @property
     def is_right(self) -> bool:
-        """Whether every difference is within its tolerance."""
         found = (self.transformers, self.loss, self.grad_norm)
         return all(value <= limit for value, limit in zip(found, astuple(self.tolerance), strict=True))
 

@@ -229,7 +229,6 @@ def _value_loss(norm: LossNormalizer, step: int, batch: LossInput) -> LossOutput
 
 
 def merge_ranks(ranks: list[RankResult]) -> ParityResult:
-    """Put the results of all ranks of a world together."""
 
     def joined(per_rank: list[dict[int, Floats]]) -> Floats:
         rows: dict[int, Floats] = {}

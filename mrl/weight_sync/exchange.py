@@ -124,7 +124,6 @@ class WeightExchange:
         _finish(*waiting, matrices)
 
     def copy_local(self, transfers: Sequence[Transfer], matrices: Sequence[Tensor]) -> None:
-        """Copy what this rank holds itself."""
         for transfer in transfers:
             matrix = matrices[transfer.tensor]
             for each in transfer.region.copies:
@@ -209,7 +208,6 @@ class JoinedTransport:
         return works + [self._group.recv([buffer], rank, 0) for rank, buffer in incoming.items()]
 
     def barrier(self) -> None:
-        """Wait for trainer and receivers."""
         self._group.barrier().wait()
 
 

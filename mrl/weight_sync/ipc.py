@@ -69,7 +69,6 @@ class TensorView:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, buffer: Tensor) -> Tensor:
-        """Return the tensor itself, in the buffer's memory."""
         return buffer[self.offset : self.offset + self.num_bytes].view(self.dtype).view(self.shape)
 
 
@@ -140,7 +139,6 @@ class IpcSender:
         return dict(reply["digests"])
 
     def close(self) -> None:
-        """Let go of the connection and the buffers."""
         if self._line is not None:
             self._line.close()
         self._line, self._slots, self._free = None, [], []
@@ -343,7 +341,6 @@ def _share(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, Any]
 
 
 def _map(handle: dict[str, Any], descriptors: list[int]) -> Tensor:
-    """Return the buffer that another process shares."""
     if "cuda" in handle:
         device = torch.device("cuda", torch.cuda.current_device())
         if handle["uuid"] != _uuid(device):
