@@ -65,29 +65,6 @@ HEAVY = {"torch", "transformers", "wandb", "mlflow", "swanlab", *LIBRARY_HOMES} 
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_METHODS, MAX_PARAMETERS = 400, 60, 16, 6
 MEDIAN_FILE_LINES, SHORT_FUNCTION_LINES, SHORT_FUNCTIONS = 180, 35, 0.9
-CORE = {"algos", "protocol", "controller", "models", "rollout", "weight_sync", "engine", "workers", "agents", "trainer"}
-"""What one reads to understand how mrl trains; the rest is the workbench around it."""
-# What stood, and what took more: validation, rewards by source, contained programs, a judge, own parts, SFT; then
-# whatever may happen to a run: its files, its processes, its nodes; then conversations of several turns, and those
-# whose context an agent rewrites; then what a model of SFT answers, decoded in every layout without an engine; then
-# responses that were ranked: reward models, and policies without one, with their losses, data, rules and figures; then
-# reward models of other tokens, several of them, their scale, and scores within a round and in validation, and a demo
-# of the way from SFT over pairs to PPO; then a teacher: a role, its columns, divergences over the vocabulary, and what
-# is planned and checked of it; then batches ahead of the one that is trained, a simulator that plans them, and what
-# repeats a run with weights in flight; then a reference of pairs that is computed once: its pass and its file; then in
-# the simulator of batches ahead what rewards cost, and engines and trainer of one machine each other. What is taken off
-# at the end went with small files that joined their readers, and with mechanisms that one of two could do.
-MAX_LINES = {
-    "core": 13_750 + 870 + 350 + 150 + 2_800 + 150 + 850 + 270 + 480 + 960 + 280 + 250 - 140 - 640,
-    "workbench": 13_700 + 3_550 + 800 + 950 + 810 + 110 + 200 + 380 + 40 + 30 + 40 - 220 - 1_030,
-}
-MAX_FILES, MAX_CLASSES, MIN_MEDIAN_FILE_LINES = (
-    240 + 45 + 40 + 5 + 9 + 1 + 2 + 1 - 16 - 64,
-    380 + 45 + 75 + 9 + 14 + 4 + 6 - 6 - 34,
-    115,
-)
-"""A capability that needs more raises these lines in its own commit, and says why."""
-
 # Where everything may be caught, because whatever happens there is reported as a worker's death, or is the failure of
 # one sample in a process of its own.
 BROAD_EXCEPT_ALLOWED = {
@@ -335,21 +312,6 @@ def usual_sizes(sources: Sequence[Source]) -> Iterator[str]:
     if short < SHORT_FUNCTIONS * len(functions):
         share = f"{short} of {len(functions)} functions"
         yield f"{share} are shorter than {SHORT_FUNCTION_LINES} lines; aim at {SHORT_FUNCTIONS:.0%}"
-
-
-def sizes_of_the_whole(sources: Sequence[Source]) -> Iterator[str]:
-    """The whole stays as large as it is, and no file becomes a stub."""
-    lines = {"core": 0, "workbench": 0}
-    for source in sources:
-        lines["core" if source.unit in CORE else "workbench"] += len(source.text.splitlines())
-    counted = [(f"lines of the {part}", number, MAX_LINES[part]) for part, number in lines.items()]
-    counted.append(("files", len(sources), MAX_FILES))
-    classes = sum(isinstance(node, ast.ClassDef) for source in sources for node in ast.walk(source.tree))
-    counted.append(("classes", classes, MAX_CLASSES))
-    yield from (f"{number} {what}; at most {limit}" for what, number, limit in counted if number > limit)
-    files = [len(source.text.splitlines()) for source in sources if not source.path.endswith("__init__.py")]
-    if statistics.median(files) < MIN_MEDIAN_FILE_LINES:
-        yield f"the median file has {statistics.median(files):g} lines; at least {MIN_MEDIAN_FILE_LINES}"
 
 
 def type_names(sources: Sequence[Source]) -> Iterator[str]:

@@ -26,7 +26,6 @@ RULES_OF_THE_WHOLE = (
     house_rules.import_cycles,
     house_rules.two_way_packages,
     house_rules.usual_sizes,
-    house_rules.sizes_of_the_whole,
     house_rules.type_names,
     house_rules.stale_permissions,
 )
@@ -222,23 +221,6 @@ def test_long_files_and_functions_may_not_become_usual() -> None:
     assert list(house_rules.usual_sizes(long_files)) == ["the median file has 181 lines; aim at 180"]
     long_functions = [Source("mrl/a.py", "def f(): ...\n" * 8 + ("def g():\n" + "    x = 1\n" * 34) * 2)]
     assert list(house_rules.usual_sizes(long_functions)) == ["8 of 10 functions are shorter than 35 lines; aim at 90%"]
-
-
-def test_the_whole_may_not_grow_unnoticed() -> None:
-    lines, classes, most = house_rules.MAX_LINES["core"], house_rules.MAX_CLASSES, house_rules.MAX_FILES
-    large = [
-        Source("mrl/engine/a.py", "x = 1\n" * (lines + 1)),
-        Source("mrl/plan/b.py", "class A: ...\n" * (classes + 1)),
-    ]
-    assert list(house_rules.sizes_of_the_whole(large)) == [
-        f"{lines + 1} lines of the core; at most {lines}",
-        f"{classes + 1} classes; at most {classes}",
-    ]
-    stubs = [Source(f"mrl/plan/{number}.py", "x = 1\n") for number in range(most + 1)]
-    assert list(house_rules.sizes_of_the_whole(stubs)) == [
-        f"{most + 1} files; at most {most}",
-        f"the median file has 1 lines; at least {house_rules.MIN_MEDIAN_FILE_LINES}",
-    ]
 
 
 def test_two_public_types_of_one_name_are_found() -> None:
