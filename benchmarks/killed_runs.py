@@ -31,8 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.harness import Benchmark, parser
 from mrl.config.run_directory import steps_in
 from mrl.events import PhaseEnd, Warned, WorkersStarted, read_events
-from mrl.observe.metrics import read_metrics
-from mrl.trainer.audit import without_clock
+from mrl.observe.metrics import read_metrics, without_clock
 
 ROOT = Path(__file__).resolve().parent.parent
 MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"

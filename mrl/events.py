@@ -42,6 +42,17 @@ class RunStarted(Event, kind="run_started"):
     version: str
 
 
+class RunEnded(Event, kind="run_ended"):
+    """The last event of an attempt, unless its process was killed and nothing watched it."""
+
+    cause: str
+    """done | stopped | interrupted | failed | lost | killed."""
+    why: str
+    """The text of the error, with its traceback if it is a bug; or what asked the run to stop."""
+    step: int
+    """Last step whose metrics were recorded."""
+
+
 class EventsLost(Event, kind="events_lost"):
     """Events before this one that could not be written."""
 
@@ -205,7 +216,7 @@ class EventLog:
         self.num_lost = 0
         """Events that could not be written, and have not been told of."""
         self._why = ""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may write while its own thread is writing
         # O_APPEND makes each line one atomic write, so writers never interleave.
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
@@ -243,6 +254,17 @@ def read_events(path: Path) -> Iterator[Recorded]:
         raise MrlError(f"cannot be read: {error.strerror}", where=str(path)) from error
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline was never finished
         yield _parse(line, f"{path}:{number}")
+
+
+def last_ending(path: Path) -> RunEnded | None:
+    """Return how the last attempt ended; None while it runs, or if its process was killed."""
+    ended = None
+    for recorded in read_events(path):
+        if isinstance(recorded.event, RunStarted):
+            ended = None
+        elif isinstance(recorded.event, RunEnded):
+            ended = recorded.event
+    return ended
 
 
 def _parse(line: bytes, where: str) -> Recorded:

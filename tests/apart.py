@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mrl.observe.metrics import read_metrics
-from mrl.trainer.audit import without_clock
+from mrl.observe.metrics import read_metrics, without_clock
 
 ROOT = Path(__file__).resolve().parents[1]
 MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"

@@ -21,7 +21,7 @@ from mrl.errors import MrlError, did_you_mean
 from mrl.redaction import redact_text
 
 VERBS = {
-    "show": ("mrl.cli.show", "print the resolved configuration, the difference of two, or the schema"),
+    "show": ("mrl.cli.show", "print the resolved configuration, how a run ended, the difference of two, or the schema"),
     "explain": ("mrl.cli.explain", "say what a configuration means: batch arithmetic, which rank is where"),
     "data": ("mrl.cli.data", "make a published data set into the files that presets name"),
     "check": ("mrl.cli.check", "look at everything that a run needs before it starts"),

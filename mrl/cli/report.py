@@ -10,6 +10,7 @@ from mrl.config.load import load_any_config
 from mrl.config.render import render_difference
 from mrl.errors import SetupError
 from mrl.files import read_text
+from mrl.redaction import redact_text
 
 EXAMPLE = "mrl report runs/laptop-ppo"
 _NUM_SAMPLES = 24
@@ -31,12 +32,16 @@ def run(arguments: argparse.Namespace) -> int:
 def write_report(directory: Path, out: Path | None = None) -> Path:
     metrics, config = _files(directory)
     from mrl.data.row_files import read_newest_samples
+    from mrl.observe.ending import describe_ending
     from mrl.observe.metrics import read_metrics
     from mrl.observe.report import render_report
 
     kinds = {"the last recorded step": "step", "the last validation": "validation"}
     samples = {of: read_newest_samples(directory / "samples", _NUM_SAMPLES, kind) for of, kind in kinds.items()}
-    page = render_report(directory.name, read_metrics(metrics), samples, read_text(config))
+    lines = read_metrics(metrics) if metrics.is_file() else []  # a run may fail before its first step
+    ending = redact_text(describe_ending(directory))
+    page = render_report(directory.name, lines, samples, read_text(config), ending)
+    print(f"{directory}: {ending}")
     out = out or directory / "report.html"
     out.write_text(page, encoding="utf-8")
     return out
@@ -48,9 +53,12 @@ def write_comparison(directories: Sequence[Path], out: Path | None = None) -> Pa
     from mrl.observe.metrics import read_metrics
     from mrl.observe.report import render_comparison
 
-    names = [each.name for each in directories]
-    labels = names if len(set(names)) == len(names) else [str(each) for each in directories]
     found = [_files(directory) for directory in directories]
+    names = [each.name for each in directories]
+    for directory, (metrics, _) in zip(directories, found, strict=True):
+        if not metrics.is_file():
+            raise SetupError(f"{directory} has no metrics.jsonl: the run has done no step")
+    labels = names if len(set(names)) == len(names) else [str(each) for each in directories]
     first, *others = (load_any_config(str(config)) for _, config in found)
     difference = "\n".join(filter(None, (render_difference(first, other) for other in others)))
     lines = {label: read_metrics(metrics) for label, (metrics, _) in zip(labels, found, strict=True)}
@@ -61,6 +69,6 @@ def write_comparison(directories: Sequence[Path], out: Path | None = None) -> Pa
 
 def _files(directory: Path) -> tuple[Path, Path]:
     metrics, config = directory / "metrics.jsonl", directory / "config.yaml"
-    if not metrics.is_file() or not config.is_file():
-        raise SetupError(f"{directory} is not the directory of a run: it lacks metrics.jsonl or config.yaml")
+    if not config.is_file():
+        raise SetupError(f"{directory} is not the directory of a run: it has no config.yaml")
     return metrics, config

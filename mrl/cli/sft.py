@@ -20,6 +20,7 @@ EXAMPLE = "mrl {verb} configs/laptop-{verb}.yaml model.path=my-model"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_first(parser)
+    parser.add_argument("--quiet", action="store_true", help="no line per update")
     add_attempt(parser)
 
 
@@ -34,10 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
         if model.is_dir() and model.stat().st_mtime > newest.stat().st_mtime:  # else it is of a shorter run
             print(f"all {resolved.config.training.steps} steps are done; the model is in {model}")
             return 0
-    return watched(verb, arguments, resolved, lambda lost: _train(resolved, lost))
+    return watched(verb, arguments, resolved, lambda lost: _train(resolved, lost, arguments.quiet))
 
 
-def _train(resolved: Resolved[SftConfig], lost: Lost) -> int:
+def _train(resolved: Resolved[SftConfig], lost: Lost, quiet: bool) -> int:
     # These load torch and Ray, which a wrong configuration need not wait for.
     from mrl.controller.cluster import when_ray_is_lost
     from mrl.observe.console import Console
@@ -49,9 +50,11 @@ def _train(resolved: Resolved[SftConfig], lost: Lost) -> int:
     warnings = refuse(resolved.path, check_start(resolved))
     resolved = settle_models(resolved)
     num_steps = resolved.config.training.steps
-    console = Console(num_steps or 1, quiet=num_steps is None)  # how many updates epochs take is not known
+    console = Console(num_steps or 1, quiet=quiet or num_steps is None)  # how many updates epochs take is not known
 
     def on_update(step: int, metrics: dict[str, float]) -> None:
+        if quiet:
+            return
         names = [name for name in _SHOWN if name in metrics]
         shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in names)
         console.print(f"{step}/{num_steps}  {shown}" if num_steps else f"{step}  epoch {metrics['epoch']:.2f}  {shown}")

@@ -7,7 +7,6 @@ ends every process that has joined it.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import shlex
 import signal
@@ -17,14 +16,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from mrl.children import die_with, listening
 from mrl.config.load import AnyTyped, Resolved, config_kind
-from mrl.config.run_directory import CHECKPOINTS, steps_in
+from mrl.config.run_directory import CHECKPOINTS, EVENTS, steps_in
 from mrl.errors import MrlError, PlacementError, WorkerDied, WorkerSilent
-from mrl.events import Event, EventLog, RayLost, RunRestarted
+from mrl.events import Event, EventLog, RayLost, RunEnded, RunRestarted, last_ending
 
 EXIT_LOST, EXIT_NO_PLACE, EXIT_FAILED = 76, 77, 78
 """What a watched run leaves with when it lost a worker or a node, when there were too few devices to start, and when
@@ -57,9 +57,8 @@ def watched(verb: str, arguments: argparse.Namespace, resolved: Resolved[AnyType
     """Do it, or have it done in processes that are watched where training.max_restarts wants that; the exit code."""
     config = resolved.config
     directory = Path(config.run.dir, config.run.name)
-    quiet: bool = getattr(arguments, "quiet", False)  # sft has no such flag
     if not arguments.attempt and config.training.max_restarts:
-        again = [verb, arguments.config, *arguments.overrides, *(["--quiet"] if quiet else [])]
+        again = [verb, arguments.config, *arguments.overrides, *(["--quiet"] if arguments.quiet else [])]
         resources_s, fallback = config.deadlines.resources_s, config.training.fallback
         return supervise(again, directory, config.training.max_restarts, resources_s, fallback)
 
@@ -68,10 +67,12 @@ def watched(verb: str, arguments: argparse.Namespace, resolved: Resolved[AnyType
         error.fix = what_is_kept(directory)
         print(resolved.secrets.hide(str(error)), file=sys.stderr, flush=True)
         _write(directory, RayLost(error.what))
+        _write_ending(directory, "lost", error.what)
         return EXIT_LOST if arguments.attempt else error.exit_code
 
     try:
-        with on_interrupt(lambda: f"interrupted: {what_is_kept(directory)}"):
+        forced = partial(_write_ending, directory, "interrupted", "Ctrl-C")
+        with on_interrupt(lambda: f"interrupted: {what_is_kept(directory)}", forced):
             return go(lost)
     except MrlError as error:
         if not arguments.attempt:
@@ -109,6 +110,7 @@ def supervise(
             lost = f"found no place, and goes on with {shlex.join(fallback)}"
             command, fallback = [*command, *fallback], ()
         why = f"was ended by {signal.Signals(-code).name}" if code < 0 else lost
+        _write_ending(directory, "killed", why)
         if num_restarts > max_restarts:
             print(f"the run {why}, and training.max_restarts={max_restarts} is used up", file=sys.stderr)
             return 128 - code if code < 0 else 1
@@ -120,9 +122,20 @@ def supervise(
 def _write(directory: Path, event: Event) -> None:
     """Write an event of a run, where it came to having a directory."""
     if directory.is_dir():
-        events = EventLog(directory / "events.jsonl")
+        events = EventLog(directory / EVENTS)
         events.write(event)
         events.close()
+
+
+def _write_ending(directory: Path, cause: str, why: str) -> None:
+    """Write how a run ended that had no time to write it itself."""
+    path = directory / EVENTS
+    try:
+        is_written = not path.is_file() or last_ending(path) is not None
+    except MrlError:  # a file of another version: an ending too many is better than none
+        is_written = False
+    if not is_written:
+        _write(directory, RunEnded(cause, why, _newest(directory)))
 
 
 def _newest(directory: Path) -> int:
@@ -133,7 +146,7 @@ def _newest(directory: Path) -> int:
 def _attempt(command: Sequence[str]) -> int:
     # What is sent to the group reaches the run once, from here. Whoever kills this process wants the run to end, and
     # one that saved first would hold its directory against the next.
-    die = functools.partial(die_with, os.getpid())
+    die = partial(die_with, os.getpid())
     run = subprocess.Popen(command, start_new_session=True, preexec_fn=die)
     # What asks the watcher to stop is meant for the run, which has a session of its own.
     with run, listening(_FORWARDED, lambda number, frame: run.send_signal(number)):
@@ -148,8 +161,8 @@ _AGAIN_S = 0.5
 
 
 @contextmanager
-def on_interrupt(say: Callable[[], str]) -> Iterator[None]:
-    """Unwind at the first Ctrl-C, for some seconds; end at once at the second.
+def on_interrupt(say: Callable[[], str], forced: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Unwind at the first Ctrl-C, for some seconds; end at once at the second, after `forced`.
 
     Checkpoints are whole at any moment, and what keeps Ray and the reward workers ends them with this process.
     """
@@ -158,14 +171,20 @@ def on_interrupt(say: Callable[[], str]) -> Iterator[None]:
         return
     began: list[float] = []
 
+    def end() -> None:
+        try:
+            forced()
+        finally:
+            os._exit(EXIT_INTERRUPTED)
+
     def handle(number: int, frame: FrameType | None) -> None:
         if began:
             if time.monotonic() - began[0] > _AGAIN_S:
-                os._exit(EXIT_INTERRUPTED)
+                end()
             return
         began.append(time.monotonic())
         os.write(2, f"\n{say()}\n".encode(errors="backslashreplace"))  # a print may be what it has interrupted
-        limit = threading.Timer(_UNWINDS_S, os._exit, [EXIT_INTERRUPTED])
+        limit = threading.Timer(_UNWINDS_S, end)
         limit.daemon = True
         limit.start()
         raise KeyboardInterrupt

@@ -23,7 +23,7 @@ from mrl.config.render import render
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError, Problem
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, EVENTS = "checkpoints", "events.jsonl"
 _STEP = "step-"
 _DIGITS = re.compile(f"^{_STEP}([0-9]{{6,18}})$")
 _ASIDE, _LEASE = "attempt-", ".lease"
@@ -107,13 +107,29 @@ def _prepare(resolved: Resolved[Any], directory: Path, may_go_on: bool, warn: Ca
         _check_kind(resolved, directory)
     with _making(directory):
         if others and not goes_on:
-            warn(f"an attempt with another configuration left no checkpoint; it is kept in {_set_aside(others)}")
+            what = "an earlier attempt with another configuration left no checkpoint"
+            warn(f"{what}; `mrl show` prints how it ended, and it is kept in {_set_aside(others)}")
         directory.chmod(0o700)  # mkdir's mode is cut by the umask, and the directory may have been there, empty
         (directory / "logs").mkdir(exist_ok=True)
         (directory / "logs").chmod(0o700)
         files.write_text(config, render(resolved), mode=0o600)
         if resolved.models:
             files.write_text(directory / MODELS_FILE, f"{json.dumps(dict(resolved.models), indent=2)}\n", mode=0o600)
+
+
+def is_held(directory: Path) -> bool:
+    """Return whether a process on this host uses the directory now."""
+    try:
+        lock = os.open(directory / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def _check_kind(resolved: Resolved[Any], directory: Path) -> None:

@@ -114,3 +114,11 @@ def _parsed(line: bytes) -> dict[str, Any]:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ValueError(f"{name!r:.60} is no number")
     return fields
+
+
+_OF_THE_CLOCK = ("timing_s/", "perf/", "sync/seconds", "reward/seconds", "agent/environment_s")
+
+
+def without_clock(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures that do not depend on how fast a machine is."""
+    return {name: value for name, value in metrics.items() if not name.startswith(_OF_THE_CLOCK)}

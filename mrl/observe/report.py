@@ -191,12 +191,16 @@ tr { border-bottom: 1px solid #e4e4e4 } pre { margin: 0; white-space: pre-wrap; 
 
 
 def render_report(
-    name: str, lines: Lines, samples: Mapping[str, Sequence[Mapping[str, Any]]], configuration: str
+    name: str,
+    lines: Lines,
+    samples: Mapping[str, Sequence[Mapping[str, Any]]],
+    configuration: str,
+    ending: str = "",
 ) -> str:
     """Return the page. Whatever a model or a data set wrote is escaped: a sample is text, never markup."""
     steps = [line for line in lines if line["step"] > 0]  # before the first there is only a validation
     sections = [
-        f"<h1>{escape(name)}</h1><p>{_summary(lines, len(steps))}</p>",
+        f"<h1>{escape(name)}</h1><p>{_summary(lines, len(steps))}</p>{_ended(ending)}",
         f"<h2>Health</h2>{_health(lines)}",
         f"<h2>Curves</h2>{_curves({name: lines})}",
         f"<h2>Where the seconds of a step went</h2>{_phases(steps)}",
@@ -204,6 +208,14 @@ def render_report(
         f"<h2>Configuration</h2><pre>{escape(configuration)}</pre>",
     ]
     return page(name, sections)
+
+
+def _ended(ending: str) -> str:
+    if not ending:
+        return ""
+    verdict, *rest = ending.splitlines()
+    details = f"<pre>{escape(chr(10).join(rest))}</pre>" if rest else ""
+    return f"<p>How it ended: {escape(verdict)}.</p>{details}"
 
 
 def render_comparison(runs: Mapping[str, Lines], difference: str) -> str:

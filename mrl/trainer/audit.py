@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from mrl.controller.transport import fetch
 from mrl.data.chat import ChatTokenizer
 from mrl.errors import AuditFailed
 from mrl.events import EnginesCompared, EventLog
-from mrl.observe.metrics import as_written, read_metrics
+from mrl.observe.metrics import as_written, read_metrics, without_clock
 from mrl.protocol import DataProto
 from mrl.protocol.columns import Jagged, from_rows
 from mrl.rollout.hybrid_engine import HybridEngine
@@ -94,14 +93,6 @@ def staleness_metrics(batch: DataProto, ahead: int) -> dict[str, float]:
         "async/staleness/max": float(written.max()),
         "async/versions_per_sample": float(np.mean([len(np.unique(row[row != NOBODY])) for row in of_rows])),
     } | {f"async/staleness/share_{age}": float((written == age).mean()) for age in range(ahead + 1)}
-
-
-_OF_THE_CLOCK = ("timing_s/", "perf/", "sync/seconds", "reward/seconds", "agent/environment_s")
-
-
-def without_clock(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures that do not depend on how fast a machine is."""
-    return {name: value for name, value in metrics.items() if not name.startswith(_OF_THE_CLOCK)}
 
 
 class ReplayedRun:

@@ -151,6 +151,8 @@ class RayPPOTrainer:
         metrics |= step_metrics.distillation_share(metrics)
         num_written = int(step_metrics.written_lengths(rows).sum())
         check_invariants(self.config, step, metrics, updates.get("actor", []), num_written)
+        if self.config.algorithm.kl.where in ("reward", "both"):
+            metrics["reward/kl_coef"] = self.components.kl.coef  # the one that this step's rewards were made with
         self.components.kl.update(metrics["reward/kl"], len(batch))
         self.num_steps_done = step
         measured = self._measured(samples.batch, rows)

@@ -7,8 +7,9 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, Protocol
@@ -16,10 +17,10 @@ from typing import Any, Generic, Protocol
 import mrl
 from mrl.children import listening
 from mrl.config.load import AnyTyped, Resolved
-from mrl.config.run_directory import CHECKPOINTS, open_run_directory
+from mrl.config.run_directory import CHECKPOINTS, EVENTS, open_run_directory
 from mrl.config.sft import AnyConfig
-from mrl.errors import CheckpointError, MrlError, WorkerRaised
-from mrl.events import Event, EventLog, RunStarted, Warned
+from mrl.errors import CheckpointError, MrlError, WorkerDied, WorkerRaised, WorkerSilent
+from mrl.events import Event, EventLog, RunEnded, RunStarted, Warned
 from mrl.observe.console import Console
 from mrl.observe.metrics import MetricsFile, StepTimer
 from mrl.observe.trackers import TrackerThread, open_trackers
@@ -53,12 +54,14 @@ class Run(Generic[AnyTyped]):
     def __init__(self, resolved: Resolved[AnyTyped], directory: Path, console: Console) -> None:
         self.directory, self.console = directory, console
         self.config = resolved.config
-        self.events = EventLog(directory / "events.jsonl")
+        self.events = EventLog(directory / EVENTS)
         self.events.listeners.append(self._show)
         self.clock = StepTimer(self.events, console.phase, console.progress)
         self.checkpoints = CheckpointManager(directory / CHECKPOINTS, self.config.training.keep, self.events)
         self._metrics: MetricsFile
-        self.stopping = ShutdownSignal(self.config.training.time_limit_s)
+        self.stopping = ShutdownSignal(self.config.training.time_limit_s, lambda why: self.ended("killed", why))
+        self.stopped_by, self.step = "", 0
+        """What made the run stop early, and the last step whose metrics were recorded."""
         self.trackers: list[TrackerThread] = []
         self.best_by = ""
         """What scores say; those that said something else are not compared with."""
@@ -91,6 +94,7 @@ class Run(Generic[AnyTyped]):
         self.trackers = open_trackers(which, name, self.directory, resume_config(self.config), next_step)
         if found is None:
             return 0
+        self.step = found.step
         for key, change in describe_changes(found.state["config"], self.config, found.step).items():
             self.warn(key, change)
         for name, role in trained.roles.items():
@@ -109,6 +113,7 @@ class Run(Generic[AnyTyped]):
         """Write down the metrics of a step, or of a validation that stands beside no step."""
         if why := self._metrics.write(step, metrics):
             self.warn_once("metrics", f"metrics.jsonl cannot be written; the figures come later: {why}")
+        self.step = step
         for tracker in self.trackers:
             tracker.log(step, metrics)
             if news := tracker.news():
@@ -193,7 +198,19 @@ class Run(Generic[AnyTyped]):
         reason = self.stopping.reason()
         if reason:
             self.console.print(f"{reason}: saving and stopping")
+            self.stopped_by = reason
         return bool(reason)
+
+    def ended(self, cause: str, why: str) -> None:
+        self.events.write(RunEnded(cause, why, self.step))
+
+    def close(self) -> None:
+        """Close the trackers, and say what could not be written."""
+        for tracker in self.trackers:
+            if lost := tracker.close():
+                self.warn("tracker", lost)
+        if self.events.num_lost:
+            self.console.print(f"warning: {self.events.num_lost} events could not be written to {self.events.path}")
 
 
 @contextmanager
@@ -205,16 +222,24 @@ def open_run(resolved: Resolved[AnyTyped], console: Console) -> Iterator[Run[Any
         run = Run(resolved, directory, console)
         for message in said:
             run.warn("run.name", message)
-        try:
-            with run.stopping.on_signals():
-                yield run
-        finally:
-            for tracker in run.trackers:
-                if lost := tracker.close():
-                    run.warn("tracker", lost)
-            if run.events.num_lost:
-                console.print(f"warning: {run.events.num_lost} events could not be written to {run.events.path}")
-            run.events.close()
+        with ExitStack() as stack:
+            stack.callback(run.events.close)
+            stack.push(lambda kind, error, trace: run.ended(*_ending(run, error, resolved.secrets.hide)))
+            stack.callback(run.close)
+            stack.enter_context(run.stopping.on_signals())
+            yield run
+
+
+def _ending(run: Run[Any], error: BaseException | None, hide: Callable[[str], str]) -> tuple[str, str]:
+    """Return the cause of a run's end, and its text."""
+    if error is None:
+        is_done = not run.stopped_by or run.step == run.config.training.steps
+        return ("done", "") if is_done else ("stopped", run.stopped_by)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", "Ctrl-C"
+    if isinstance(error, MrlError):
+        return ("lost" if isinstance(error, (WorkerDied, WorkerSilent)) else "failed"), hide(str(error))
+    return "failed", hide("".join(traceback.format_exception(error)))
 
 
 _MAY_CHANGE = ("run", "cluster", "deadlines", "placement", "training", "validation", "sync", "reward", "judge")
@@ -248,13 +273,15 @@ def _differences(before: Any, now: Any, key: str = "") -> dict[str, tuple[Any, A
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_AGAIN = "SIGTERM again: ended without saving"
 _AGAIN_S = 2.0
 """One SIGTERM may come several times: to the process, to its group, and from each parent that forwards it."""
 
 
 class ShutdownSignal:
-    def __init__(self, time_limit_s: float | None) -> None:
+    def __init__(self, time_limit_s: float | None, killed: Callable[[str], None] = lambda why: None) -> None:
         self._time_limit_s = time_limit_s
+        self._killed = killed
         self._began = time.monotonic()
         self._signal = ""
         self._terminated: float | None = None
@@ -276,8 +303,11 @@ class ShutdownSignal:
             if number == signal.SIGTERM:
                 self._terminated = self._terminated or time.monotonic()
                 if time.monotonic() - self._terminated > _AGAIN_S:
-                    os.write(2, b"SIGTERM again: ended without saving\n")
-                    os._exit(128 + number)  # what keeps Ray and the reward workers ends them now
+                    os.write(2, f"{_AGAIN}\n".encode())
+                    try:
+                        self._killed(_AGAIN)
+                    finally:
+                        os._exit(128 + number)  # what keeps Ray and the reward workers ends them now
             if number == signal.SIGHUP:  # a terminal that is gone fails every print
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 for stream in terminals:

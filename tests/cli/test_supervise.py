@@ -14,7 +14,7 @@ from mrl.cli import supervise as module
 from mrl.cli.supervise import EXIT_FAILED, EXIT_LOST, EXIT_NO_PLACE, supervise, watched
 from mrl.config.load import load_config
 from mrl.errors import ConfigError, MrlError, Problem, TooFewDevices, WorkerDied
-from mrl.events import RunRestarted, read_events
+from mrl.events import EventLog, RunEnded, RunRestarted, RunStarted, last_ending, read_events
 
 RUN = """#!/bin/sh
 next=$(ls {directory}/to-come | head -n 1)
@@ -58,6 +58,17 @@ def test_restarts_are_for_what_was_lost_and_counted_from_the_newest_checkpoint(
     events = tmp_path / "events.jsonl"
     told = [recorded.event for recorded in read_events(events)] if events.exists() else []
     assert [(each.number, each.step) for each in told if isinstance(each, RunRestarted)] == restarts
+
+
+def test_the_watcher_writes_the_ending_of_a_run_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write(RunStarted("run", "1"))
+    log.close()
+    monkeypatch.setattr(module, "_attempt", lambda command: -signal.SIGKILL)
+    assert supervise(["train"], tmp_path, 0, 0.0) == 128 + signal.SIGKILL
+    assert last_ending(tmp_path / "events.jsonl") == RunEnded("killed", "was ended by SIGKILL", 0)
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,8 @@ class Reference:
             names = [name for name in of_role[0] if name != "row_ids"]
             figures |= {f"{role}/{name}": float(np.mean([each[name] for each in of_role])) for name in names}
             figures[f"{role}/skipped"] = 0.0
+        if kl["where"] in ("reward", "both"):
+            figures["reward/kl_coef"] = self.kl_coef
         if kl["target"] is not None:
             error = min(max(figures["reward/kl"] / kl["target"] - 1, -0.2), 0.2)
             self.kl_coef *= 1 + error * len(rows) / kl["horizon_samples"]

@@ -161,12 +161,14 @@ def test_the_kl_coefficient_is_steered_by_what_was_measured_on_all_samples(tmp_p
     with scene(with_everything(tmp_path), tmp_path) as found:
         assert isinstance(found.components.kl, KLController)
         found.components.critic.kl = 4.4e-5
-        found.trainer.step()
+        first = found.trainer.step()
         assert found.components.kl.coef == pytest.approx(0.1 * (1 + 0.1 * 4 / 100), rel=1e-9), (
             "4.4e-5 is a tenth too much"
         )
-        found.trainer.step()
-    assert [whole.kl_coef for whole in found.components.critic.whole] == pytest.approx([0.1, 0.1004], rel=1e-9)
+        second = found.trainer.step()
+    used = [whole.kl_coef for whole in found.components.critic.whole]
+    assert used == pytest.approx([0.1, 0.1004], rel=1e-9)
+    assert [report.metrics["reward/kl_coef"] for report in (first, second)] == used
 
 
 def test_the_policy_learns_after_the_warm_up_of_the_critic(tmp_path: Path) -> None:

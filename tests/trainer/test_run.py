@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +18,8 @@ import pytest
 import mrl
 from mrl.algos.kl import KLController
 from mrl.config.schema import Config
-from mrl.errors import CheckpointError, ConfigError, WorkerRaised
-from mrl.events import Event, PhaseEnd, RunStarted, Warned, read_events
+from mrl.errors import CheckpointError, ConfigError, MrlError, WorkerDied, WorkerRaised
+from mrl.events import Event, PhaseEnd, RunEnded, RunStarted, Warned, read_events
 from mrl.observe.metrics import read_metrics
 from mrl.trainer.components import Components
 from mrl.trainer.model_scores import ModelScores
@@ -352,6 +353,45 @@ def test_an_open_run_hears_signals_and_closes_what_it_opened(
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises((ValueError, OSError)):
         run.events.write(Warned("", "closed"))
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "why"),
+    [
+        (None, "done", ""),
+        (MrlError("no model there", fix="model.path"), "failed", "no model there\n  fix: model.path"),
+        (WorkerDied("rank 1 was killed"), "lost", "rank 1 was killed"),
+        (KeyboardInterrupt(), "interrupted", "Ctrl-C"),
+        (ZeroDivisionError("a bug"), "failed", "ZeroDivisionError: a bug"),
+    ],
+)
+def test_every_ending_is_the_last_event_of_a_run(
+    error: BaseException | None, cause: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = opened(tmp_path, monkeypatch)
+    with suppress(BaseException), open_run(resolved(config), Screen([])) as run:
+        run.resume(team_of())
+        run.record(4, {"figure": 1.0})
+        if error is not None:
+            raise error
+    *_, last = [each.event for each in read_events(tmp_path / "run" / "events.jsonl")]
+    assert isinstance(last, RunEnded)
+    assert (last.cause, last.step) == (cause, 4)
+    assert last.why.rstrip().endswith(why)
+
+
+@pytest.mark.parametrize(("step", "cause"), [(1, "stopped"), (3, "done")], ids=["early", "in the last step"])
+def test_a_run_that_a_signal_stopped_says_which(
+    step: int, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = opened(tmp_path, monkeypatch)
+    with open_run(resolved(replace(config, training=replace(config.training, steps=3))), Screen([])) as run:
+        run.resume(team_of())
+        os.kill(os.getpid(), signal.SIGTERM)
+        run.record(step, {})
+        assert run.should_stop()
+    *_, last = [each.event for each in read_events(run.directory / "events.jsonl")]
+    assert last == RunEnded(cause, "SIGTERM" if cause == "stopped" else "", step)
 
 
 def test_whether_a_directory_may_go_on_is_the_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

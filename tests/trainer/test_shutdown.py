@@ -87,7 +87,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import time
 from mrl.trainer.run import ShutdownSignal
-stopping = ShutdownSignal(None)
+stopping = ShutdownSignal(None, lambda why: print("written:", why, flush=True))
 with stopping.on_signals():
     print("ready", flush=True)
     for _ in range(200):
@@ -115,7 +115,8 @@ def test_one_sigterm_may_come_twice_and_a_second_ends_at_once() -> None:
         assert run.poll() is None
         run.terminate()
         assert run.wait(2) == 128 + signal.SIGTERM
-    assert b"SIGTERM again: ended without saving" in os.read(terminal, 100)
+    said = b"SIGTERM again: ended without saving"
+    assert os.read(terminal, 200).splitlines() == [said, b"written: " + said]
 
 
 def test_a_terminal_that_is_gone_fails_no_print() -> None:
