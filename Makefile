@@ -1,7 +1,7 @@
 # Everything a developer runs. A fresh clone needs Python 3.11 or 3.12 and nothing else: each target first makes
 # .venv (a few minutes, once). `make PYTHON=/path/to/python3.12 install` chooses another Python.
 .DEFAULT_GOAL := help
-.PHONY: help install install-cuda demo unit types test test-slow test-presets test-hosts sweep test-extras test-py312 test-contracts lint bench docs clean
+.PHONY: help install install-cuda demo unit types test test-slow test-presets test-hosts sweep sweep-part test-extras test-py312 test-contracts lint bench docs clean
 
 # An environment that stands keeps its Python; otherwise the first that really runs and can make environments.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
@@ -48,8 +48,12 @@ test-hosts: install ## runs over hosts with addresses of their own, in network n
 	$(BIN)/python -m pytest tests/hosts
 
 sweep: install ## what no submission waits for: every ending at every moment, every write, all layouts and twins; four hours
-	$(BIN)/python -m pytest -m on_demand --ignore=tests/contracts
+	MRL_SWEEP_RECORD=1 $(BIN)/python -m pytest -m on_demand --ignore=tests/contracts
 	$(BIN)/python -m tests.endings.endings
+
+PART := commit
+sweep-part: install ## a twelfth of the sweep, another one for each commit (PART=3/12: that one), in 15 minutes (MINUTES=15)
+	MRL_SWEEP_PART=$(PART) MRL_SWEEP_MINUTES=$(or $(MINUTES),15) MRL_SWEEP_RECORD=1 $(BIN)/python -m pytest -m on_demand --ignore=tests/contracts
 
 test-extras: install ## the tests of what is optional, with all of it installed into .venv-extras
 	@cmp -s requirements-extras.txt .venv-extras/complete || { rm -rf .venv-extras && $(BIN)/python -m pip install --quiet --no-deps \

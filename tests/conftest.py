@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests import minutes
+from tests import minutes, sweep
 
 if TYPE_CHECKING:
     from mrl.controller import RayWorkerGroup, RunContext
@@ -32,6 +32,12 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/dev/null/cache"}
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # of a process among several, of which the first adds up
         config.pluginmanager.register(minutes.of_this_session(), "minutes")
+        if os.environ.get("MRL_SWEEP_RECORD") == "1":
+            config.pluginmanager.register(sweep.SweepRecord(), "sweep record")
+    if choice := os.environ.get("MRL_SWEEP_PART"):
+        config.pluginmanager.register(
+            sweep.SweepPart(choice, float(os.environ.get("MRL_SWEEP_MINUTES", "inf"))), "sweep part"
+        )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -46,6 +46,7 @@ from tests.house_rules import (
     SHORT_FUNCTION_LINES,
     SHORT_FUNCTIONS,
 )
+from tests.sweep import RECORD
 
 _MADE = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _FROM_ELSEWHERE = {
@@ -228,6 +229,21 @@ def first_line(file: Path) -> str:
     if file.suffix == ".py":
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     return text.partition("\n")[0].removeprefix("# ") if text.startswith("# ") else ""
+
+
+# --- benchmarks.md ----------------------------------------------------------------------------------------------
+
+
+def sweep() -> str:
+    """Dates on which the cases of the sweep last passed, by file, the oldest first."""
+    by_file: dict[str, list[dict[str, Any]]] = {}
+    for case, passed in json.loads(RECORD.read_text(encoding="utf-8")).items():
+        by_file.setdefault(case.partition("::")[0], []).append(passed)
+    rows = [
+        (f"`{file}`", f"{len(cases)}", min(case["date"] for case in cases), max(case["date"] for case in cases))
+        for file, cases in by_file.items()
+    ]
+    return table(("file", "cases that passed", "oldest", "newest"), sorted(rows, key=lambda row: row[2]))
 
 
 # --- CONTRIBUTING.md --------------------------------------------------------------------------------------------
@@ -455,6 +471,7 @@ MAKERS: dict[str, Callable[[], str]] = {
         compare,
         goals,
         tables,
+        sweep,
     )
 }
 

@@ -154,7 +154,6 @@ def test_the_demo_as_a_job_of_a_ray_cluster_of_two_nodes(small: Place, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.on_demand
 def test_a_job_of_a_ray_cluster_brings_its_configuration_and_code_along(
     small: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

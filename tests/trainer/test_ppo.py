@@ -99,8 +99,10 @@ EVERYTHING = (
     'data.validation.held={dataset: "toy:addition", options: {part: validation, largest: 29}}',
     "validation={every: 1, samples_per_prompt: 4, k: [1, 2, 4], solved_at: 0.3, keep_best: true}",
     "training={save_every: 0, keep: 9}",
+    "data={sampler: difficulty, train: {sums: {options: {largest: 13}}}}",  # 14 prompts, of which 24 are drawn
 )
-"""What a resumed run could forget: the coefficient of the KL, the best so far, and when it is validated."""
+"""What a resumed run could forget: the coefficient of the KL, the best so far, when it is validated, and which prompts
+rest because they were too easy or too hard."""
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +147,9 @@ def test_a_run_and_the_same_run_resumed(config: Path, whole: tuple[list[dict[str
     assert [event.step for event in saved] == [*bests, 3]
     kl = state(run)["trained"]["kl"]
     assert kl["coef"] != 0.01, "the coefficient has moved"
+    resting = state(run)["trained"]["prompts"]["again_in"]["sums"]
+    assert resting, "prompts that taught nothing rest"
+    assert sum(state(run)["trained"]["prompts"]["drawn"].values()) > 24, "and were left out in the second epoch"
     assert state(run)["is"] == f"step-{max((1, 2, 3), key=scores.__getitem__):06d}"
 
     again = began(config, "again")
@@ -224,7 +229,6 @@ def test_a_run_goes_on_in_another_layout(config: Path, whole: tuple[list[dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.on_demand
 def test_a_checkpoint_measured_by_itself_has_the_figures_of_the_run(
     config: Path, whole: tuple[list[dict[str, Any]], str], tmp_path: Path
 ) -> None:
@@ -315,7 +319,6 @@ def without_sync(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.on_demand
 def test_a_run_that_loses_a_worker_starts_itself_again(config: Path) -> None:
     """A rank of the actor is killed after the first step, one of the critic later: it ends as if nothing had been."""
     undisturbed, _ = train(config, "undisturbed", "training.steps=4")

@@ -55,7 +55,6 @@ def train(config: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
     return untimed(config.parent / "runs" / name)
 
 
-@pytest.mark.on_demand
 def test_four_roles_give_the_same_numbers_in_every_placement(config: Path) -> None:
     """Actor, critic, reference and reward model: together, the critic apart, the engines apart, each apart."""
     common = (f"reward_model={scorer(config, weight=10, running=True)}", "training.steps=2", *VALIDATED)

@@ -1,0 +1,89 @@
+"""The sweep: cases marked `on_demand`, which take hours together. Each CI run takes a twelfth, chosen by its commit.
+
+`MRL_SWEEP_PART=commit` (or 3/12) keeps one part, and `MRL_SWEEP_MINUTES=15` skips the cases of which the turn comes
+later than that. `MRL_SWEEP_RECORD=1` writes into `tests/sweep.json` when each case last passed;
+docs/benchmarks.md shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "tests" / "sweep.json"
+NUM_PARTS = 12
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+def chosen_part(choice: str) -> tuple[int, int]:
+    """Return the number of the part, from 0, and of how many parts it is."""
+    if choice == "commit":
+        return int(commit(), 16) % NUM_PARTS, NUM_PARTS
+    number, _, num_parts = choice.partition("/")
+    return int(number) - 1, int(num_parts)
+
+
+def part_of(cases: Sequence[str], number: int, num_parts: int) -> list[str]:
+    """Return every so many of the cases in the order of their names: cases of a file, which take alike, are spread."""
+    return sorted(cases)[number::num_parts]
+
+
+class SweepPart:
+    """Keeps one part of the cases marked `on_demand`; all others stay as they are."""
+
+    def __init__(self, choice: str, minutes: float = math.inf) -> None:
+        self.number, self.num_parts = chosen_part(choice)
+        self._minutes, self._until = minutes, time.monotonic() + 60 * minutes
+
+    @pytest.hookimpl(trylast=True)  # after `-m`
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        swept = [item.nodeid for item in items if item.get_closest_marker("on_demand")]
+        kept = set(part_of(swept, self.number, self.num_parts))
+        dropped = [item for item in items if item.nodeid in set(swept) - kept]
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item.nodeid not in set(swept) - kept]
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if time.monotonic() > self._until:
+            pytest.skip(f"the {self._minutes:g} minutes of this part are over")
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.write_line(f"part {self.number + 1} of {self.num_parts} of the sweep")
+
+
+class SweepRecord:
+    """Writes down when each case passed last, and what it took."""
+
+    def __init__(self, path: Path = RECORD) -> None:
+        self.path = path
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._failed: set[str] = set()
+        self._called: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid] += report.duration
+        if report.when == "call" and report.passed:
+            self._called.add(report.nodeid)
+        if report.failed:
+            self._failed.add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        known = json.loads(self.path.read_text()) if self.path.exists() else {}
+        today, tested = time.strftime("%Y-%m-%d"), commit()[:7]
+        for case in self._called - self._failed:
+            known[case] = {"date": today, "commit": tested, "minutes": round(self._seconds[case] / 60, 1)}
+        for case in self._failed:
+            known.pop(case, None)  # it is proven no longer
+        self.path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")

@@ -1,0 +1,47 @@
+"""All parts of the sweep together are the sweep, and a case that fails is proven no longer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.sweep import NUM_PARTS, SweepRecord, chosen_part, part_of
+
+CASES = [f"tests/{file}.py::test[{number}]" for file in "abc" for number in range(13)]
+
+
+def test_each_case_is_in_one_part_and_files_are_spread() -> None:
+    parts = [part_of(CASES, number, NUM_PARTS) for number in range(NUM_PARTS)]
+    assert sorted(case for part in parts for case in part) == sorted(CASES)
+    assert {len(part) for part in parts} == {3, 4}
+    assert all(len({case.partition("::")[0] for case in part}) == 3 for part in parts)
+
+
+@pytest.mark.parametrize("choice", ["commit", "3/12"])
+def test_a_part_is_chosen_by_commit_or_by_number(choice: str) -> None:
+    number, num_parts = chosen_part(choice)
+    assert 0 <= number < num_parts == NUM_PARTS
+    assert choice == "commit" or number == 2
+
+
+def test_the_record_keeps_passes_and_forgets_what_failed(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.json"
+    before = {"date": "2026-01-01", "commit": "abc", "minutes": 1.0}
+    path.write_text(json.dumps({"other": before, "broken": before, "again": before, "skipped": before}))
+    record = SweepRecord(path)
+    outcomes = [("again", "call", "passed"), ("broken", "call", "passed"), ("broken", "teardown", "failed")]
+    for case, when, outcome in [*outcomes, ("skipped", "setup", "skipped")]:
+        report: Any = SimpleNamespace(nodeid=case, when=when, duration=60.0)
+        record.pytest_runtest_logreport(
+            report.__class__(**vars(report), passed=outcome == "passed", failed=outcome == "failed")
+        )
+    record.pytest_sessionfinish()
+    kept = json.loads(path.read_text())
+    assert kept.keys() == {"other", "again", "skipped"}
+    assert kept["other"] == kept["skipped"] == before
+    assert kept["again"]["minutes"] == 1.0
+    assert kept["again"]["date"] > "2026-01-01"
