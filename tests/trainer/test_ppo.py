@@ -147,9 +147,9 @@ def test_a_run_and_the_same_run_resumed(config: Path, whole: tuple[list[dict[str
     assert [event.step for event in saved] == [*bests, 3]
     kl = state(run)["trained"]["kl"]
     assert kl["coef"] != 0.01, "the coefficient has moved"
-    resting = state(run)["trained"]["prompts"]["again_in"]["sums"]
-    assert resting, "prompts that taught nothing rest"
-    assert sum(state(run)["trained"]["prompts"]["drawn"].values()) > 24, "and were left out in the second epoch"
+    prompts = state(run)["trained"]["prompts"]["sampler"]
+    assert prompts["again_in"]["sums"], "prompts that taught nothing rest"
+    assert sum(prompts["drawn"].values()) > 24, "and were left out in the second epoch"
     assert state(run)["is"] == f"step-{max((1, 2, 3), key=scores.__getitem__):06d}"
 
     again = began(config, "again")
