@@ -80,6 +80,7 @@ def test_a_right_model_is_trained_in_every_layout(layout: str, dtype: str, tmp_p
     assert event.tokens == 48
 
 
+@pytest.mark.slow
 def test_the_comparison_can_be_switched_off(tmp_path: Path) -> None:
     off = "model.verify=false"
     status, said = ran(tmp_path, "sft", "actor.worker=tests.trainer.wrong_models:WrongNorm", off, *FEW)
