@@ -125,6 +125,19 @@ class ModelLoaded(Event, kind="model_loaded"):
     seconds: float
 
 
+class ModelCompared(Event, kind="model_compared"):
+    """A role that no engine is held against computed a fixed text, and so did transformers, of the model's files."""
+
+    role: str
+    tokens: int
+    difference: float
+    """Root mean square, of log-probs; of hidden states and scores relative to their size."""
+    limit: float
+    """What rounding explains."""
+    seconds: float
+    """That the run waited for it."""
+
+
 class WorkerFault(Event, kind="worker_fault"):
     """A worker that died, raised, or went silent (`fault`: died | raised | silent | stopped)."""
 

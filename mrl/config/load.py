@@ -208,7 +208,9 @@ def in_directories(config: AnyTyped) -> AnyTyped:
 
 
 def rename_models(config: AnyTyped, names: Mapping[str, str]) -> AnyTyped:
-    of_model = {key.removeprefix("model."): name for key, name in names.items() if key.startswith("model.")}
+    of_model: dict[str, Any] = {
+        key.removeprefix("model."): name for key, name in names.items() if key.startswith("model.")
+    }
     changes: dict[str, Any] = {"model": dataclasses.replace(config.model, **of_model)}
     if isinstance(config, Config):
         renamed = {

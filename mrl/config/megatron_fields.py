@@ -7,43 +7,46 @@ refused, a field of a newer Megatron too, until somebody has tried it. What is r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+_UNKNOWN = "no test of mrl holds it against a plain run"
 _NOT_FINITE = "mrl itself skips, counts and names updates that are not finite"
 _FSDP = "it belongs to Megatron's FSDP; mrl trains with the distributed optimizer"
-_LOW_PRECISION = "training in 8 or 4 bits has not been proven"
+LOW_PRECISION = "training in 8 or 4 bits has not been proven"
 _FP16 = "it scales the loss for float16; mrl trains in bfloat16 or float32"
-_ADDRESS = "memory that leaves the device between phases comes back at another address"
+ADDRESS = "memory that leaves the device between phases comes back at another address"
 _STATE = "gradients and optimizer state are float32: nothing else has been proven with offload and checkpoints"
 _LATE = "parameters are gathered right after a step, because they are sent to the engines"
 _HOST_ADAM = "mrl moves the whole optimizer state to the host between updates already"
 _ONE_RATE = "a role has one learning rate, which its metrics show"
-_UNSEEN = "nothing in mrl reads what it makes"
-_CUT = "it would depend on how the batch is cut: it is not normalized over all of it"
-_DROPPED = "tokens beyond an expert's capacity would be dropped in training, but not by the engine"
-_RANDOM = "log-probs would be of another policy than the one that the engine samples from"
+UNSEEN = "nothing in mrl reads what it makes"
+CUT = "it would depend on how the batch is cut: it is not normalized over all of it"
+DROPPED = "tokens beyond an expert's capacity would be dropped in training, but not by the engine"
+RANDOM = "log-probs would be of another policy than the one that the engine samples from"
 
 
 @dataclass(frozen=True)
 class FieldRules:
-    """Which fields of one of Megatron's classes are taken."""
+    """Which fields of one of the libraries' classes are taken."""
 
-    refused: Mapping[str, str] = field(default_factory=dict)
+    taken: Mapping[str, tuple[Any, ...]]
+    """Name -> its possible values, none where any will do. All other fields are refused."""
+    refused: Mapping[str, str]
     """Pattern of names -> why; the first that fits counts."""
-    taken: Mapping[str, tuple[Any, ...]] | None = None
-    """Name -> its possible values, none where any will do. Without this map, all that is not refused is taken."""
+
+    def reason(self, name: str) -> str:
+        """Return why a field that is not taken is refused; empty where nobody has decided about it."""
+        return next((why for pattern, why in self.refused.items() if fnmatchcase(name, pattern)), "")
 
     def refusal(self, name: str, value: Any) -> str:
         """Return why a field may not have that value; empty where it may."""
-        if self.taken is not None and name in self.taken:
+        if name in self.taken:
             values = self.taken[name]
-            return f"it must be {' or '.join(map(str, values))}" if values and value not in values else ""
-        reason = next((why for pattern, why in self.refused.items() if fnmatchcase(name, pattern)), "")
-        if not reason and self.taken is not None:
-            reason = "no test of mrl holds it against a plain run"
-        return "" if value in (False, None, "", "none") else reason
+            wrong = values and any(one not in values for one in (value if isinstance(value, list) else [value]))
+            return f"it must be {' or '.join(map(str, values))}" if wrong and value is not None else ""
+        return "" if value in (False, None, "", "none") else self.reason(name) or _UNKNOWN
 
 
 DDP = FieldRules(
@@ -59,12 +62,12 @@ DDP = FieldRules(
         "check_for_*": _NOT_FINITE,
         "average_in_collective": "gradients are added up: the loss is normalized over the global batch",
         "delay_wgrad_compute": "both halves of a backward pass are computed together",
-        "nccl_ub": _ADDRESS,
-        "disable_symmetric_registration": _ADDRESS,
+        "nccl_ub": ADDRESS,
+        "disable_symmetric_registration": ADDRESS,
         "reduce_scatter_with_fp32_accumulation": _STATE,
         "param_name_patterns_for_fp32_local_accumulation": _STATE,
-        "*fp8*": _LOW_PRECISION,
-        "*fp4*": _LOW_PRECISION,
+        "*fp8*": LOW_PRECISION,
+        "*fp4*": LOW_PRECISION,
         "*fsdp*": _FSDP,
         "*sharding_strategy": _FSDP,
         **dict.fromkeys(
@@ -84,10 +87,10 @@ OPTIMIZER = FieldRules(
         "apply_wd_to_qk_layernorm": "norms are not decayed",
         "overlap_param_gather": "ddp.overlap_param_gather is the switch",
         "overlap_param_gather_with_optimizer_step": _LATE,
-        **dict.fromkeys(("log_num_zeros_in_grad", "barrier_with_L1_time", "timers", "config_logger_dir"), _UNSEEN),
+        **dict.fromkeys(("log_num_zeros_in_grad", "barrier_with_L1_time", "timers", "config_logger_dir"), UNSEEN),
         "grad_norm_skip_threshold": _NOT_FINITE,
-        "optimizer_cuda_graph": _ADDRESS,
-        "*fp8*": _LOW_PRECISION,
+        "optimizer_cuda_graph": ADDRESS,
+        "*fp8*": LOW_PRECISION,
         **dict.fromkeys(("fp16", "*loss_scale*", "hysteresis"), _FP16),
         **dict.fromkeys(
             ("use_precision_aware_optimizer", "store_param_remainders", "main_*_dtype", "exp_avg*_dtype"), _STATE
@@ -98,16 +101,4 @@ OPTIMIZER = FieldRules(
             "Megatron's distributed optimizer takes Adam only",
         ),
     },
-)
-TRANSFORMER = FieldRules(
-    refused={
-        "moe_router_enable_expert_bias": "the bias is in no weight that engines and checkpoints get",
-        "moe_aux_loss_coeff": _CUT,
-        "moe_z_loss_coeff": _CUT,
-        "moe_input_jitter_eps": _RANDOM,
-        "*_dropout": _RANDOM,
-        "moe_expert_capacity_factor": _DROPPED,
-        "moe_pad_expert*": _DROPPED,
-        **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"), _ADDRESS),
-    }
 )

@@ -14,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from mrl.config import megatron_fields
+from mrl.config import megatron_fields, transformer_fields, vllm_fields
 from mrl.config.bounds import Bound
 from mrl.config.megatron_fields import FieldRules
 from mrl.config.rules import problem
@@ -33,7 +33,7 @@ class Target:
     class_name: str
     owned: Mapping[str, str]
     """Key -> who sets it, in words that follow "set by"."""
-    rules: FieldRules = field(default_factory=FieldRules)
+    rules: FieldRules
     """Which of the other keys are taken."""
     read_here: Mapping[str, str] = field(default_factory=dict)
     """Keys that mrl reads itself, with their types: these hold where the library is not installed as well."""
@@ -41,37 +41,15 @@ class Target:
     """Where the library's names for types stand: a folder of its package."""
 
 
-_TRANSFORMER = Target(
+TRANSFORMER = Target(
     package="megatron",
     files=("core/model_parallel_config.py", "core/transformer/transformer_config.py"),
     class_name="TransformerConfig",
-    owned={
-        "tensor_model_parallel_size": "{role}.parallel.tp",
-        "pipeline_model_parallel_size": "{role}.parallel.pp",
-        "virtual_pipeline_model_parallel_size": "{role}.parallel.vpp",
-        "num_layers_in_first_pipeline_stage": "{role}.parallel.first_stage_layers",
-        "num_layers_in_last_pipeline_stage": "{role}.parallel.last_stage_layers",
-        "pipeline_model_parallel_layout": "{role}.parallel.first_stage_layers and last_stage_layers",
-        "account_for_embedding_in_pipeline_split": "{role}.parallel.first_stage_layers",
-        "account_for_loss_in_pipeline_split": "{role}.parallel.last_stage_layers",
-        "context_parallel_size": "{role}.parallel.cp",
-        "expert_model_parallel_size": "{role}.parallel.ep",
-        "expert_tensor_parallel_size": "{role}.parallel.etp",
-        "sequence_parallel": "{role}.parallel.sequence_parallel",
-        "num_layers": "the model's config.json",
-        "hidden_size": "the model's config.json",
-        "ffn_hidden_size": "the model's config.json",
-        "num_attention_heads": "the model's config.json",
-        "num_query_groups": "the model's config.json",
-        "num_moe_experts": "the model's config.json",
-        **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "{role}.dtype"),
-        "calculate_per_token_loss": "mrl, to true: the loss is normalized over the global batch",
-        "variable_seq_lengths": "mrl, to true: micro-batches differ in length",
-    },
-    rules=megatron_fields.TRANSFORMER,
+    owned=transformer_fields.OWNED,
+    rules=transformer_fields.TRANSFORMER,
     read_here={"recompute_granularity": "str | None", "recompute_modules": "list[str] | None"},
 )
-_DDP = Target(
+DDP = Target(
     package="megatron",
     files=("core/distributed/distributed_data_parallel_config.py",),
     class_name="DistributedDataParallelConfig",
@@ -79,7 +57,7 @@ _DDP = Target(
     rules=megatron_fields.DDP,
     read_here={"bucket_size": "int | None"},
 )
-_OPTIMIZER = Target(
+OPTIMIZER = Target(
     package="megatron",
     files=("core/optimizer/optimizer_config.py",),
     class_name="OptimizerConfig",
@@ -89,18 +67,12 @@ _OPTIMIZER = Target(
     },
     rules=megatron_fields.OPTIMIZER,
 )
-_ENGINE = Target(
+ENGINE = Target(
     package="vllm",
     files=("engine/arg_utils.py",),
     class_name="AsyncEngineArgs",
-    owned={
-        "model": "model.path",
-        "tensor_parallel_size": "{role}.tp",
-        "pipeline_parallel_size": "{role}.tp (an engine has no pipeline)",
-        "data_parallel_size": "{role}.tp (the actor's pool holds as many engines as fit)",
-        "max_model_len": "rollout.max_prompt_tokens and rollout.max_response_tokens",
-        "trust_remote_code": "mrl, to false: code from a model's repository is never run",
-    },
+    owned=vllm_fields.OWNED,
+    rules=vllm_fields.ENGINE,
     read_here={
         "dtype": "Literal['bfloat16', 'float16', 'float32']",
         "gpu_memory_utilization": "float",
@@ -108,16 +80,7 @@ _ENGINE = Target(
     },
     aliases="config",
 )
-_SERVER = replace(
-    _ENGINE,
-    owned={
-        **_ENGINE.owned,
-        "model": "judge.path",
-        "served_model_name": "mrl",
-        "data_parallel_size": "{role}.tp (the judge's pool holds as many engines as fit)",
-        "max_model_len": "judge.max_tokens",
-    },
-)
+SERVER = replace(ENGINE, owned=vllm_fields.OWNED_BY_JUDGE, rules=vllm_fields.JUDGE)
 
 
 def check_passthrough(config: AnyConfig) -> tuple[list[Problem], list[str]]:
@@ -127,7 +90,7 @@ def check_passthrough(config: AnyConfig) -> tuple[list[Problem], list[str]]:
     for path, target, values in _sections(config):
         if not values:
             continue
-        known = _field_names(target.package, target.files, target.class_name)
+        known = field_types(target)
         if known is None:
             where = f"{target.class_name} of {target.package} is not found on this machine"
             unchecked.append(f"the {len(values)} keys of {'.'.join(path)}: {where}")
@@ -137,14 +100,14 @@ def check_passthrough(config: AnyConfig) -> tuple[list[Problem], list[str]]:
 
 def _sections(config: AnyConfig) -> Iterator[tuple[KeyPath, Target, dict[str, Any]]]:
     for role, model in config.model_roles().items():
-        yield (role, "megatron"), _TRANSFORMER, model.megatron
+        yield (role, "megatron"), TRANSFORMER, model.megatron
     for role, trained in config.trained_roles().items():
-        yield (role, "ddp"), _DDP, trained.ddp
-        yield (role, "optimizer"), _OPTIMIZER, trained.optimizer
+        yield (role, "ddp"), DDP, trained.ddp
+        yield (role, "optimizer"), OPTIMIZER, trained.optimizer
     if isinstance(config, Config):
-        yield ("rollout", "vllm"), _ENGINE, config.rollout.vllm
+        yield ("rollout", "vllm"), ENGINE, config.rollout.vllm
         if config.judge is not None:
-            yield ("judge", "vllm"), _SERVER, config.judge.vllm
+            yield ("judge", "vllm"), SERVER, config.judge.vllm
 
 
 def _check(path: KeyPath, values: dict[str, Any], target: Target, known: Mapping[str, str] | None) -> Iterator[Problem]:
@@ -183,16 +146,25 @@ def _alias(package: str, folder: str, name: str) -> str | None:
 
 
 @cache
-def _field_names(package: str, files: tuple[str, ...], class_name: str) -> Mapping[str, str] | None:
-    """Return the fields of a class and of its bases with their types in its words; None where these files do not have
-    it."""
-    classes: dict[str, ast.ClassDef] = {}
-    for file in files:
-        path = _installed_file(package, file)
-        if path is None:
-            return None
-        statements = ast.parse(path.read_text(encoding="utf-8")).body
-        classes |= {statement.name: statement for statement in statements if isinstance(statement, ast.ClassDef)}
+def _installed_sources(package: str, files: tuple[str, ...]) -> tuple[str, ...] | None:
+    paths = [_installed_file(package, file) for file in files]
+    there = [path for path in paths if path is not None]
+    return tuple(path.read_text(encoding="utf-8") for path in there) if len(there) == len(files) else None
+
+
+def field_types(target: Target, sources: tuple[str, ...] | None = None) -> Mapping[str, str] | None:
+    """Return the fields of a target's class and of its bases with their types in the library's words.
+
+    Reads the installed library unless the text of the target's files is given. None where these files do not have it.
+    """
+    sources = sources or _installed_sources(target.package, target.files)
+    return None if sources is None else _field_types(target.class_name, sources)
+
+
+@cache
+def _field_types(class_name: str, sources: tuple[str, ...]) -> Mapping[str, str] | None:
+    statements = [statement for text in sources for statement in ast.parse(text).body]
+    classes = {statement.name: statement for statement in statements if isinstance(statement, ast.ClassDef)}
     try:
         return dict(_annotated(class_name, classes))
     except KeyError:  # the class or a base has moved: no list of names is better than half of one

@@ -140,7 +140,7 @@ class JudgeConfig:
     max_tokens: Count | None = None
     """Longest question with its answer; null is what the model can."""
     vllm: dict[str, Any] = field(default_factory=dict)
-    """Passed on to vLLM's engine arguments."""
+    """Passed on to vLLM's engine arguments, as `rollout.vllm`; also how the judge's own model is read and answers."""
 
 
 @dataclass(frozen=True, kw_only=True)

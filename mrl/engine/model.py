@@ -21,6 +21,7 @@ from mrl.dtypes import torch_dtype
 from mrl.engine.layer_spec import block_spec, has_transformer_engine
 from mrl.engine.packed_rows import MicroBatch
 from mrl.engine.parallel import ParallelGroups
+from mrl.errors import EngineError
 from mrl.models.parameters import padded_vocab
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
@@ -37,7 +38,10 @@ class ModelRequest:
 
 
 def transformer_config(request: ModelRequest, groups: ParallelGroups) -> TransformerConfig:
-    """Megatron's configuration of the model on this layout; the user's settings, which `config` has looked at, win."""
+    """Return Megatron's configuration of the model on this layout, with the user's settings beside it.
+
+    A setting of the user never replaces what the model's file or the layout says: `config` refuses such keys.
+    """
     parallel, dtype = groups.parallel, torch_dtype(request.dtype)
     settings = request.spec.transformer_config() | {
         "tensor_model_parallel_size": parallel.tp,
@@ -67,6 +71,12 @@ def transformer_config(request: ModelRequest, groups: ParallelGroups) -> Transfo
         "calculate_per_token_loss": True,
     }
     fused = request.spec.fused_kernels() if has_transformer_engine() else {"gradient_accumulation_fusion": False}
+    for name, value in request.megatron.items():
+        if name in settings and value != settings[name]:
+            raise EngineError(
+                f"megatron.{name}={value} contradicts {settings[name]}, which the model's config.json or mrl decides",
+                fix="remove this key",
+            )
     return TransformerConfig(**settings | fused | request.megatron)
 
 

@@ -88,7 +88,9 @@ def score(model: TokenModel, batch: MicroBatch, hidden_1TH: Tensor, request: Sco
     """Return the scores of a micro-batch's response tokens, whole on every context rank."""
     hidden_SH = model.head_input(hidden_1TH, batch.score_at)
     if model.head == "score":
-        return Scores(values_T=_gather_context_parallel(model.score(hidden_SH), batch, model))
+        values_T = _gather_context_parallel(model.score(hidden_SH), batch, model)
+        hidden_TH = _gather_context_parallel(hidden_SH, batch, model) if request.hidden else None
+        return Scores(values_T=values_T, hidden_TH=hidden_TH)
     tp = model.pg_collection.tp
     options = HeadOptions(
         vocab=request.vocab or model.vocab,

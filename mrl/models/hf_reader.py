@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,19 @@ class HfReader:
         """Return a box of one tensor; nothing else of it is read."""
         tensor: torch.Tensor = self._slice(name)[slices(box)]
         return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self.read(name, tuple((0, size) for size in self.shape(name)))
+
+    def rows(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Return some rows of a matrix."""
+        return self.read(name, ((begin, end), (0, self.shape(name)[1])))
 
     def check(self, spec: ModelSpec, head: Head, new_head: bool = False) -> None:
         """Refuse files that are not this model; `new_head` allows a language model below a score head to come."""

@@ -20,14 +20,7 @@ from mrl.models.spec import ModelSpec
 from mrl.plan.known_models import model_spec
 
 AnyNode = TypeVar("AnyNode")
-_NOT_MODELED = ("cpu_offloading", "fp8", "distribute_saved_activations")
-_ENGINE_NOT_MODELED = (
-    "quantization",
-    "enable_expert_parallel",
-    "kv_cache_dtype",
-    "cpu_offload_gb",
-    "speculative_config",
-)
+_NOT_MODELED = ("quantization", "enable_expert_parallel", "kv_cache_dtype")
 
 
 @dataclass(frozen=True)
@@ -110,9 +103,7 @@ def make_plan_input(
 
 def not_modeled(config: Config) -> Iterator[str]:
     """Yield settings that change memory or time in ways that are not counted."""
-    for role, model in config.model_roles().items():
-        yield from (f"{role}.megatron.{name}" for name in _NOT_MODELED if model.megatron.get(name))
-    yield from (f"rollout.vllm.{name}" for name in _ENGINE_NOT_MODELED if config.rollout.vllm.get(name))
+    yield from (f"rollout.vllm.{name}" for name in _NOT_MODELED if config.rollout.vllm.get(name))
     if config.judge is not None:
         yield "judge"  # its devices are nobody else's, and its model may be of no family known here
 

@@ -25,6 +25,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from mrl.config.vllm_fields import OWNED
 from mrl.errors import RolloutError, SetupError
 from mrl.rollout.engine import EngineSettings, FreeMemory, Part, RolloutEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
@@ -166,18 +167,18 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
         "enable_sleep_mode": settings.device == "cuda",
         "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
         "worker_extension_cls": "mrl.weight_sync.vllm_receiver.WorkerExtension",
+        # Where weights come from the trainer before anything is generated, what a file holds need not be read.
+        "load_format": "auto" if settings.loads_files else "dummy",
     }
     if settings.takes_weights_in_flight:
         ours["async_scheduling"] = False
     if settings.device == "cpu":  # after a part of a prompt vLLM winds the noise back, which a CPU's generator cannot
         ours["enable_chunked_prefill"] = False
-    for name, value in settings.vllm.items():
-        if name in ours and value != ours[name]:
-            raise RolloutError(
-                f"{name}={value} contradicts {ours[name]}, which must hold", where="rollout.vllm", fix="remove this key"
-            )
-    # Where weights come from the trainer before anything is generated, what a file holds need not be read.
-    return {"load_format": "auto" if settings.loads_files else "dummy", **settings.vllm, **ours}
+    for name in settings.vllm:
+        if name in ours or name in OWNED:
+            by = OWNED.get(name, "the settings of this engine").format(role="rollout")
+            raise RolloutError(f"{name} is set by {by}", where="rollout.vllm", fix="remove this key")
+    return {**settings.vllm, **ours}
 
 
 def _sampling_params(request: GenerationRequest, sampling: Sampling) -> SamplingParams:

@@ -20,7 +20,7 @@ from mrl.config.mesh import Mesh
 from mrl.config.reward import JUDGE, KEY_VARIABLE, URLS_VARIABLE, JudgeConfig, RewardConfig
 from mrl.config.schema import Config
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext
-from mrl.data.chat import load_tokenizer
+from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.prompt_loader import PromptLoader
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.errors import RewardError, WorkerDied
@@ -35,6 +35,7 @@ from mrl.trainer.audit import EngineProbe
 from mrl.trainer.checks import check_reward_models, check_reward_sources, check_teacher
 from mrl.trainer.collector import Collector
 from mrl.trainer.generation import Generator
+from mrl.trainer.model_probe import ModelProbe
 from mrl.trainer.model_scores import ModelScores, scoring_models
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, RoleClient, TeacherClient
@@ -114,11 +115,12 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             rewards, others = _managers(config, {}, events, stack)
         dialogs = open_dialogs(config, tokenizer, events.write, stack)
         with clock("start"):
+            probe = stack.enter_context(model_probe(config, list(config.model_roles()), tokenizer, events))
             context = stack.enter_context(placed_run(config, directory, events))
             groups = stack.enter_context(started_groups(config, context, list(config.model_roles())))
             hybrid = HybridEngine(config, groups, context, reads_text=has_stops(config.agent))
             stack.callback(hybrid.close)
-            roles = with_models(config, groups, events)
+            roles = with_models(config, groups, events, probe)
             hybrid.connect()
             if config.judge is not None:
                 asked = stack.enter_context(judge_served(config.judge, config.cluster.device, context))
@@ -127,18 +129,18 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
         if config.validation.reward_functions:
             judge = Generator(config, hybrid, others, tokenizer, clock.progress, dialogs)
         validator = Validator(config, validation, judge, directory, events)
-        probe = EngineProbe(config, hybrid, roles["actor"], tokenizer, events)
+        engine_probe = EngineProbe(config, hybrid, roles["actor"], tokenizer, events)
         models = ModelScores(scoring_models(config, roles, tokenizer), clock, hybrid.pause)
         if config.asynchrony.ahead and config.asynchrony.weights == "between":  # in another thread, which has no phases
             models = ModelScores(scoring_models(config, roles, tokenizer))
-        stream = open_stream(config, Collector(config, prompts, generator, models), hybrid, probe, clock)
+        stream = open_stream(config, Collector(config, prompts, generator, models), hybrid, engine_probe, clock)
         stack.callback(stream.close)
         yield Components(
             actor=roles["actor"],
             critic=roles.get("critic"),
             model_scores=models,
             hybrid=hybrid,
-            engine_probe=probe,
+            engine_probe=engine_probe,
             prompts=prompts,
             stream=stream,
             validator=validator,
@@ -222,7 +224,19 @@ def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
     return RayWorkerGroup(role, worker, role_mesh(config, role), context)
 
 
-def with_models(config: Config, groups: Mapping[str, Future[RayWorkerGroup]], events: EventLog) -> dict[str, Any]:
+@contextmanager
+def model_probe(
+    config: Config, roles: Sequence[str], tokenizer: ChatTokenizer, events: EventLog
+) -> Iterator[ModelProbe]:
+    """Have transformers compute a text by the models of these roles but the actor's, which engines are held against."""
+    setups = {role: model_setup(role, config) for role in roles if role != "actor" and config.model.verify}
+    with ModelProbe(setups, tokenizer, events, config.deadlines.call_s).asked() as probe:
+        yield probe
+
+
+def with_models(
+    config: Config, groups: Mapping[str, Future[RayWorkerGroup]], events: EventLog, probe: ModelProbe
+) -> dict[str, Any]:
     """Load the models side by side, but on one GPU in turn: loading takes memory of its own."""
 
     def load(names: Sequence[str]) -> dict[str, RoleClient]:
@@ -231,6 +245,7 @@ def with_models(config: Config, groups: Mapping[str, Future[RayWorkerGroup]], ev
             group, began = groups[name].result(), time.monotonic()
             loaded[name] = _CLIENTS[kind_of(name)](group, config.model_roles()[name])
             events.write(ModelLoaded(name, loaded[name].num_parameters, time.monotonic() - began))
+            probe.compare(name, loaded[name])
         return loaded
 
     queues: dict[str, list[str]] = defaultdict(list)

@@ -45,6 +45,11 @@ class RoleClient:
         """The tokens of a micro-batch, and so of the longest row."""
         return self._packing.capacity(self._max_tokens)
 
+    @property
+    def longest_row(self) -> int:
+        """The tokens of the longest row that fits into a micro-batch."""
+        return self.capacity // self._packing.row_multiple * self._packing.row_multiple
+
     def _forward(self, call: StepCall, batch: DataProto, prefix: str = "") -> tuple[DataProto, Metrics]:
         """Return the columns that the model writes for these rows, and the metrics beside them."""
         return _merged(getattr(self.group, call.method)(*self._shards(batch)), prefix)

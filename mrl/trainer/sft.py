@@ -30,6 +30,7 @@ from mrl.errors import DataError
 from mrl.observe.console import printable
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
+from mrl.trainer.model_probe import ModelProbe
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.reference import ReferenceLogProbs, Score, compute_reference, num_groups
 from mrl.trainer.role_client import Metrics, RoleClient, SupervisedClient
@@ -234,12 +235,16 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
     if isinstance(run.config, DpoConfig) and run.config.preference.reference == "once":
         reference = ReferenceLogProbs(run.directory, run.config)
     with ExitStack() as stack:
+        task, setup = task_of(config), supervised_setup(config)
+        setups = {ROLE: setup} if config.model.verify else {}
+        probe = stack.enter_context(ModelProbe(setups, tokenizer, run.events, config.deadlines.call_s).asked())
         context = stack.enter_context(placed_run(config, run.directory, run.events))
-        task = task_of(config)
-        worker = RayClassWithInitArgs(config.actor.worker or task.worker, supervised_setup(config), *task.arguments)
+        worker = RayClassWithInitArgs(config.actor.worker or task.worker, setup, *task.arguments)
         group = RayWorkerGroup(ROLE, worker, role_mesh(config, ROLE), context)
         stack.callback(group.shutdown)
-        yield _SftComponents(config, prompts, validation, SupervisedClient(group, config.actor), sampler, reference)
+        client = SupervisedClient(group, config.actor)
+        probe.compare(ROLE, client)
+        yield _SftComponents(config, prompts, validation, client, sampler, reference)
 
 
 Ids = list[int]

@@ -11,6 +11,8 @@ from mrl.data.packing import PackingRules
 
 MicroBatchSizes = list[list[int]]
 """For each data-parallel rank, how many of its rows, which come in that order, make up each micro-batch."""
+PROBED = ("probe_hidden", "probe_scores")
+"""Columns that `trainer/model_probe.py` holds against transformers: scores are log-probs, or a score head's values."""
 
 
 @dataclass(frozen=True)

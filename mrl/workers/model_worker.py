@@ -25,7 +25,7 @@ from mrl.models.hf_reader import HfReader
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.rollout.engine import RoleMemory
-from mrl.workers.messages import MicroBatchSizes, ModelFacts, ModelSetup, UpdateReport
+from mrl.workers.messages import PROBED, MicroBatchSizes, ModelFacts, ModelSetup, UpdateReport
 
 
 class ModelWorker(Worker):
@@ -87,21 +87,29 @@ class ModelWorker(Worker):
     def device_memory(self) -> RoleMemory:
         return RoleMemory(torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
 
+    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=PROBED)
+    def probe(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Compute what `trainer/model_probe.py` holds against transformers."""
+        scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest(hidden=True))
+        if scores is None:
+            return None
+        of_head = scores.values_T if self.setup.head == "score" else scores.log_probs_T
+        assert scores.hidden_TH is not None, "hidden states were asked for"
+        assert of_head is not None, "a model gives what its head says"
+        lengths = batch.lengths("responses")
+        found = zip(PROBED, (scores.hidden_TH, of_head), strict=True)
+        return DataProto.from_dict({name: jagged(x.float().cpu(), lengths) for name, x in found}, row_ids=batch.row_ids)
+
     def micro_batches(self, sizes: MicroBatchSizes) -> list[npt.NDArray[np.int64]]:
         """Return the positions of this rank's rows in each of its micro-batches."""
         ends = np.cumsum(sizes[self.place.coordinates.dp])
         return np.split(np.arange(ends[-1]), ends[:-1])
 
     def sum_over_shards(self, x: Tensor) -> Tensor:
-        return self._reduced(x, torch.distributed.ReduceOp.SUM)
+        return _reduced(self.engine, x, torch.distributed.ReduceOp.SUM)
 
     def max_over_shards(self, x: Tensor) -> Tensor:
-        return self._reduced(x, torch.distributed.ReduceOp.MAX)
-
-    def _reduced(self, x: Tensor, how: torch.distributed.ReduceOp.RedOpType) -> Tensor:
-        x = x.to(self.engine.groups.device, copy=True)
-        torch.distributed.all_reduce(x, how, group=self.engine.groups.dp)
-        return x.cpu()
+        return _reduced(self.engine, x, torch.distributed.ReduceOp.MAX)
 
     def forward(self, rows: TokenRows, sizes: MicroBatchSizes, scores: ScoreRequest) -> Scores | None:
         """Return scores of all response tokens; None on ranks that are not on the last stage."""
@@ -118,6 +126,12 @@ class ModelWorker(Worker):
         """Free cached memory, where another role works on this device next."""
         if self.setup.shares_device:
             self.engine.memory.give_back()
+
+
+def _reduced(engine: MegatronEngine, x: Tensor, how: torch.distributed.ReduceOp.RedOpType) -> Tensor:
+    x = x.to(engine.groups.device, copy=True)
+    torch.distributed.all_reduce(x, how, group=engine.groups.dp)
+    return x.cpu()
 
 
 def token_rows(batch: DataProto, columns: Mapping[str, Tensor]) -> TokenRows:

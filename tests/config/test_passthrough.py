@@ -14,14 +14,14 @@ from mrl.config import passthrough
 from mrl.config.load import load_config
 from mrl.errors import ConfigError
 
-OVERRIDES = ["actor.megatron.nonsense=1", "rollout.vllm={enforce_eager: true, nonsense: 1}"]
+OVERRIDES = ["actor.megatron.recompute_num_layers=1", "rollout.vllm={enforce_eager: true, max_num_seqs: 8}"]
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    passthrough._field_names.cache_clear()
+    passthrough._installed_sources.cache_clear()
     yield
-    passthrough._field_names.cache_clear()
+    passthrough._installed_sources.cache_clear()
 
 
 def test_without_the_libraries_nothing_is_silent(
@@ -49,10 +49,12 @@ def test_what_mrl_sets_is_refused_without_the_libraries(
 def test_a_class_that_has_moved_is_a_warning(
     source: str, tmp_path: Path, valid: str, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for file in passthrough._TRANSFORMER.files:
+    for file in passthrough.TRANSFORMER.files:
         write(source, f"megatron/{file}")
     monkeypatch.setattr(passthrough, "_installed_file", lambda package, file: tmp_path / package / file)
-    resolved = load_config(write(valid.replace("  optimizer: {lr: 1e-6}\n", "")), ["actor.megatron.nonsense=1"])
+    resolved = load_config(
+        write(valid.replace("  optimizer: {lr: 1e-6}\n", "")), ["actor.megatron.recompute_num_layers=1"]
+    )
     assert (
         "the 1 keys of actor.megatron: TransformerConfig of megatron is not found on this machine" in resolved.warnings
     )
@@ -75,6 +77,25 @@ def test_a_class_that_has_moved_is_a_warning(
         ("actor.megatron.hidden_dropout=0.1", "0.1 is refused: log-probs would be of another policy"),
         ("actor.megatron.calculate_per_token_loss=false", "set by mrl, to true"),
         ("actor.megatron.fp16=true", "set by actor.dtype"),
+        ("actor.megatron.layernorm_epsilon=0.01", "set by the model's config.json (remove this key)"),
+        ("actor.megatron.qk_layernorm=false", "set by the model's config.json"),
+        ("actor.megatron.moe_router_topk=1", "set by the model's config.json"),
+        ("actor.megatron.fp8=hybrid", "hybrid is refused: training in 8 or 4 bits has not been proven"),
+        ("actor.megatron.moe_token_dispatcher_type=flex", "set by mrl, to alltoall"),
+        ("actor.megatron.moe_enable_deepep=true", "True is refused: its kernels have not been held against"),
+        ("actor.megatron.tp_comm_overlap=true", "True is refused: it needs Transformer Engine's user buffers"),
+        ("actor.megatron.cpu_offloading=true", "True is refused: activations on the host have not been proven"),
+        ("actor.megatron.moe_enable_routing_replay=true", "True is refused: nothing hands the engine's routes"),
+        (
+            "actor.megatron.recompute_modules=[mlp, layernorm]",
+            "['mlp', 'layernorm'] is refused: it must be core_attn or",
+        ),
+        ("rollout.vllm.logprobs_mode=raw_logprobs", "set by mrl, to processed_logprobs: ratios need"),
+        ("rollout.vllm.seed=3", "set by training.seed: every sample has a seed of its own"),
+        ("rollout.vllm.load_format=auto", "set by mrl: the trainer sends weights"),
+        ("rollout.vllm.enable_lora=true", "True is refused: mrl trains and sends whole weights"),
+        ("rollout.vllm.enable_return_routed_experts=true", "True is refused: nothing hands the engine's routes"),
+        ("rollout.vllm.kv_transfer_config={kv_role: kv_both}", "{'kv_role': 'kv_both'} is refused: what it keeps"),
     ],
 )
 def test_what_would_break_a_promise_is_refused_with_its_reason(
@@ -116,11 +137,11 @@ def test_what_is_refused_may_be_switched_off(override: str, valid: str, write: C
 
 TARGETS = {
     "megatron": {
-        "megatron.core.transformer.transformer_config": passthrough._TRANSFORMER,
-        "megatron.core.distributed": passthrough._DDP,
-        "megatron.core.optimizer": passthrough._OPTIMIZER,
+        "megatron.core.transformer.transformer_config": passthrough.TRANSFORMER,
+        "megatron.core.distributed": passthrough.DDP,
+        "megatron.core.optimizer": passthrough.OPTIMIZER,
     },
-    "vllm": {"vllm.engine.arg_utils": passthrough._ENGINE},
+    "vllm": {"vllm.engine.arg_utils": passthrough.ENGINE},
 }
 
 
@@ -135,5 +156,5 @@ def test_names_read_from_the_source_are_those_of_the_class(package: str) -> None
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     real = [set(line.split()[1:]) for line in printed.stdout.splitlines() if line.startswith("fields ")]
     for target, names in zip(TARGETS[package].values(), real, strict=True):
-        assert set(passthrough._field_names(target.package, target.files, target.class_name) or ()) == names
+        assert set(passthrough.field_types(target) or ()) == names
         assert set(target.owned) <= names, "what mrl says it sets is there to be set"

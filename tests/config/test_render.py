@@ -48,6 +48,7 @@ placement:
 model:
   path: tiny/model                               # run.yaml:11
   critic: null                                   # default
+  verify: true                                   # default
 algorithm:
   advantage: grpo                                # command line
   gamma: 1.0                                     # default

@@ -29,17 +29,20 @@ def everything_written(resolved: Resolved[Config], other: Resolved[Config]) -> s
 @pytest.mark.parametrize(
     "overrides",
     [
-        [f"rollout.vllm.hf_token={CANARY}"],
-        ["rollout.vllm.hf_token=${oc.env:MRL_TEST_TOKEN}"],
-        ["rollout.vllm.tokenizer=${oc.env:MRL_TEST_TOKEN}"],
-        ["rollout.vllm.tokenizer=x/${oc.env:MRL_TEST_TOKEN}/y"],
-        ["rollout.vllm.tokenizer=${oc.env:MRL_TEST_UNSET_TOKEN," + CANARY + "}"],
-        [f"rollout.vllm.hf_token={CANARY}", "rollout.vllm.tokenizer=${rollout.vllm.hf_token}"],
+        [f"rollout.vllm.hf_overrides.hf_token={CANARY}"],
+        ["rollout.vllm.hf_overrides.hf_token=${oc.env:MRL_TEST_TOKEN}"],
+        ["rollout.vllm.hf_overrides.tokenizer=${oc.env:MRL_TEST_TOKEN}"],
+        ["rollout.vllm.hf_overrides.tokenizer=x/${oc.env:MRL_TEST_TOKEN}/y"],
+        ["rollout.vllm.hf_overrides.tokenizer=${oc.env:MRL_TEST_UNSET_TOKEN," + CANARY + "}"],
+        [
+            f"rollout.vllm.hf_overrides.hf_token={CANARY}",
+            "rollout.vllm.hf_overrides.tokenizer=${rollout.vllm.hf_overrides.hf_token}",
+        ],
         [f"rollout.vllm.hf_overrides={{api_key: {CANARY}, b: [{{password: {CANARY}}}]}}"],
         [f"rollout.vllm.hf_overrides={{credentials: {{user: me, value: {CANARY}}}}}"],
         [f"rollout.vllm.hf_overrides={{secret: [{CANARY}, x]}}"],
-        [f"rollout.vllm.tokenizer=https://me:{CANARY}@host/x"],
-        [f"rollout.vllm.tokenizer={CANARY}"],  # as it stands in the environment, without naming it
+        [f"rollout.vllm.hf_overrides.tokenizer=https://me:{CANARY}@host/x"],
+        [f"rollout.vllm.hf_overrides.tokenizer={CANARY}"],  # as it stands in the environment, without naming it
         [f"model.path=org/{CANARY}"],  # hub names come back in a warning
         [f"rollout.vllm.hf_overrides={{{CANARY}: 1}}"],
     ],
@@ -61,18 +64,23 @@ def test_a_number_can_be_a_secret(valid: str, write: Write) -> None:
 
 def test_a_short_secret_is_hidden_where_it_stands(valid: str, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MRL_TEST_TOKEN", "xq7")
-    resolved = load_config(write(valid), ["rollout.vllm.tokenizer=${oc.env:MRL_TEST_TOKEN}"])
+    resolved = load_config(write(valid), ["rollout.vllm.hf_overrides.tokenizer=${oc.env:MRL_TEST_TOKEN}"])
     assert "xq7" not in everything_written(resolved, load_config("run.yaml"))
 
 
 def test_two_different_secrets_differ(valid: str, write: Write) -> None:
-    one, two = (load_config(write(valid), [f"rollout.vllm.hf_token={value}-canary"]) for value in ("first", "second"))
+    one, two = (
+        load_config(write(valid), [f"rollout.vllm.hf_overrides.hf_token={value}-canary"])
+        for value in ("first", "second")
+    )
     assert "hf_token" in render_difference(one, two)
     assert render_difference(one, one) == ""
 
 
 def test_what_is_no_secret_stays(valid: str, write: Write) -> None:
-    resolved = load_config(write(valid), ["rollout.vllm.hf_token=true", "rollout.vllm.max_num_batched_tokens=4096"])
+    resolved = load_config(
+        write(valid), ["rollout.vllm.hf_overrides.hf_token=true", "rollout.vllm.max_num_batched_tokens=4096"]
+    )
     text = render(resolved)
     assert "hf_token: true " in text
     assert "max_num_batched_tokens: 4096 " in text
@@ -91,7 +99,7 @@ def test_what_is_no_secret_stays(valid: str, write: Write) -> None:
         ("", ["placement.pools.train=${oc.env:MRL_TEST_TOKEN}"]),
         ("", ["placement.roles.actor=${oc.env:MRL_TEST_TOKEN}"]),
         ("", ["algorithm.advantage=${oc.env:MRL_TEST_TOKEN}"]),
-        ("", ["rollout.vllm.hf_token=" + CANARY, "batch.samples_per_update=5"]),
+        ("", ["rollout.vllm.hf_overrides.hf_token=" + CANARY, "batch.samples_per_update=5"]),
         ("", ["rollout.vllm.hf_tokn=" + CANARY]),
         ("", [CANARY]),
         ("", [CANARY + "=1"]),
@@ -145,14 +153,14 @@ def test_a_piece_of_a_secret_is_not_quoted(valid: str, write: Write, monkeypatch
 
 def test_a_missing_variable_is_named_though_its_value_would_be_secret(valid: str, write: Write) -> None:
     with pytest.raises(ConfigError, match="Environment variable 'MRL_TEST_UNSET_TOKEN' not found"):
-        load_config(write(valid), ["rollout.vllm.hf_token=${oc.env:MRL_TEST_UNSET_TOKEN}"])
+        load_config(write(valid), ["rollout.vllm.hf_overrides.hf_token=${oc.env:MRL_TEST_UNSET_TOKEN}"])
 
 
 def test_secrets_inside_a_list_are_hidden_elsewhere(valid: str, write: Write) -> None:
     overrides = [
         f"rollout.vllm.hf_overrides={{a: [{{password: {CANARY}}}], secret: [other-canary-value]}}",
-        "rollout.vllm.tokenizer=${rollout.vllm.hf_overrides.a[0].password}",
-        "rollout.vllm.revision=${rollout.vllm.hf_overrides.secret[0]}",
+        "rollout.vllm.hf_overrides.tokenizer=${rollout.vllm.hf_overrides.a[0].password}",
+        "rollout.vllm.hf_overrides.revision=${rollout.vllm.hf_overrides.secret[0]}",
     ]
     resolved = load_config(write(valid), overrides)
     written = everything_written(resolved, load_config("run.yaml"))

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from mrl.config.passthrough import field_types
+from tests.config.test_fields import FEWEST_FIELDS, TARGETS, undecided
 from tests.contracts.index import read_archive, read_wheel, url_of
 from tests.contracts.test_table import ENTRIES
 
@@ -35,6 +37,18 @@ def test_a_library_is_what_mrl_relies_on(library: str) -> None:
     complaints = [f"mrl/{entry.branch}: {why}" for entry in entries if (why := entry.complaint(sources[entry.file]))]
     assert entries, "every library is relied on"
     assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize("section", TARGETS)
+def test_every_field_of_a_class_is_taken_set_or_refused(section: str) -> None:
+    """Of the versions for GPUs, which no machine of the other tests has."""
+    target = TARGETS[section]
+    package = PACKAGES[target.package]
+    members = [f"{target.package}/{file}" for file in target.files]
+    sources = read_wheel(url_of(package, PINS[package]), members)
+    fields = field_types(target, tuple(sources[member] for member in members)) or {}
+    assert len(fields) >= FEWEST_FIELDS[section]
+    assert not undecided(target, fields)
 
 
 def test_the_installer_speaks_to_the_extension_in_its_own_words(extension: dict[str, str]) -> None:

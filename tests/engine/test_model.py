@@ -19,6 +19,7 @@ from mrl.engine.layer_spec import RmsNorm, _has_experts
 from mrl.engine.model import ModelRequest, _ScoreHead, transformer_config
 from mrl.engine.packed_rows import SequenceSharding
 from mrl.engine.parallel import ParallelGroups, model_parallel
+from mrl.errors import EngineError
 from mrl.models.families import read_spec
 from mrl.models.spec import ModelSpec
 from mrl.verify.spawn import run_distributed
@@ -85,10 +86,17 @@ def test_what_must_hold_whatever_the_layout(moe: ModelSpec) -> None:
         assert config.hidden_dropout == config.attention_dropout == 0
 
 
-def test_the_users_settings_win_where_they_may(moe: ModelSpec) -> None:
-    config = config_of(moe, LARGE, recompute_granularity="selective", batch_p2p_comm=True)
-    assert config.recompute_granularity == "selective"
-    assert config.batch_p2p_comm
+def test_the_users_settings_stand_beside_what_the_model_and_the_layout_say(moe: ModelSpec) -> None:
+    assert config_of(moe, LARGE, recompute_granularity="selective").recompute_granularity == "selective"
+    assert config_of(moe, LARGE, hidden_dropout=0.0).hidden_dropout == 0, "nothing else is asked for"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("layernorm_epsilon", 0.01), ("moe_router_topk", 1), ("batch_p2p_comm", True)]
+)
+def test_no_setting_replaces_what_the_model_or_the_layout_says(name: str, value: Any, moe: ModelSpec) -> None:
+    with pytest.raises(EngineError, match=rf"megatron\.{name}={value} contradicts .*the model's config\.json"):
+        config_of(moe, LARGE, **{name: value})
 
 
 DENSE_KERNELS = {"apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion"}

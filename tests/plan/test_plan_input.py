@@ -57,13 +57,11 @@ def test_changes_are_typed_without_those_that_change_nothing() -> None:
     )
 
 
-def test_settings_that_are_not_counted_are_named_by_role() -> None:
-    config = load_config(
-        str(CONFIGS / f"{PRESET}.yaml"),
-        ["rollout.vllm.kv_cache_dtype=fp8", "actor.megatron.cpu_offloading=true"],
-    )
+def test_settings_that_are_not_counted_are_named() -> None:
+    overrides = ["rollout.vllm.kv_cache_dtype=fp8", "rollout.vllm.quantization=fp8"]
+    config = load_config(str(CONFIGS / f"{PRESET}.yaml"), overrides)
     subject = make_plan_input(config, "h100")
-    assert list(not_modeled(subject.config)) == ["actor.megatron.cpu_offloading", "rollout.vllm.kv_cache_dtype"]
+    assert list(not_modeled(subject.config)) == ["rollout.vllm.quantization", "rollout.vllm.kv_cache_dtype"]
     assert list(not_modeled(subject_of(PRESET).config)) == []
 
 

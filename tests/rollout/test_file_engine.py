@@ -13,6 +13,7 @@ import pytest
 from mrl.config.arithmetic import num_engines
 from mrl.config.reward import JudgeConfig
 from mrl.config.schema import PlacementConfig, RewardModelConfig
+from mrl.config.vllm_fields import OWNED
 from mrl.controller import DeviceSlots, RunContext
 from mrl.events import EventLog
 from mrl.rollout import hybrid_engine
@@ -88,3 +89,10 @@ def test_vllm_reads_weights_and_tokenizer_where_it_is_to() -> None:
     own = _arguments(replace(SETTINGS, loads_files=True, reads_text=True))
     assert (plain["load_format"], plain["skip_tokenizer_init"]) == ("dummy", True)
     assert (own["load_format"], own["skip_tokenizer_init"]) == ("auto", False)
+
+
+def test_the_engine_sets_what_check_refuses() -> None:
+    in_flight = [replace(SETTINGS, takes_weights_in_flight=True, device=device) for device in ("cpu", "cuda")]
+    names = {name for settings in in_flight for name in _arguments(settings)}
+    left_to_vllm = {"pipeline_parallel_size", "data_parallel_size", "seed"}  # to its own defaults
+    assert names - {"dtype"} == OWNED.keys() - left_to_vllm

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +122,7 @@ class Stage:
         self.given: dict[str, tuple[Any, ...]] = {}
         self.tokenizer = Tokenizer()
         self.dataset_of: dict[str, Any] = {}
+        self.compared: list[str] = []
         stands_in = {
             "in_directories": lambda config: config,
             "load_tokenizer": self._load_tokenizer,
@@ -136,6 +137,7 @@ class Stage:
             "HybridEngine": self._hybrid,
             "_CLIENTS": dict.fromkeys(("actor", "critic", "reward_model"), self._role),
             "EngineProbe": self._recorder("probe"),
+            "ModelProbe": self._model_probe,
             "Generator": self._recorder("generator"),
             "Validator": self._recorder("validator"),
         }
@@ -175,6 +177,11 @@ class Stage:
             self.journal.append(f"{name} ends")
 
         return block
+
+    def _model_probe(self, setups: Any, *arguments: Any) -> Any:
+        self.given["setups of the model probe"] = setups
+        probe = SimpleNamespace(compare=lambda role, client: self.compared.append(role))
+        return SimpleNamespace(asked=lambda: nullcontext(probe))
 
     def _check_sources(self, config: Config) -> Iterator[str]:
         self.journal.append("sources")
@@ -233,6 +240,9 @@ def test_a_team_is_put_together(tmp_path: Path, stage: Stage) -> None:
         assert stage.given["ray"] == (config.cluster,)
         assert stage.given["generator"] == (config, team.hybrid, "the rewards", stage.tokenizer, clock.progress, None)
         assert team.engine_probe == "the probe"
+        without_engines = {role: model_setup(role, config) for role in ("critic", "reward_model")}
+        assert stage.given["setups of the model probe"] == without_engines
+        assert sorted(stage.compared) == ["actor", "critic", "reward_model"], "the probe knows which"
         assert stage.given["probe"] == (config, team.hybrid, team.actor, stage.tokenizer, events)
         assert stage.given["validator"] == (config, "held", "the generator", tmp_path, events)
         assert clock.pop_seconds().keys() == {"start", "step"}
@@ -294,7 +304,8 @@ def test_models_load_side_by_side_but_for_those_of_one_gpu(
     for role, group in groups.items():
         group.set_result(role)
     events = EventLog(tmp_path / "events.jsonl")
-    loaded = with_models(config, groups, events)
+    probe: Any = SimpleNamespace(compare=lambda role, client: None)
+    loaded = with_models(config, groups, events, probe)
     assert {name: role.settings for name, role in loaded.items()} == config.model_roles()  # type: ignore[attr-defined]
     assert max(most) == together
     seen = [record.event for record in read_events(tmp_path / "events.jsonl")]

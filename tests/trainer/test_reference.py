@@ -348,8 +348,8 @@ def other_weights(lab: PairLab) -> None:
         (lambda lab: (lab.directory / "model-of-before" / "config.json").write_text("{ }"), "model.path was sha256 "),
         (lambda lab: lab.change(actor={"dtype": "float32"}), "actor.dtype was bfloat16, and is float32"),
         (
-            lambda lab: lab.change(actor={"megatron": {"attention_backend": "flash"}}),
-            "actor.megatron was {}, and is {'attention_backend': 'flash'}",
+            lambda lab: lab.change(actor={"megatron": {"bias_dropout_fusion": True}}),
+            "actor.megatron was {}, and is {'bias_dropout_fusion': True}",
         ),
     ],
 )

@@ -121,7 +121,7 @@ class Lab:
             run=RunConfig(name="run", dir=str(directory)),
             cluster=ClusterConfig(devices_per_node=2, device="cpu"),
             placement=PlacementConfig(pools={"all": 2}, roles={"actor": "all"}),
-            model=ModelConfig(path=str(directory / "model-of-before")),
+            model=ModelConfig(path=str(directory / "model-of-before"), verify=False),
             data=DataConfig(train={"sums": SourceConfig(dataset="toy:addition", options={"part": "train"})}),
             batch=SftBatchConfig(rows_per_update=4, max_prompt_tokens=32, max_response_tokens=8),
             actor=TrainedModelConfig(max_tokens_per_device=256, schedule=ScheduleConfig(warmup_steps=2)),

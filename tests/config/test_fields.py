@@ -1,0 +1,46 @@
+"""All fields of the libraries' classes that sections are handed to: each is taken, set by mrl, or refused, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from mrl.config import passthrough
+from mrl.config.passthrough import Target
+
+TARGETS = {
+    "actor.megatron": passthrough.TRANSFORMER,
+    "actor.ddp": passthrough.DDP,
+    "actor.optimizer": passthrough.OPTIMIZER,
+    "rollout.vllm": passthrough.ENGINE,
+    "judge.vllm": passthrough.SERVER,
+}
+FEWEST_FIELDS = {"actor.megatron": 240, "actor.ddp": 27, "actor.optimizer": 50, "rollout.vllm": 250, "judge.vllm": 250}
+
+
+def undecided(target: Target, fields: Iterable[str]) -> list[str]:
+    """Return the fields that are neither set by mrl, nor taken, nor refused with a reason."""
+    rules = target.rules
+    return [name for name in fields if not (name in target.owned or name in rules.taken or rules.reason(name))]
+
+
+@pytest.mark.needs
+@pytest.mark.parametrize("section", TARGETS)
+def test_every_field_is_taken_set_or_refused(section: str) -> None:
+    target = TARGETS[section]
+    fields = passthrough.field_types(target) or {}
+    assert len(fields) >= FEWEST_FIELDS[section]
+    assert not undecided(target, fields)
+
+
+@pytest.mark.parametrize("section", TARGETS)
+def test_no_field_is_in_two_lists(section: str) -> None:
+    target = TARGETS[section]
+    assert not set(target.owned) & set(target.rules.taken)
+    assert not [name for name in target.rules.taken if name in target.rules.refused]
+
+
+def test_a_field_that_nobody_has_decided_about_is_found() -> None:
+    assert undecided(passthrough.TRANSFORMER, ["a_new_switch", "fp8", "num_layers"]) == ["a_new_switch"]
+    assert passthrough.TRANSFORMER.rules.refusal("a_new_switch", True) == "no test of mrl holds it against a plain run"
