@@ -21,21 +21,19 @@ from mrl.config.arithmetic import (
     role_devices,
     role_mesh,
 )
-from mrl.config.hardware import DEFAULT_UTILIZATION, Hardware
+from mrl.config.hardware import Hardware
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
-from mrl.dtypes import ITEM_BYTES
 from mrl.errors import PlacementError
-from mrl.models.rollout_table import EngineSizes
+from mrl.models.rollout_table import EngineSizes, engine_elements
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
 from mrl.plan.activations import forward_activations, head_bytes, stage_activations
 from mrl.plan.assumptions import ASSUMPTIONS, GIB
 from mrl.plan.plan_input import PlanInput, Planned
-from mrl.plan.weights import WeightBytes, engine_elements, stage_weights
+from mrl.plan.weights import WeightBytes, stage_weights
+from mrl.rollout.capacity import engine_capacity, planned_demand
 
-# vLLM's own, which depend on the device:
-_BATCHED_TOKENS, _FEW_BATCHED_TOKENS, _SEQUENCES, _FEW_SEQUENCES, _LARGE_DEVICE = 16384, 8192, 1024, 256, 70 * GIB
 RESERVE = "CUDA and NCCL"
 _SLOT_SHARE = 0.75  # of the memory for two buckets, as the reshard divides it
 _ORIGINS = {
@@ -290,6 +288,8 @@ class EngineMemory:
     """Of a sample of full length."""
     max_sequences: int
     """That vLLM runs at a time."""
+    max_tokens: int
+    """That vLLM computes in one step."""
     bucket_bytes: int
     """On both sides while weights come in."""
 
@@ -313,38 +313,26 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
     EngineSizes(rollout.tp).check(spec)
     if num_engines(config) < 1:
         raise PlacementError(f"no engine of {rollout.tp} devices fits on the devices that it may use")
-    item = ITEM_BYTES[given.get("dtype", config.actor.dtype)]
+    demand = planned_demand(config, spec, hardware.memory_bytes)
+    capacity, item, reserve = engine_capacity(demand), demand.item_bytes, ASSUMPTIONS.engine_reserve_bytes
+    sequences, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
     elements, largest = engine_elements(spec, rollout.tp)
-    is_large = hardware.memory_bytes >= _LARGE_DEVICE
-    tokens = given.get("max_num_batched_tokens") or (_BATCHED_TOKENS if is_large else _FEW_BATCHED_TOKENS)
-    sequences = given.get("max_num_seqs") or (_SEQUENCES if is_large else _FEW_SEQUENCES)
-    work = tokens * _widest(spec, rollout.tp) * item + 3 * sequences * spec.vocab * 4
-    reserve = ASSUMPTIONS.engine_reserve_bytes
-    token_bytes = 2 * spec.num_layers * max(1, spec.num_kv_heads // rollout.tp) * spec.head_dim * item
-    utilization = given.get("gpu_memory_utilization", DEFAULT_UTILIZATION)
-    cache = int(utilization * hardware.memory_bytes) - elements * item - work - reserve
-    origin = f"gpu_memory_utilization {utilization:g} of the device, less the above"
-    if given.get("kv_cache_memory_bytes") is not None:
-        cache, origin = int(given["kv_cache_memory_bytes"]), "kv_cache_memory_bytes"
+    held = f"{elements:,} elements of a worker at tp {rollout.tp}, {item} bytes each"
+    work = demand.work_bytes(sequences, tokens)
+    cache, origin = demand.cache_bytes(work), "kv_cache_memory_bytes"
+    if given.get("kv_cache_memory_bytes") is None:
+        origin = f"gpu_memory_utilization {demand.utilization:g} of the device, less the above"
     return EngineMemory(
         parts=(
-            ("weights", elements * item, f"{elements:,} elements of a worker at tp {rollout.tp}, {item} bytes each"),
+            ("weights", demand.weight_bytes, held),
             ("work space", work, f"{tokens} tokens of a prefill, three copies of logits of {sequences} sequences"),
             (RESERVE, reserve, "assumed, of an engine's process, its captured graphs included"),
             ("cache", max(0, cache), origin),
         ),
         cache_bytes=cache,
-        token_bytes=token_bytes,
-        sample_bytes=token_bytes * longest_sample_tokens(rollout),
+        token_bytes=demand.token_bytes,
+        sample_bytes=demand.token_bytes * longest_sample_tokens(rollout),
         max_sequences=sequences,
+        max_tokens=tokens,
         bucket_bytes=2 * max(config.sync.bucket_bytes, int(largest * item / _SLOT_SHARE)),
     )
-
-
-def _widest(spec: ModelSpec, tp: int) -> int:
-    """Return the elements per token of a layer at work: hidden states, and the widest of its parts."""
-    attention = spec.qkv_rows // tp
-    mlp = 3 * spec.ffn // tp
-    if spec.moe:
-        mlp = max(mlp, spec.moe.experts_per_token * (spec.hidden + 3 * spec.moe.expert_ffn // tp))
-    return 3 * spec.hidden + max(attention, mlp)
