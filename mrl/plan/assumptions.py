@@ -13,8 +13,14 @@ GIB = 1 << 30
 class Assumptions:
     """Memory that libraries take for themselves, and how much of a device's speed each kind of work reaches."""
 
-    trainer_reserve_bytes: int = 3 * GIB
-    """Of each trainer process: CUDA context, NCCL's buffers of all its groups, workspaces of libraries."""
+    process_bytes: int = GIB
+    """Of each trainer process: CUDA context, workspaces of cuBLAS and Transformer Engine."""
+    communicator_bytes: int = 205 << 20
+    """Of each of its NCCL groups."""
+    peer_bytes: int = 24 << 20
+    """Of each rank that it sends to directly: experts' tokens, and slices of the reshard."""
+    receiver_bytes: int = 2 * GIB
+    """Of the process that takes weights next to engines of their own pool: CUDA context and NCCL."""
     engine_reserve_bytes: int = ENGINE_RESERVE_BYTES
     """Of each engine process, also while it sleeps: CUDA context, NCCL, captured graphs."""
     cpu_rank_bytes: int = 288 << 20

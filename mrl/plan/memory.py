@@ -6,8 +6,8 @@ before they generate its parameters too; afterwards they sleep. Other roles on t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from mrl.config.arithmetic import (
     role_mesh,
 )
 from mrl.config.hardware import Hardware
+from mrl.config.mesh import Mesh
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
 from mrl.errors import PlacementError
@@ -124,6 +125,8 @@ class Role:
     """What a training step has beside the weights; nothing where the role is frozen."""
     score: tuple[Item, ...]
     """What a forward pass has beside the weights."""
+    process: int
+    """What the process takes for itself."""
 
     def held(self, *parts: str) -> Iterator[Item]:
         """Yield those of parameters, gradients and optimizer state."""
@@ -142,7 +145,13 @@ class Role:
         return sum(item.num_bytes for item in (*self.all_items(), *(self.train or self.score)))
 
     def reserve(self) -> Item:
-        return Item(self.name, RESERVE, ASSUMPTIONS.trainer_reserve_bytes, "assumed, for each trainer process")
+        return Item(self.name, RESERVE, self.process, "assumed, by its groups and their peers")
+
+    def build(self) -> Iterator[Item]:
+        """Yield what is there while Megatron makes its buffers: the model's own parameters are there as well."""
+        yield from self.held("parameters", "gradients")
+        yield Item(self.name, "parameters", self.weights.parameters, "the model's own, until they lie in the buffers")
+        yield self.reserve()
 
 
 Stages = dict[str, tuple[Role, ...]]
@@ -181,10 +190,7 @@ def reference_host_bytes(subject: Planned[Any]) -> int:
 
 def role_stages(subject: Planned[Any], role: str) -> tuple[Role, ...]:
     stages = range(subject.config.model_roles()[role].parallel.pp)
-    *first, last = (_role_at_stage(subject.config, subject.specs[role], role, stage) for stage in stages)
-    if role == "actor" and isinstance(subject.config, Config):
-        last = replace(last, train=(*last.train, *_divergence(subject)))
-    return (*first, last)
+    return tuple(_role_at_stage(subject, role, stage) for stage in stages)
 
 
 def _divergence(subject: PlanInput) -> Iterator[Item]:
@@ -199,22 +205,43 @@ def _divergence(subject: PlanInput) -> Iterator[Item]:
     yield Item("actor", "divergence", head_of(subject.specs["actor"], backward=True) + teacher, origin)
 
 
-def _role_at_stage(config: AnyConfig, spec: ModelSpec, name: str, stage: int) -> Role:
+def _role_at_stage(subject: Planned[Any], name: str, stage: int) -> Role:
+    config, spec = subject.config, subject.specs[name]
     model, head = config.model_roles()[name], head_of(name)
     batch = role_batch(config, name)
     tokens = f"{model.max_tokens_per_device} tokens of a micro-batch on a device"
-    item = partial(Item, name)
-    held = stage_weights(spec, model, role_mesh(config, name), head, stage)
-    train = [
-        item("activations", stage_activations(spec, model, stage, batch.max_micro_batches), f"{tokens}, stage {stage}"),
-        item("a weight's gradient", held.largest_parameter, "of the largest parameter, before it is added up"),
-    ]
-    score = [item("activations", forward_activations(spec, model), f"{tokens}, one layer at a time")]
-    scored = partial(head_bytes, spec, model, head, device=config.cluster.device)
+    item, device = partial(Item, name), config.cluster.device
+    mesh = role_mesh(config, name)
+    held = stage_weights(spec, model, mesh, head, stage)
+    kept = stage_activations(spec, model, stage, batch.max_micro_batches, device)
+    layer_origin = "made again, its gradients, gathered sequences, and the gradient of the largest parameter"
+    backward = [[item("layer at work", kept.at_work + held.largest_parameter, layer_origin)]]
+    forward = [[item("activations", forward_activations(spec, model), f"{tokens}, one layer at a time")]]
     if stage == model.parallel.pp - 1:
-        train.append(item("head", scored(backward=True), f"{tokens}, if all are scored"))
-        score.append(item("head", scored(backward=False), f"{tokens}, if all are scored"))
-    return Role(name, stage, held, tuple(train) if name in config.trained_roles() else (), tuple(score))
+        scored, origin = partial(head_bytes, spec, model, head, device=device), f"{tokens}, if all are scored"
+        more = _divergence(subject) if name == "actor" and isinstance(config, Config) else ()
+        backward.append([item("head", scored(backward=True), origin), *more])
+        forward.append([item("head", scored(backward=False), origin)])
+    # Head and layers never work at the same moment.
+    train, score = (max(works, key=_total) for works in (backward, forward))
+    train = [item("activations", kept.kept, f"{tokens}, stage {stage}"), *train]
+    return Role(
+        name, stage, held, tuple(train) if name in config.trained_roles() else (), tuple(score), process_bytes(mesh)
+    )
+
+
+def _total(items: Iterable[Item]) -> int:
+    return sum(item.num_bytes for item in items)
+
+
+def process_bytes(mesh: Mesh) -> int:
+    """Return what a trainer process takes for itself: CUDA, its libraries, and NCCL's buffers."""
+    sizes = (mesh.world_size, mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.ep, mesh.etp)
+    num_groups = sum(size > 1 for size in sizes)
+    # Experts exchange tokens with all others, and the reshard slices with the ranks of a whole model.
+    peers = (mesh.ep * mesh.etp - 1) + (min(mesh.world_size, mesh.pp * max(mesh.tp, mesh.ep * mesh.etp)) - 1)
+    at = ASSUMPTIONS
+    return at.process_bytes + num_groups * at.communicator_bytes + peers * at.peer_bytes
 
 
 def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMemory) -> Iterator[Phase]:
@@ -230,15 +257,20 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
             while_scoring = [*while_generating, *(item for role in models for item in role.held("parameters"))]
         while_taking = [*while_generating, *(item for role in actors for item in role.held("parameters"))]
         beside = [item for item in awake if item.what == RESERVE]  # asleep
+    for number, role in enumerate(roles):
+        if role.train:
+            before = [item for other in roles[:number] for item in other.all_items()]
+            yield Phase(f"build {role.name}", pool, (*before, *role.build()))
     buckets = Item("rollout", "buckets", engine.bucket_bytes, "twice sync.bucket_bytes, or two of the largest tensor")
     if has_own_rollout_pool(config) and rollout_pool(config) == pool:
         origin = "assumed, of the process that takes weights"
-        receiver = Item("rollout", "receiver", ASSUMPTIONS.trainer_reserve_bytes, origin)
+        receiver = Item("rollout", "receiver", ASSUMPTIONS.receiver_bytes, origin)
         yield Phase("weights", pool, (*awake, receiver, buckets))
         yield Phase("rollout", pool, (*awake, receiver))
     elif rollout_pool(config) == pool:
-        taking = [item for item in awake if item.what != "cache"] if config.sync.offload else awake
-        yield Phase("weights", pool, (*while_taking, *taking, buckets))
+        taking = [item for item in awake if item.what in ("weights", RESERVE)] if config.sync.offload else awake
+        counts = Item("rollout", "counts", engine.count_bytes, "of tokens, by sequence, in the pool of the weights")
+        yield Phase("weights", pool, (*while_taking, *taking, counts, buckets))
         yield Phase("rollout", pool, (*while_generating, *awake))
     else:
         beside = []
@@ -292,6 +324,8 @@ class EngineMemory:
     """That vLLM computes in one step."""
     bucket_bytes: int
     """On both sides while weights come in."""
+    count_bytes: int
+    """Of what the sampler counts for penalties, which vLLM keeps with the weights."""
 
     @property
     def cache_tokens(self) -> int:
@@ -335,4 +369,5 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
         max_sequences=sequences,
         max_tokens=tokens,
         bucket_bytes=2 * max(config.sync.bucket_bytes, int(largest * item / _SLOT_SHARE)),
+        count_bytes=sequences * spec.vocab * 4,
     )

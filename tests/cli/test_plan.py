@@ -46,11 +46,11 @@ def test_a_plan_says_what_it_assumes(plan: Plan) -> None:
 def test_every_number_has_an_origin(plan: Plan) -> None:
     text = plan(PRESET, "--verbose")[1]
     assert "train actor (all):" in text
-    assert "assumed, for each trainer process" in text
+    assert "assumed, by its groups and their peers" in text
     assert "gpu_memory_utilization 0.85 of the device, less the above" in text
     assert "16384 tokens of a micro-batch on a device" in text
     assert "matrix products" in text
-    assert "Assumed (mrl/plan/assumptions.py): trainer_reserve_bytes 3.22123e+09, " in text
+    assert "Assumed (mrl/plan/assumptions.py): process_bytes 1.07374e+09, " in text
     assert "train_efficiency 0.42" in text
     assert "pipeline bubble" in text
 
