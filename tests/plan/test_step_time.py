@@ -19,6 +19,7 @@ LENGTHS = Lengths(prompt=512, response=2048)
 LAYOUT = {
     "actor__parallel__tp": 4,
     "actor__parallel__pp": 2,
+    "actor__parallel__vpp": 1,
     "actor__parallel__cp": 2,
     "actor__parallel__sequence_parallel": "true",
     "actor__max_tokens_per_device": 4096,
