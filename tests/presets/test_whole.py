@@ -25,8 +25,8 @@ COVERING = {
 }
 
 
-EVERY_TIME = ("grpo-qwen3-30b-a3b-2n8g", "distill-qwen2.5-7b-from-72b-2n8g")
-"""Of these, what each submission goes through: experts, a teacher."""
+EVERY_TIME = ("grpo-qwen3-30b-a3b-2n8g", "distill-qwen2.5-7b-from-72b-2n8g", "grpo-qwen2.5-7b-async-2n8g")
+"""Of these, what each submission goes through: experts, a teacher, weights in flight."""
 
 
 def traits(name: str) -> set[str]:
