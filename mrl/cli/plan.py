@@ -133,6 +133,7 @@ def _memory(subject: PlanInput, plan: MemoryPlan, *, verbose: bool) -> Iterator[
     held = f"the cache of each holds {engine.cache_tokens:,} tokens"
     yield f"Rollout: {engines} engine{'s' if engines > 1 else ''} of tp {config.rollout.tp}; {held},"
     yield f"  {engine.full_samples:,} samples of full length at a time of the {share:,} that it gets in a step."
+    yield f"  An engine runs up to {engine.max_sequences:,} samples and {engine.max_tokens:,} tokens at a time."
     yield from _turns(config)
     yield f"Host: {gib(plan.host_bytes_per_node)} on each machine: what leaves its devices, and a copy of a checkpoint."
 

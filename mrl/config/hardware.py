@@ -9,6 +9,8 @@ from mrl.errors import NameUnknown, did_you_mean
 DEFAULT = "h100-80gb"
 DEFAULT_UTILIZATION = 0.92
 """Of a device's memory, what vLLM takes where `gpu_memory_utilization` is not given."""
+ENGINE_RESERVE_BYTES = 2 << 30
+"""Assumed of each engine process, also while it sleeps: CUDA context, NCCL, captured graphs."""
 
 
 @dataclass(frozen=True)

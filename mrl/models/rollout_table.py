@@ -6,8 +6,10 @@ split on its own; so are the gate and the up of every expert. Stacked experts ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from mrl.config.schema import ParallelConfig
 from mrl.errors import ModelError
@@ -57,6 +59,23 @@ def rollout_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> list[Fuse
     sizes.check(spec)
     layers = (fused for layer in range(spec.num_layers) for fused in layer_tensors(spec, sizes, rank, layer))
     return [*embedding_tensors(spec, sizes, rank), *layers, *head_tensors(spec, sizes, rank)]
+
+
+@cache
+def engine_elements(spec: ModelSpec, tp: int) -> tuple[int, int]:
+    """Return the elements of the fused tensors of the first worker of an engine, and of the largest of them."""
+    sizes, sums, largest = EngineSizes(tp), 0, 0
+    kinds: dict[bool, int] = {}
+    for layer in range(spec.num_layers):
+        kinds[spec.has_experts(layer)] = kinds.get(spec.has_experts(layer), 0) + 1
+    parts = [(1, (*embedding_tensors(spec, sizes, 0), *head_tensors(spec, sizes, 0)))]
+    for has_experts, count in kinds.items():
+        example = next(layer for layer in range(spec.num_layers) if spec.has_experts(layer) == has_experts)
+        parts.append((count, tuple(layer_tensors(spec, sizes, 0, example))))
+    for count, tensors in parts:
+        elements = [math.prod(tensor.shape) for tensor in tensors]
+        sums, largest = sums + count * sum(elements), max(largest, *elements)
+    return sums, largest
 
 
 def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:

@@ -25,14 +25,20 @@ what autograd saves in a running engine, and finds these numbers.
 
 Full recomputation keeps h/s per layer (per `recompute_num_layers` with `uniform`), and while it makes a group of layers
 again all tensors of that group. `block` recomputes the first layers of each chunk alone. Selective recomputation leaves
-out what the modules named make again: `mlp` and `moe` all but their norm's input and output, `layernorm` the outputs of
-norms, `moe_act` silu and products; `core_attn` recomputes what a flash kernel does not keep anyway.
+out what the modules named make again: `mlp` and `moe` all but their norm's input and output (on GPUs a dense MLP's norm
+is a part of its first product, so its output goes too), `layernorm` the outputs of norms, `moe_act` silu and products;
+`core_attn` recomputes what a flash kernel does not keep anyway.
+
+While backward is in a layer, three things come on top: what it makes again, the gradients of the MLP (3f/t; of the
+experts e(h etp + 3g)/s), and those of the layer's input and output (2h). With sequence parallelism these two are
+gathered, and so is the input (3h together).
 
 A stage of a pipeline keeps the micro-batches that are between their forward and their backward: `pp - stage` of them,
 or with `vpp` chunks `2 (pp - stage - 1) + (vpp - 1) pp + 1` chunks of `layers / (pp vpp)` layers.
 
-The head walks the vocabulary in tiles; it keeps the hidden states of the scored tokens (h), their gradient in float32
-and in the model's dtype, the gradient of its weight, and three tiles at a time.
+The head is done before backward enters a layer, so only the larger of the two counts. It walks the vocabulary in tiles;
+it keeps the hidden states of the scored tokens (h), their gradient in float32 and in the model's dtype, the gradient of
+its weight, and three tiles at a time.
 """
 
 from __future__ import annotations
@@ -71,6 +77,16 @@ class LayerActivations:
         return float(sum(vars(self).values()))
 
 
+@dataclass(frozen=True)
+class StageActivations:
+    """Bytes that the layers of a pipeline stage take."""
+
+    kept: int
+    """For backward, of all micro-batches that are under way."""
+    at_work: int
+    """While backward is in a layer: what it makes again, gradients, and gathered sequences."""
+
+
 def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) -> LayerActivations:
     """Return what one layer keeps per token of a device."""
     at, item = model.parallel, ITEM_BYTES[model.dtype]
@@ -94,8 +110,14 @@ def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) 
     return LayerActivations(hidden, 2 * hidden, attention, hidden, mlp, activation)
 
 
-def stage_activations(spec: ModelSpec, model: MegatronModelConfig, stage: int, num_micro_batches: int) -> int:
-    """Return what the layers of a pipeline stage keep at their worst moment, and make again."""
+def stage_activations(
+    spec: ModelSpec,
+    model: MegatronModelConfig,
+    stage: int,
+    num_micro_batches: int,
+    device: Literal["cpu", "gpu"] = "gpu",
+) -> StageActivations:
+    """Return what the layers of a pipeline stage keep at their worst moment, and take while they are at work."""
     layout, tokens = model.parallel, model.max_tokens_per_device
     pp, vpp = layout.pp, layout.vpp
     chunks = [layers_of_chunk(layout, spec.num_layers, stage, chunk) for chunk in range(vpp)]
@@ -103,11 +125,26 @@ def stage_activations(spec: ModelSpec, model: MegatronModelConfig, stage: int, n
     for layers in chunks:
         bytes_of = {kind: layer_bytes(spec, model, kind) for kind in {spec.has_experts(layer) for layer in layers}}
         per_layer = [bytes_of[spec.has_experts(layer)] for layer in layers]
-        chunk_kept, chunk_working = _with_recomputation(per_layer, model.megatron)
-        kept, working = kept + chunk_kept / vpp, max(working, chunk_working)
+        fused_norm = device == "gpu"
+        chunk_kept, again = _with_recomputation(per_layer, model.megatron, fused_norm)
+        gradients = max((_gradient_bytes(spec, model, kind) for kind in bytes_of), default=0.0)
+        kept, working = kept + chunk_kept / vpp, max(working, again + gradients)
     in_flight = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
     in_flight = min(in_flight, num_micro_batches * vpp)
-    return math.ceil((kept * in_flight + working) * tokens * (1 + ASSUMPTIONS.allocator_share))
+    of_tokens = tokens * (1 + ASSUMPTIONS.allocator_share)
+    return StageActivations(math.ceil(kept * in_flight * of_tokens), math.ceil(working * of_tokens))
+
+
+def _gradient_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) -> float:
+    """Return what backward takes per token in a layer of this kind, besides what the layer keeps."""
+    at, item = model.parallel, ITEM_BYTES[model.dtype]
+    is_split = at.sequence_parallel and at.tp > 1
+    hidden = (3 if is_split else 2) * spec.hidden
+    if not (has_experts and spec.moe):
+        return float(item * (hidden + 3 * spec.ffn / at.tp))
+    moe = spec.moe
+    taken = moe.experts_per_token * (ASSUMPTIONS.expert_imbalance if at.ep > 1 else 1) / (at.tp if is_split else 1)
+    return float(item * (hidden + taken * (spec.hidden * at.etp + 3 * moe.expert_ffn)))
 
 
 def forward_activations(spec: ModelSpec, model: MegatronModelConfig) -> int:
@@ -129,12 +166,14 @@ def head_bytes(
     return hidden + weight + _TILES_AT_ONCE * max(TILE_BYTES[device], MIN_COLUMNS * 4 * tokens)
 
 
-def _with_recomputation(layers: list[LayerActivations], megatron: dict[str, Any]) -> tuple[float, float]:
+def _with_recomputation(
+    layers: list[LayerActivations], megatron: dict[str, Any], fused_norm: bool
+) -> tuple[float, float]:
     """Return the bytes per token that the layers of a chunk keep, and those that are made again at a time."""
     granularity = megatron.get("recompute_granularity")
     if granularity == "selective":
         modules = set(megatron.get("recompute_modules") or ())
-        lighter = [_selective(layer, modules) for layer in layers]
+        lighter = [_selective(layer, modules, fused_norm) for layer in layers]
         return sum(each.total for each in lighter), max(a.total - b.total for a, b in zip(layers, lighter, strict=True))
     if granularity != "full":
         return sum(layer.total for layer in layers), 0.0
@@ -147,9 +186,12 @@ def _with_recomputation(layers: list[LayerActivations], megatron: dict[str, Any]
     return sum(group[0].residual for group in groups), max(sum(each.total for each in group) for group in groups)
 
 
-def _selective(layer: LayerActivations, modules: set[str]) -> LayerActivations:
+def _selective(layer: LayerActivations, modules: set[str], fused_norm: bool) -> LayerActivations:
     if modules & {"mlp", "moe"}:
-        layer = replace(layer, mlp=0.0, expert_activation=0.0)
+        is_dense = not layer.expert_activation
+        # The norm's output is one of two: that of attention's norm stays.
+        norms = layer.norms / 2 if fused_norm and is_dense and "mlp" in modules else layer.norms
+        layer = replace(layer, norms=norms, mlp=0.0, expert_activation=0.0)
     if "moe_act" in modules:
         layer = replace(layer, expert_activation=0.0)
     if "layernorm" in modules:

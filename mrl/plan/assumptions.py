@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mrl.config.hardware import ENGINE_RESERVE_BYTES
+
 GIB = 1 << 30
 
 
@@ -11,9 +13,15 @@ GIB = 1 << 30
 class Assumptions:
     """Memory that libraries take for themselves, and how much of a device's speed each kind of work reaches."""
 
-    trainer_reserve_bytes: int = 3 * GIB
-    """Of each trainer process: CUDA context, NCCL's buffers of all its groups, workspaces of libraries."""
-    engine_reserve_bytes: int = 2 * GIB
+    process_bytes: int = GIB
+    """Of each trainer process: CUDA context, workspaces of cuBLAS and Transformer Engine."""
+    communicator_bytes: int = 205 << 20
+    """Of each of its NCCL groups."""
+    peer_bytes: int = 24 << 20
+    """Of each rank that it sends to directly: experts' tokens, and slices of the reshard."""
+    receiver_bytes: int = 2 * GIB
+    """Of the process that takes weights next to engines of their own pool: CUDA context and NCCL."""
+    engine_reserve_bytes: int = ENGINE_RESERVE_BYTES
     """Of each engine process, also while it sleeps: CUDA context, NCCL, captured graphs."""
     cpu_rank_bytes: int = 288 << 20
     """Of a rank on a CPU slot: what its libraries take for themselves, before there is a model."""
@@ -36,9 +44,12 @@ class Assumptions:
     link_efficiency: float = 0.7
     """Of NVLink and network, in collectives and in the reshard."""
     decode_step_s: float = 0.004
-    """Scheduling, sampling and launches of one decoding step, whatever is computed."""
+    """Sampling and launches of one decoding step, whatever is computed; published runs take as much."""
     decode_layer_s: float = 0.00005
     """The same for each layer, twice this where tensor ranks add up, four times where they are on several machines."""
+    decode_sample_s: float = 0.000022
+    """Measured, for each running sample in one decoding step: scheduling and output on one core of the engine's host.
+    The host works while the GPU computes the step before, so the slower of both counts."""
     train_layer_s: float = 0.001
     """Launches of one layer forward for one micro-batch, for backward twice this."""
     expert_layer_s: float = 0.004

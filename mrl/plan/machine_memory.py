@@ -17,11 +17,11 @@ from mrl.config.hardware import Hardware
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
 from mrl.dtypes import ITEM_BYTES
+from mrl.models.rollout_table import engine_elements
 from mrl.plan.assumptions import ASSUMPTIONS, GIB
 from mrl.plan.memory import engine_memory, gib, role_stages
 from mrl.plan.plan_input import PlanInput, Planned, model_specs
 from mrl.plan.search import Changes, activation_ladders, smallest_changes
-from mrl.plan.weights import engine_elements
 
 _MIN_SAMPLES = 4
 """Of full length, that a cache which is proposed holds."""

@@ -6,8 +6,8 @@ before they generate its parameters too; afterwards they sleep. Other roles on t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,21 +21,20 @@ from mrl.config.arithmetic import (
     role_devices,
     role_mesh,
 )
-from mrl.config.hardware import DEFAULT_UTILIZATION, Hardware
+from mrl.config.hardware import Hardware
+from mrl.config.mesh import Mesh
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
-from mrl.dtypes import ITEM_BYTES
 from mrl.errors import PlacementError
-from mrl.models.rollout_table import EngineSizes
+from mrl.models.rollout_table import EngineSizes, engine_elements
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
 from mrl.plan.activations import forward_activations, head_bytes, stage_activations
 from mrl.plan.assumptions import ASSUMPTIONS, GIB
 from mrl.plan.plan_input import PlanInput, Planned
-from mrl.plan.weights import WeightBytes, engine_elements, stage_weights
+from mrl.plan.weights import WeightBytes, stage_weights
+from mrl.rollout.capacity import engine_capacity, planned_demand
 
-# vLLM's own, which depend on the device:
-_BATCHED_TOKENS, _FEW_BATCHED_TOKENS, _SEQUENCES, _FEW_SEQUENCES, _LARGE_DEVICE = 16384, 8192, 1024, 256, 70 * GIB
 RESERVE = "CUDA and NCCL"
 _SLOT_SHARE = 0.75  # of the memory for two buckets, as the reshard divides it
 _ORIGINS = {
@@ -126,6 +125,8 @@ class Role:
     """What a training step has beside the weights; nothing where the role is frozen."""
     score: tuple[Item, ...]
     """What a forward pass has beside the weights."""
+    process: int
+    """What the process takes for itself."""
 
     def held(self, *parts: str) -> Iterator[Item]:
         """Yield those of parameters, gradients and optimizer state."""
@@ -144,7 +145,13 @@ class Role:
         return sum(item.num_bytes for item in (*self.all_items(), *(self.train or self.score)))
 
     def reserve(self) -> Item:
-        return Item(self.name, RESERVE, ASSUMPTIONS.trainer_reserve_bytes, "assumed, for each trainer process")
+        return Item(self.name, RESERVE, self.process, "assumed, by its groups and their peers")
+
+    def build(self) -> Iterator[Item]:
+        """Yield what is there while Megatron makes its buffers: the model's own parameters are there as well."""
+        yield from self.held("parameters", "gradients")
+        yield Item(self.name, "parameters", self.weights.parameters, "the model's own, until they lie in the buffers")
+        yield self.reserve()
 
 
 Stages = dict[str, tuple[Role, ...]]
@@ -183,10 +190,7 @@ def reference_host_bytes(subject: Planned[Any]) -> int:
 
 def role_stages(subject: Planned[Any], role: str) -> tuple[Role, ...]:
     stages = range(subject.config.model_roles()[role].parallel.pp)
-    *first, last = (_role_at_stage(subject.config, subject.specs[role], role, stage) for stage in stages)
-    if role == "actor" and isinstance(subject.config, Config):
-        last = replace(last, train=(*last.train, *_divergence(subject)))
-    return (*first, last)
+    return tuple(_role_at_stage(subject, role, stage) for stage in stages)
 
 
 def _divergence(subject: PlanInput) -> Iterator[Item]:
@@ -201,22 +205,43 @@ def _divergence(subject: PlanInput) -> Iterator[Item]:
     yield Item("actor", "divergence", head_of(subject.specs["actor"], backward=True) + teacher, origin)
 
 
-def _role_at_stage(config: AnyConfig, spec: ModelSpec, name: str, stage: int) -> Role:
+def _role_at_stage(subject: Planned[Any], name: str, stage: int) -> Role:
+    config, spec = subject.config, subject.specs[name]
     model, head = config.model_roles()[name], head_of(name)
     batch = role_batch(config, name)
     tokens = f"{model.max_tokens_per_device} tokens of a micro-batch on a device"
-    item = partial(Item, name)
-    held = stage_weights(spec, model, role_mesh(config, name), head, stage)
-    train = [
-        item("activations", stage_activations(spec, model, stage, batch.max_micro_batches), f"{tokens}, stage {stage}"),
-        item("a weight's gradient", held.largest_parameter, "of the largest parameter, before it is added up"),
-    ]
-    score = [item("activations", forward_activations(spec, model), f"{tokens}, one layer at a time")]
-    scored = partial(head_bytes, spec, model, head, device=config.cluster.device)
+    item, device = partial(Item, name), config.cluster.device
+    mesh = role_mesh(config, name)
+    held = stage_weights(spec, model, mesh, head, stage)
+    kept = stage_activations(spec, model, stage, batch.max_micro_batches, device)
+    layer_origin = "made again, its gradients, gathered sequences, and the gradient of the largest parameter"
+    backward = [[item("layer at work", kept.at_work + held.largest_parameter, layer_origin)]]
+    forward = [[item("activations", forward_activations(spec, model), f"{tokens}, one layer at a time")]]
     if stage == model.parallel.pp - 1:
-        train.append(item("head", scored(backward=True), f"{tokens}, if all are scored"))
-        score.append(item("head", scored(backward=False), f"{tokens}, if all are scored"))
-    return Role(name, stage, held, tuple(train) if name in config.trained_roles() else (), tuple(score))
+        scored, origin = partial(head_bytes, spec, model, head, device=device), f"{tokens}, if all are scored"
+        more = _divergence(subject) if name == "actor" and isinstance(config, Config) else ()
+        backward.append([item("head", scored(backward=True), origin), *more])
+        forward.append([item("head", scored(backward=False), origin)])
+    # Head and layers never work at the same moment.
+    train, score = (max(works, key=_total) for works in (backward, forward))
+    train = [item("activations", kept.kept, f"{tokens}, stage {stage}"), *train]
+    return Role(
+        name, stage, held, tuple(train) if name in config.trained_roles() else (), tuple(score), process_bytes(mesh)
+    )
+
+
+def _total(items: Iterable[Item]) -> int:
+    return sum(item.num_bytes for item in items)
+
+
+def process_bytes(mesh: Mesh) -> int:
+    """Return what a trainer process takes for itself: CUDA, its libraries, and NCCL's buffers."""
+    sizes = (mesh.world_size, mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.ep, mesh.etp)
+    num_groups = sum(size > 1 for size in sizes)
+    # Experts exchange tokens with all others, and the reshard slices with the ranks of a whole model.
+    peers = (mesh.ep * mesh.etp - 1) + (min(mesh.world_size, mesh.pp * max(mesh.tp, mesh.ep * mesh.etp)) - 1)
+    at = ASSUMPTIONS
+    return at.process_bytes + num_groups * at.communicator_bytes + peers * at.peer_bytes
 
 
 def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMemory) -> Iterator[Phase]:
@@ -232,15 +257,20 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
             while_scoring = [*while_generating, *(item for role in models for item in role.held("parameters"))]
         while_taking = [*while_generating, *(item for role in actors for item in role.held("parameters"))]
         beside = [item for item in awake if item.what == RESERVE]  # asleep
+    for number, role in enumerate(roles):
+        if role.train:
+            before = [item for other in roles[:number] for item in other.all_items()]
+            yield Phase(f"build {role.name}", pool, (*before, *role.build()))
     buckets = Item("rollout", "buckets", engine.bucket_bytes, "twice sync.bucket_bytes, or two of the largest tensor")
     if has_own_rollout_pool(config) and rollout_pool(config) == pool:
         origin = "assumed, of the process that takes weights"
-        receiver = Item("rollout", "receiver", ASSUMPTIONS.trainer_reserve_bytes, origin)
+        receiver = Item("rollout", "receiver", ASSUMPTIONS.receiver_bytes, origin)
         yield Phase("weights", pool, (*awake, receiver, buckets))
         yield Phase("rollout", pool, (*awake, receiver))
     elif rollout_pool(config) == pool:
-        taking = [item for item in awake if item.what != "cache"] if config.sync.offload else awake
-        yield Phase("weights", pool, (*while_taking, *taking, buckets))
+        taking = [item for item in awake if item.what in ("weights", RESERVE)] if config.sync.offload else awake
+        counts = Item("rollout", "counts", engine.count_bytes, "of tokens, by sequence, in the pool of the weights")
+        yield Phase("weights", pool, (*while_taking, *taking, counts, buckets))
         yield Phase("rollout", pool, (*while_generating, *awake))
     else:
         beside = []
@@ -290,8 +320,12 @@ class EngineMemory:
     """Of a sample of full length."""
     max_sequences: int
     """That vLLM runs at a time."""
+    max_tokens: int
+    """That vLLM computes in one step."""
     bucket_bytes: int
     """On both sides while weights come in."""
+    count_bytes: int
+    """Of what the sampler counts for penalties, which vLLM keeps with the weights."""
 
     @property
     def cache_tokens(self) -> int:
@@ -313,38 +347,27 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
     EngineSizes(rollout.tp).check(spec)
     if num_engines(config) < 1:
         raise PlacementError(f"no engine of {rollout.tp} devices fits on the devices that it may use")
-    item = ITEM_BYTES[given.get("dtype", config.actor.dtype)]
+    demand = planned_demand(config, spec, hardware.memory_bytes)
+    capacity, item, reserve = engine_capacity(demand), demand.item_bytes, ASSUMPTIONS.engine_reserve_bytes
+    sequences, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
     elements, largest = engine_elements(spec, rollout.tp)
-    is_large = hardware.memory_bytes >= _LARGE_DEVICE
-    tokens = given.get("max_num_batched_tokens") or (_BATCHED_TOKENS if is_large else _FEW_BATCHED_TOKENS)
-    sequences = given.get("max_num_seqs") or (_SEQUENCES if is_large else _FEW_SEQUENCES)
-    work = tokens * _widest(spec, rollout.tp) * item + 3 * sequences * spec.vocab * 4
-    reserve = ASSUMPTIONS.engine_reserve_bytes
-    token_bytes = 2 * spec.num_layers * max(1, spec.num_kv_heads // rollout.tp) * spec.head_dim * item
-    utilization = given.get("gpu_memory_utilization", DEFAULT_UTILIZATION)
-    cache = int(utilization * hardware.memory_bytes) - elements * item - work - reserve
-    origin = f"gpu_memory_utilization {utilization:g} of the device, less the above"
-    if given.get("kv_cache_memory_bytes") is not None:
-        cache, origin = int(given["kv_cache_memory_bytes"]), "kv_cache_memory_bytes"
+    held = f"{elements:,} elements of a worker at tp {rollout.tp}, {item} bytes each"
+    work = demand.work_bytes(sequences, tokens)
+    cache, origin = demand.cache_bytes(work), "kv_cache_memory_bytes"
+    if given.get("kv_cache_memory_bytes") is None:
+        origin = f"gpu_memory_utilization {demand.utilization:g} of the device, less the above"
     return EngineMemory(
         parts=(
-            ("weights", elements * item, f"{elements:,} elements of a worker at tp {rollout.tp}, {item} bytes each"),
+            ("weights", demand.weight_bytes, held),
             ("work space", work, f"{tokens} tokens of a prefill, three copies of logits of {sequences} sequences"),
             (RESERVE, reserve, "assumed, of an engine's process, its captured graphs included"),
             ("cache", max(0, cache), origin),
         ),
         cache_bytes=cache,
-        token_bytes=token_bytes,
-        sample_bytes=token_bytes * longest_sample_tokens(rollout),
+        token_bytes=demand.token_bytes,
+        sample_bytes=demand.token_bytes * longest_sample_tokens(rollout),
         max_sequences=sequences,
+        max_tokens=tokens,
         bucket_bytes=2 * max(config.sync.bucket_bytes, int(largest * item / _SLOT_SHARE)),
+        count_bytes=sequences * spec.vocab * 4,
     )
-
-
-def _widest(spec: ModelSpec, tp: int) -> int:
-    """Return the elements per token of a layer at work: hidden states, and the widest of its parts."""
-    attention = spec.qkv_rows // tp
-    mlp = 3 * spec.ffn // tp
-    if spec.moe:
-        mlp = max(mlp, spec.moe.experts_per_token * (spec.hidden + 3 * spec.moe.expert_ffn // tp))
-    return 3 * spec.hidden + max(attention, mlp)

@@ -24,12 +24,12 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import Config, MegatronModelConfig, ParallelConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.models.layout import layers_of_chunk
-from mrl.models.rollout_table import EngineSizes
+from mrl.models.rollout_table import EngineSizes, engine_elements
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.memory import EngineMemory, engine_memory, head_of, scoring_phase
 from mrl.plan.plan_input import PlanInput
-from mrl.plan.weights import buffers, engine_elements, stage_weights
+from mrl.plan.weights import buffers, stage_weights
 from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner
 
 
@@ -197,8 +197,8 @@ def rows_by_cache(engine: EngineMemory, lengths: Lengths) -> float:
 
 
 def decode_step(subject: PlanInput, engine: EngineMemory) -> Callable[[float, float], float]:
-    """Return what gives the seconds of one token of each of so many samples with so much context: weights and cache
-    are read, everything is multiplied, and some time goes anyway."""
+    """Return a function that gives the seconds of one token of each of so many samples with so much context: the GPU
+    reads weights and cache, multiplies and launches, or waits for the host, which schedules every sample."""
     spec, device, tp = subject.specs["actor"], subject.hardware, subject.config.rollout.tp
     weights = next(size for what, size, _ in engine.parts if what == "weights")
     experts, untouched = 0.0, 0.0
@@ -211,12 +211,12 @@ def decode_step(subject: PlanInput, engine: EngineMemory) -> Callable[[float, fl
     flops_per_s = tp * device.flops_per_s * ASSUMPTIONS.prefill_efficiency
     token_flops, pair_flops = spec.flops_per_token, spec.attention_flops_per_token_pair
     waits = 1 if tp == 1 else 2 if tp <= subject.config.cluster.devices_per_node else 4
-    anyway_s = spec.num_layers * ASSUMPTIONS.decode_layer_s * waits + ASSUMPTIONS.decode_step_s
+    launches_s = spec.num_layers * ASSUMPTIONS.decode_layer_s * waits + ASSUMPTIONS.decode_step_s
 
     def seconds(batch: float, context: float) -> float:
         read_s = (weights - math.pow(untouched, batch) * experts + batch * context * engine.token_bytes) / bytes_per_s
         compute_s = batch * (token_flops + pair_flops * context) / flops_per_s
-        return max(read_s, compute_s) + anyway_s
+        return max(max(read_s, compute_s) + launches_s, batch * ASSUMPTIONS.decode_sample_s)
 
     return seconds
 

@@ -16,7 +16,6 @@ from mrl.config.schema import MegatronModelConfig, ParallelConfig, TrainedModelC
 from mrl.dtypes import ITEM_BYTES
 from mrl.models.families import FAMILIES
 from mrl.models.layout import RankPlace, layers_of_chunk
-from mrl.models.rollout_table import EngineSizes, embedding_tensors, head_tensors, layer_tensors
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, dense_shards
 from mrl.rounding import round_up
@@ -96,23 +95,6 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
                 padded = sum(_padded_buckets(members, limit, multiple)) + sum(round_up(n, multiple) for n in separate)
                 made.append(Buffer(sum(members) + sum(separate), padded, owners))
     return made
-
-
-@cache
-def engine_elements(spec: ModelSpec, tp: int) -> tuple[int, int]:
-    """Return the elements of the fused tensors of the first worker of an engine, and of the largest of them."""
-    sizes, sums, largest = EngineSizes(tp), 0, 0
-    kinds: dict[bool, int] = {}
-    for layer in range(spec.num_layers):
-        kinds[spec.has_experts(layer)] = kinds.get(spec.has_experts(layer), 0) + 1
-    parts = [(1, (*embedding_tensors(spec, sizes, 0), *head_tensors(spec, sizes, 0)))]
-    for has_experts, count in kinds.items():
-        example = next(layer for layer in range(spec.num_layers) if spec.has_experts(layer) == has_experts)
-        parts.append((count, tuple(layer_tensors(spec, sizes, 0, example))))
-    for count, tensors in parts:
-        elements = [math.prod(tensor.shape) for tensor in tensors]
-        sums, largest = sums + count * sum(elements), max(largest, *elements)
-    return sums, largest
 
 
 def _dense(spec: ModelSpec, layout: ParallelConfig, stage: int, head: Head) -> tuple[tuple[int, int], ...]:

@@ -20,6 +20,7 @@ from mrl.config.sft import AnyConfig, SftConfig
 from mrl.config.step_calls import SAMPLE_COLUMNS, step_calls
 from mrl.config.values import leaves_of
 from mrl.errors import ConfigError, ModelError, MrlError, PlacementError, Problem
+from mrl.plan.known_models import model_spec
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
 from mrl.plan.memory import gib, plan_memory, update_phase
 from mrl.plan.plan_input import make_plan_input
@@ -67,6 +68,7 @@ def check_offline(resolved: Resolved[Any], hardware_name: str | None) -> Iterato
         yield skip("configuration", warning, "run this where it is" if "on this machine" in warning else "")
     yield from check_batch(resolved.config)
     yield from check_columns(resolved.config)
+    yield from check_experts(resolved.config)
     yield from guarded("memory", check_memory(resolved, hardware_name))
 
 
@@ -100,6 +102,26 @@ def check_batch(config: AnyConfig) -> Iterator[CheckResult]:
                 f"{share.samples_per_rank} samples cannot fill a pipeline of {mesh.pp} stages: most devices will wait",
                 f"a larger batch.{key}, or a smaller {role}.parallel.pp",
             )
+
+
+_TOKEN_RATIOS = ("ppo", "vanilla", "cispo")
+
+
+def check_experts(config: AnyConfig) -> Iterator[CheckResult]:
+    """Yield a warning for mixtures of experts that are trained as runs have collapsed: several updates of a batch by
+    ratios of single tokens, though engine and trainer choose other experts for some of them."""
+    if isinstance(config, SftConfig):
+        return
+    try:
+        is_mixture = model_spec(config.model.path).moe is not None
+    except ModelError:  # the check of memory says that its sizes are not known
+        return
+    num_updates, algorithm = updates_per_step(config.batch), config.algorithm
+    if is_mixture and num_updates > 1 and algorithm.loss.policy in _TOKEN_RATIOS and algorithm.correction is None:
+        what = f"{num_updates} updates a step by ratios of single tokens, without a correction: a mixture of experts "
+        what += "may collapse, because engine and trainer route some tokens to other experts"
+        fix = f"batch.samples_per_update={samples_per_step(config.batch)}, algorithm.correction={{}}, "
+        yield warn("experts", what, f"{fix}or algorithm.loss.policy=gspo")
 
 
 def check_columns(config: AnyConfig) -> Iterator[CheckResult]:

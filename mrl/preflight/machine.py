@@ -25,6 +25,7 @@ from mrl.plan.memory import gib
 from mrl.preflight.findings import (
     CheckResult,
     check_columns,
+    check_experts,
     check_machine,
     check_own_parts,
     check_planned_memory,
@@ -71,6 +72,7 @@ def check_start(resolved: Resolved[Any]) -> Iterator[CheckResult]:
     config = resolved.config
     yield from check_own_parts(config)
     yield from check_columns(config)
+    yield from check_experts(config)
     yield from check_planned_memory(resolved)
     yield from check_disk(config)
     if config.cluster.ray_address is None:

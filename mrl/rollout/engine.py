@@ -49,6 +49,8 @@ class EngineSettings:
     tp: int = 1
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments that are passed on to vLLM."""
+    share: int = 0
+    """Samples that it may have under way, from which follows how many it works on at a time."""
     loads_files: bool = False
     """Whether it serves what the model's files hold; else its weights come from the trainer."""
     reads_text: bool = False

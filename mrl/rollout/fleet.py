@@ -126,7 +126,8 @@ class RolloutFleet:
         self._version = version
         if stale := [index for index in self._replicas if self.versions[index] != version]:
             self._sync_weights(stale, version)
-        work = RequestScheduler(requests, len(self.versions), 1 if sampling.alone else MAX_IN_FLIGHT)
+        in_flight = 1 if sampling.alone else max(MAX_IN_FLIGHT, self._limits.vllm.get("max_num_seqs") or 0)
+        work = RequestScheduler(requests, len(self.versions), in_flight)
         self._work = work
         asked = self._asked = {}
         wait_s = FOLLOW_UP_WAIT_S if follow_ups else WAIT_S

@@ -31,6 +31,7 @@ from mrl.controller import DeviceSlots, RayClassWithInitArgs, RayWorkerGroup, Ru
 from mrl.errors import RolloutError
 from mrl.models.families import read_spec
 from mrl.models.rollout_table import EngineSizes
+from mrl.rollout.capacity import MAX_SEQUENCES, engine_share
 from mrl.rollout.engine import EngineSettings, Part, device_full
 from mrl.rollout.fleet import FollowUps, RolloutFleet
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
@@ -256,6 +257,7 @@ class HybridEngine:
             sockets=self._sockets,
             replica=REPLICA.format(index),
             tp=rollout.tp,
+            share=MAX_SEQUENCES if self._loads_files else engine_share(self._config),
             loads_files=self._loads_files,
             reads_text=self._reads_text,
             takes_weights_in_flight=self._cache is not None,

@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from mrl.errors import RolloutError
 from mrl.events import EventLog, Warned
+from mrl.rollout.capacity import MAX_SEQUENCES
 from mrl.rollout.requests import Generated, GenerationRequest
 
-MAX_IN_FLIGHT = 1024
-"""Requests that one replica holds at most; the rest goes to whoever is done first."""
+MAX_IN_FLIGHT = MAX_SEQUENCES
+"""Requests that one replica holds at most, or more where it works on more; the rest goes to whoever is done first."""
 MAX_DEATHS = 3
 """Replicas that may die while one set of requests is under way."""
 _CANNOT_SERVE = "what it said is above; another rollout.engine or rollout.vllm settings, or a model that it supports"

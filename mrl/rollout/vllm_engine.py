@@ -22,11 +22,14 @@ from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from mrl.config.vllm_fields import OWNED
 from mrl.errors import RolloutError, SetupError
+from mrl.models.families import read_spec
+from mrl.rollout.capacity import EngineDemand, engine_capacity
 from mrl.rollout.engine import EngineSettings, FreeMemory, Part, RolloutEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.weight_sync.vllm_plugin import TRANSFER_BACKEND
@@ -178,7 +181,22 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
         if name in ours or name in OWNED:
             by = OWNED.get(name, "the settings of this engine").format(role="rollout")
             raise RolloutError(f"{name} is set by {by}", where="rollout.vllm", fix="remove this key")
-    return {**settings.vllm, **ours}
+    capacity = engine_capacity(_demand(settings)).arguments(settings.vllm, settings.device)
+    return {**settings.vllm, **capacity, **ours}
+
+
+def _demand(settings: EngineSettings) -> EngineDemand:
+    """Return what the engine's limits are decided from; NVML says how large a device is, and makes no context there."""
+    return EngineDemand(
+        spec=read_spec(settings.model),
+        tp=settings.tp,
+        dtype=settings.dtype,
+        device=settings.device,
+        memory_bytes=current_platform.get_device_total_memory() if settings.device == "cuda" else 0,
+        max_tokens=settings.max_tokens,
+        share=settings.share,
+        vllm=settings.vllm,
+    )
 
 
 def _sampling_params(request: GenerationRequest, sampling: Sampling) -> SamplingParams:

@@ -105,6 +105,26 @@ def test_a_pipeline_that_cannot_be_filled_is_warned_of(check: Callable[..., tupl
     assert "warn  batch of the actor: 2 samples cannot fill a pipeline of 4 stages" in said
 
 
+@pytest.mark.parametrize(
+    ("override", "warned"),
+    [
+        ("run.name=two-updates", True),
+        ("batch.samples_per_update=2048", False),
+        ("algorithm.correction={}", False),
+        ("algorithm.loss.policy=gspo", False),
+        ("model.path=Qwen/Qwen3-8B", False),
+    ],
+)
+def test_experts_trained_by_token_ratios_in_several_updates_are_warned_of(
+    override: str, warned: bool, check: Callable[..., tuple[int, str]]
+) -> None:
+    preset = str(ROOT / "configs" / "grpo-qwen3-30b-a3b-2n8g.yaml")
+    two_updates = ("batch.samples_per_update=1024", "algorithm.correction=null")
+    options = ("actor.parallel.ep=1",) if "8B" in override else ()
+    _, said = check(preset, *two_updates, *options, override, "--offline")
+    assert ("warn  experts: 2 updates a step by ratios of single tokens" in said) == warned
+
+
 def test_memory_that_does_not_suffice_comes_with_what_would(check: Callable[..., tuple[int, str]]) -> None:
     preset = str(ROOT / "configs" / "ppo-llama3.1-70b-8n8g.yaml")
     code, said = check(preset, "--offline")

@@ -40,28 +40,30 @@ def test_a_plan_says_what_it_assumes(plan: Plan) -> None:
     assert "  pool  phase        actor  rollout  together  left\n" in text
     assert "means of 512 prompt and 3,584 response tokens (--mean-prompt, --mean-response):" in text
     assert "It fits: at the fullest, in `rollout`, " in text
-    assert "8 engines of tp 4" in text
+    assert "4 engines of tp 8" in text
 
 
 def test_every_number_has_an_origin(plan: Plan) -> None:
     text = plan(PRESET, "--verbose")[1]
     assert "train actor (all):" in text
-    assert "assumed, for each trainer process" in text
+    assert "assumed, by its groups and their peers" in text
     assert "gpu_memory_utilization 0.85 of the device, less the above" in text
     assert "16384 tokens of a micro-batch on a device" in text
     assert "matrix products" in text
-    assert "Assumed (mrl/plan/assumptions.py): trainer_reserve_bytes 3.22123e+09, " in text
+    assert "Assumed (mrl/plan/assumptions.py): process_bytes 1.07374e+09, " in text
     assert "train_efficiency 0.42" in text
     assert "pipeline bubble" in text
 
 
 def test_what_does_not_fit_is_an_error_with_a_way_out(plan: Plan) -> None:
-    code, text, _ = plan(PRESET, "actor.megatron.recompute_granularity=null", "actor.max_tokens_per_device=32768")
+    layout = ("actor.parallel={tp: 4, pp: 2, vpp: 1, sequence_parallel: true}", "rollout.tp=4")
+    nothing = [f"actor.megatron.recompute_{key}=null" for key in ("granularity", "method", "num_layers")]
+    code, text, _ = plan(PRESET, *layout, *nothing, "actor.max_tokens_per_device=32768")
     assert code == 2
     assert "`train actor` on pool `all` does not fit on the device: " in text
     assert "It fits with:\n" in text
     assert "  actor.megatron.recompute_granularity=full actor.megatron.recompute_method=uniform " in text
-    assert " actor.megatron.recompute_modules=null\n    then " in text
+    assert "\n    then " in text
     assert "Seconds of a step" not in text
 
 
@@ -93,7 +95,10 @@ def test_means_and_hardware_are_taken_from_the_command_line(plan: Plan) -> None:
             ("configs/grpo-qwen3-235b-a22b-16n8g.yaml", "actor.parallel.pp=4"),
             "command line: actor.parallel.pp: 94 layers",
         ),
-        (("configs/grpo-qwen2.5-7b-1n8g.yaml", "actor.parallel.tp=8"), "8 does not divide 28 attention heads"),
+        (
+            ("configs/grpo-qwen2.5-7b-1n8g.yaml", "actor.parallel={tp: 8, pp: 1, vpp: 1}"),
+            "8 does not divide 28 attention heads",
+        ),
     ],
 )
 def test_mistakes(plan: Plan, arguments: tuple[str, ...], said: str) -> None:
@@ -250,7 +255,12 @@ def test_asynchrony_is_planned_where_engines_are_apart(plan: Plan) -> None:
     assert "No other division of these devices that was tried is faster." in text
     skewed = ("placement.pools={all: null, train: 8, engines: 24}", *apart[1:], "asynchrony.ahead=1")
     recomputed = [f"actor.megatron.recompute_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1")]
-    layout = ("actor.parallel.tp=8", "actor.parallel.pp=1", "actor.megatron.recompute_modules=null", *recomputed)
+    layout = (
+        "actor.parallel={tp: 8, pp: 1, vpp: 1, sequence_parallel: true}",
+        "rollout.tp=4",
+        "actor.megatron.recompute_modules=null",
+        *recomputed,
+    )
     text = plan(PRESET, *skewed, *layout)[1]
     assert "These devices divided otherwise take " in text
     assert '  "placement.pools={train: 16, engines: 16}"\n' in text

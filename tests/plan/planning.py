@@ -9,7 +9,9 @@ from mrl.config.load import load_config
 from mrl.plan.plan_input import PlanInput, make_plan_input
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem.startswith(("grpo", "ppo", "distill")))
+PRESETS = sorted(
+    path.stem for path in CONFIGS.glob("*.yaml") if path.stem.startswith(("dapo", "grpo", "ppo", "distill"))
+)
 REWARD_MODEL = {
     "reward_model": "{path: meta-llama/Llama-3.1-8B, max_tokens_per_device: 16384}",
     "placement__roles__reward_model": "all",

@@ -252,6 +252,7 @@ def test_a_division_is_proposed_only_where_it_is_faster() -> None:
         placement__pools="{all: null, train: 8, engines: 24}",
         actor__parallel__tp=8,
         actor__parallel__pp=1,
+        actor__parallel__vpp=1,
         **{f"actor__megatron__{name}": value for name, value in recomputation.items()},
     )
     present = plan_asynchrony(skewed, LENGTHS).asynchronous.seconds

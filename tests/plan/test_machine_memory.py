@@ -69,7 +69,7 @@ def test_work_is_what_backward_keeps_and_grows_with_the_micro_batch(config_of: M
     large, small = (
         processes(config_of(f"actor.max_tokens_per_device={tokens}"), "actor").work for tokens in (2048, 1024)
     )
-    assert large == pytest.approx(1.59e9, rel=0.01)
+    assert large == pytest.approx(1.556e9, rel=0.01)
     assert 0.5 * large < small < 0.6 * large  # the head's share does not shrink
 
 

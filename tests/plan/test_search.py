@@ -85,7 +85,7 @@ def test_what_is_found_can_be_typed_and_is_what_was_promised() -> None:
 def test_the_judge_keeps_its_devices() -> None:
     asking = "reward.functions.judged={name: judge, options: {service: {max_tokens: 9}, template: '{response}'}}"
     pools = "placement={pools: {all: 4, judges: 4}, roles: {judge: judges}}"
-    words = ["judge.path=some/judge", asking, pools]
+    words = ["judge.path=some/judge", "rollout.tp=4", asking, pools]
     subject = make_plan_input(load_config(str(CONFIGS / "ppo-llama3.1-8b-1n8g.yaml"), words), "h100")
     assert list(not_modeled(subject.config)) == ["judge"]
     for placement in placements(subject, assumed_lengths(subject.config)):

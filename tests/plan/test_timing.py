@@ -23,7 +23,8 @@ def phase(plan: TimePlan, name: str) -> TimedPhase:
 
 
 def timed(preset: str = DENSE, lengths: Lengths = LENGTHS, **changes: object) -> TimePlan:
-    return plan_time(subject_of(preset, **changes), lengths)
+    chunks = {"actor__parallel__vpp": 1} if preset == DENSE else {}
+    return plan_time(subject_of(preset, **chunks | changes), lengths)
 
 
 def with_hardware(subject: PlanInput, **changes: float) -> PlanInput:
@@ -67,7 +68,8 @@ def test_matrix_products_are_the_models_flops_over_the_devices() -> None:
 
 def test_the_bubble_shrinks_with_chunks_and_micro_batches() -> None:
     def bubble(**changes: object) -> float:
-        parts = phase(timed(actor__parallel__tp=4, actor__parallel__pp=4, **changes), "train actor").parts
+        at = {"actor__parallel__tp": 4, "actor__parallel__pp": 4, "actor__parallel__sequence_parallel": "true"}
+        parts = phase(timed(**at | changes), "train actor").parts
         return parts["pipeline bubble"] / sum(parts[name] for name in ("matrix products", "launches", "links"))
 
     per_update = -(-1024 * 2560 // 2 // 16384)
@@ -78,7 +80,7 @@ def test_the_bubble_shrinks_with_chunks_and_micro_batches() -> None:
 
 
 def test_decoding_is_bound_by_memory_until_arithmetic_binds_it() -> None:
-    subject = subject_of(DENSE)
+    subject = subject_of(DENSE, rollout__tp=4)
     now = phase(plan_time(subject, LENGTHS), "rollout").parts["decoding"]
     faster = with_hardware(subject, memory_bytes_per_s=2 * subject.hardware.memory_bytes_per_s)
     assert 0.5 * now < phase(plan_time(faster, LENGTHS), "rollout").parts["decoding"] < 0.75 * now

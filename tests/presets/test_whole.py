@@ -19,14 +19,16 @@ COVERING = {
     "grpo-qwen2.5-0.5b-1n1g",
     "ppo-llama3.1-8b-1n8g",
     "grpo-qwen3-32b-4n8g",
+    "grpo-qwen2.5-7b-async-2n8g",
+    "grpo-qwen3-8b-32k-4n8g",
     "grpo-qwen3-30b-a3b-2n8g",
     "grpo-mixtral-8x22b-8n8g",
     "distill-qwen2.5-7b-from-72b-2n8g",
 }
 
 
-EVERY_TIME = ("grpo-qwen3-30b-a3b-2n8g", "distill-qwen2.5-7b-from-72b-2n8g")
-"""Of these, what each submission goes through: experts, a teacher."""
+EVERY_TIME = ("grpo-qwen3-30b-a3b-2n8g", "distill-qwen2.5-7b-from-72b-2n8g", "grpo-qwen2.5-7b-async-2n8g")
+"""Of these, what each submission goes through: experts, a teacher, weights in flight."""
 
 
 def traits(name: str) -> set[str]:
