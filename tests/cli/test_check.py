@@ -157,6 +157,7 @@ def test_workers_register_the_calls_of_the_table() -> None:
     workers |= {"reward_model": RewardModelWorker, "teacher": TeacherWorker}
     for role, worker in workers.items():
         registered = {name: spec for name, spec in registered_methods(worker).items() if spec.reads}
+        registered.pop("probe")  # before the first step, of a model that has just loaded
         calls = {call.method: (call.reads, call.writes, call.optional) for call in STEP if call.role == role}
         assert {name: (spec.reads, spec.writes, spec.optional) for name, spec in registered.items()} == calls
 

@@ -72,4 +72,5 @@ def test_a_preset_starts_by_its_names_and_does_three_steps(name: str, tmp_path: 
         if line["step"]:
             assert line["actor/grad_norm"] > 0
             difference = line.get("mismatch/log_prob_abs_diff_mean", line.get("actor/rollout_diff"))
-            assert difference < 1e-5, "the engine computes with the trainer's weights"
+            if not line.get("async/staleness/max"):  # else the policy has moved since
+                assert difference < 1e-5, "the engine computes with the trainer's weights"

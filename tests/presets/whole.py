@@ -43,14 +43,17 @@ _REWARDS = "def score(sample):\n    return 1.0 / (1 + sample.num_response_tokens
 def num_devices(config: Config) -> int:
     """One copy of each model, two where a copy takes one device."""
     sizes = [cut(role.parallel) for role in config.model_roles().values()]
-    return max(2 if config.placement.pools[config.placement.roles["actor"]] > 1 else 1, *(x.tp * x.pp for x in sizes))
+    least = 2 if config.placement.pools[config.placement.roles["actor"]] > 1 else 1
+    return max(least, *(size.tp * size.cp * size.pp for size in sizes))
 
 
 def overrides(config: Config) -> Iterator[str]:
     """What makes a preset small, as `mrl train` takes it."""
     devices = num_devices(config)
-    yield f"cluster={{nodes: 1, devices_per_node: {devices}, device: cpu, ray_address: null}}"
-    yield from (f"placement.pools.{pool}={devices}" for pool in config.placement.pools)
+    tp, engines = min(config.rollout.tp, devices, MAX_SIZE), config.placement.roles.get("rollout")
+    pools = {pool: tp if pool == engines else devices for pool in config.placement.pools}
+    yield f"cluster={{nodes: 1, devices_per_node: {sum(pools.values())}, device: cpu, ray_address: null}}"
+    yield from (f"placement.pools.{pool}={size}" for pool, size in pools.items())
     for role, settings in config.model_roles().items():
         small = cut(settings.parallel)
         yield from (f"{role}.parallel.{name}={getattr(small, name)}" for name in ("tp", "pp", "vpp", "cp", "ep", "etp"))
@@ -60,7 +63,7 @@ def overrides(config: Config) -> Iterator[str]:
     scores = "reward.functions" if config.reward.functions else "validation.reward_functions"
     yield f"{scores}.answer.name=my_rewards:score"
     yield from (f"agent.environments.{name}=null" for name in config.agent.environments)
-    yield f"rollout.tp={min(config.rollout.tp, devices, MAX_SIZE)}"
+    yield f"rollout.tp={tp}"
     yield "rollout.vllm.kv_cache_memory_bytes=67108864"
     yield "rollout.vllm.enforce_eager=true"
     yield from (f"{key}={value}" for key, value in _SIZES.items())

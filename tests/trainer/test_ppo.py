@@ -99,7 +99,8 @@ EVERYTHING = (
     'data.validation.held={dataset: "toy:addition", options: {part: validation, largest: 29}}',
     "validation={every: 1, samples_per_prompt: 4, k: [1, 2, 4], solved_at: 0.3, keep_best: true}",
     "training={save_every: 0, keep: 9}",
-    "data={sampler: difficulty, train: {sums: {options: {largest: 13}}}}",  # 14 prompts, of which 24 are drawn
+    "data={sampler: difficulty, sampler_options: {between: [0.0, 1.0]}}",
+    "data.train.sums.options.largest=13",  # 14 prompts, of which 24 are drawn
 )
 """What a resumed run could forget: the coefficient of the KL, the best so far, when it is validated, and which prompts
 rest because they were too easy or too hard."""
