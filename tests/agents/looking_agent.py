@@ -1,6 +1,6 @@
 """An agent that knows nothing of mrl: it asks a model at an OpenAI-compatible address, and runs the tools it calls.
 
-python looking_agent.py [well|rewrites|delegates|at once|fails|streams|forever]
+python looking_agent.py [well|rewrites|delegates|at once|fails|streams|forever|other tools]
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
             answers = [*pool.map(lambda number: said(client, f"Is {number} an ocean?"), range(3))]
         score(float(answers == ["ocean"] * 3))
         return
-    messages = list(TASK["messages"])
+    messages, tools = list(TASK["messages"]), [TOOL]
     while True:
         if HOW == "streams":
             pieces = list(client.chat.completions.create(model="any", messages=messages, tools=[TOOL], stream=True))
@@ -65,7 +65,7 @@ def main() -> None:
                 ]
         else:
             answer = client.chat.completions.create(
-                model="any", messages=messages, tools=[TOOL], temperature=0.3, seed=7
+                model="any", messages=messages, tools=tools, temperature=0.3, seed=7
             )
             message = answer.choices[0].message.model_dump(exclude_none=True)
         messages.append({name: value for name, value in message.items() if value})
@@ -82,6 +82,8 @@ def main() -> None:
             messages[1:1] = [{"role": "user", "content": TASK["messages"][0]["content"]}] if len(messages) == 3 else []
         if HOW == "delegates" and calls:
             messages[-1]["content"] += "\n" + (said(client, f"Is {found} an ocean?") or "")
+        if HOW == "other tools":
+            tools = [TOOL, TOOL | {"function": TOOL["function"] | {"name": "ask"}}]
         if HOW == "forever":
             messages.append({"role": "user", "content": "And?"})
 

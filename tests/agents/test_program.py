@@ -90,6 +90,14 @@ def test_history_that_is_rewritten_begins_a_segment(spoken: Spoken) -> None:
     assert dialog_metrics([dialog])["agent/segments/mean"] == 2
 
 
+def test_other_tools_begin_a_segment_that_says_so(spoken: Spoken) -> None:
+    """In the old one the model would never read of them."""
+    stage, dialog = spoken("other tools")
+    check_segments(stage, dialog, [call("a")], [call("b"), "ocean<|im_end|>"])
+    offered = ['"name": "ask"' in stage.tokenizer.decode(segment.prompt_ids.tolist()) for segment in dialog.segments]
+    assert offered == [False, True]
+
+
 def test_conversations_beside_each_other_are_segments_that_each_go_on(spoken: Spoken) -> None:
     stage, dialog = spoken("delegates", doubts, max_turns=5)
     check_segments(stage, dialog, [call("a"), call("b"), "ocean<|im_end|>"], ["no<|im_end|>"], ["no<|im_end|>"])

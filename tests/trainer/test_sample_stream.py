@@ -7,12 +7,14 @@ import random
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mrl.config.algorithm import CorrectionConfig
+from mrl.config.algorithm import CorrectionConfig, OverlongConfig
+from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.config.schema import Config, PlacementConfig
 from mrl.config.training import AsynchronyConfig
 from mrl.errors import AuditFailed, CheckpointError, RolloutError
@@ -23,7 +25,7 @@ from mrl.rollout.gate import Gate
 from mrl.trainer.audit import staleness_metrics, with_staleness
 from mrl.trainer.generation import ScoredBatch
 from mrl.trainer.sample_stream import drawn_from_bytes, drawn_to_bytes
-from tests.trainer.fakes import Scene, make_config, scene
+from tests.trainer.fakes import SCORER, Scene, make_config, scene
 
 APART = PlacementConfig(pools={"all": 4, "engines": 1}, roles={"actor": "all", "rollout": "engines"})
 SCORE = "val/score/mean@1"
@@ -172,6 +174,33 @@ def test_a_resumed_run_trains_the_batches_that_were_drawn_ahead(at: int, number:
         assert {name: mine[name] for name in compared} == {name: line[name] for name in compared}
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["carried over", "in flight"])
+def test_a_resumed_run_has_what_was_learnt_of_the_batches_and_scores_none_twice(apart: bool, tmp_path: Path) -> None:
+    """What is drawn ahead is saved with its whole score, which mean and spread of the model have learnt from."""
+    sections: dict[str, Any] = {
+        "asynchrony": AsynchronyConfig(ahead=2, weights="in_flight"),
+        "algorithm": {"overlong": OverlongConfig(buffer_tokens=3, factor=0.5)},
+        "reward_model": replace(SCORER, running=True),
+        "reward": RewardConfig(functions={"rule": RewardFunctionConfig(name="gsm8k")}),
+    }
+    if not apart:
+        sections["placement"] = PlacementConfig(pools={"all": 4}, roles={"actor": "all", "reward_model": "all"})
+    else:
+        sections["placement"] = replace(APART, roles=APART.roles | {"reward_model": "all"})
+    with scene(ahead(tmp_path, training={"save_every": 1}, **sections), tmp_path) as whole:
+        whole.trainer.fit()
+    lines, learnt = untimed(tmp_path), whole.components.prompts.solved
+    assert [len(shares) for shares in learnt] == [2] * 6
+    found, again = resumed(tmp_path, 2, **sections)
+    compared = ("step", "critic/score/mean", "reward/model/running_mean", "reward/model/running_std")
+    more = ("reward/overlong_penalty", "reward/model/mean")
+    for mine, line in zip(again, lines, strict=True):
+        assert {name: mine.get(name) for name in (*compared, *more)} == {
+            name: line[name] for name in (*compared, *more)
+        }
+    assert found.components.prompts.solved == learnt, "what draws the prompts knows as much of them"
+
+
 def test_a_damaged_file_of_batches_is_an_error(tmp_path: Path) -> None:
     with scene(ahead(tmp_path, training={"save_every": 1, "steps": 2}), tmp_path) as found:
         found.trainer.step()
@@ -212,6 +241,17 @@ def test_samples_that_are_too_old_stop_the_run(tmp_path: Path) -> None:
     with pytest.raises(AuditFailed, match="-1 to 1 updates old"):
         staleness_metrics(with_staleness(batch, 3), 1)
     assert staleness_metrics(with_staleness(batch.select("responses"), 4), 0) == {}
+
+
+def test_tokens_that_nobody_drew_have_no_age() -> None:
+    """What an environment said would else make a conversation look younger, or of more weights, than it is."""
+    batch = DataProto.from_dict(
+        {"responses": from_rows([[1, 1, 1], [1, 1]]), "versions": from_rows([[3, -1, 3], [2, 3]])}
+    )
+    found = staleness_metrics(with_staleness(batch, 4), 2)
+    assert found["async/staleness/mean"] == pytest.approx((1 + 1 + 2 + 1) / 4)
+    assert [found[f"async/staleness/share_{age}"] for age in range(3)] == [0.0, 0.75, 0.25]
+    assert found["async/versions_per_sample"] == 1.5
 
 
 def test_a_batch_that_was_drawn_ahead_needs_a_run_that_weighs_it(tmp_path: Path) -> None:
