@@ -114,10 +114,11 @@ class Prompts:
         return prompts_of(numbers)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self.num_drawn, "solved": list(self.solved)}
+        solved = {"solved": list(self.solved)} if any(self.solved) else {}
+        return {"drawn": self.num_drawn, **solved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_drawn, self.solved = state["drawn"], list(state["solved"])
+        self.num_drawn, self.solved = state["drawn"], list(state.get("solved", ()))
 
 
 def prompts_of(numbers: Sequence[int]) -> DataProto:
