@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def spoken(tmp_path: Path) -> Iterator[Spoken]:
     def speak(how: str = "well", script: Any = two_hops, **settings: Any) -> tuple[Stage, Dialog]:
         options = {"command": [sys.executable, AGENT, how]}
         made.append(Stage(tmp_path, script, "program", options=options, **{"retries": 0, "limit_s": 60.0, **settings}))
-        (dialog,) = made[-1].run(made[-1].opening(0, "ocean", facts=FACTS))
+        (dialog,) = made[-1].run(made[-1].opening(0, "ocean", facts=FACTS, daemon=str(tmp_path / "daemon")))
         return made[-1], dialog
 
     yield speak
@@ -135,3 +136,43 @@ def test_a_call_that_cannot_be_read_is_text_to_the_program(spoken: Spoken) -> No
     _, dialog = spoken("well", lambda context: call("a").replace('"arguments"', '"argument'))
     assert dialog.score == 0.0
     assert dialog.calls[0][0].problem
+
+
+def test_a_daemon_that_a_program_leaves_behind_ends_with_it(spoken: Spoken, tmp_path: Path) -> None:
+    """It holds the program's stderr, whose end would else be waited for until the time of the answer is up."""
+    began = time.monotonic()
+    _, dialog = spoken("leaves a daemon", limit_s=30.0)
+    assert dialog.failure is None
+    assert (dialog.score, dialog.ended_conversation.ended) == (1.0, "done")
+    assert time.monotonic() - began < 20
+    daemon = int((tmp_path / "daemon").read_text())
+    assert not Path(f"/proc/{daemon}").exists(), "nothing is left, not even until the pool ends"
+
+
+ASK = """
+import json, os, sys, urllib.error, urllib.request
+def ask(**body):
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+                                     {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    try:
+        return urllib.request.urlopen(request).status
+    except urllib.error.HTTPError as error:
+        return error.code
+user = [{"role": "user", "content": "ocean?"}]
+for calls in ("f()", {"a": 1}):
+    assert ask(model=%r, messages=[{"role": "assistant", "content": "", "tool_calls": calls}, *user]) == 400
+assert ask(model="gpt-4o", messages=user) == 404
+assert ask(model=%r, messages=user) == 200
+"""
+
+
+def test_a_request_that_is_none_costs_no_conversation_and_models_may_have_names(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ASK % ("mine", "mine")]
+    options = {"command": command, "models": ["policy", "mine"]}
+    stage = Stage(tmp_path, lambda context: "ocean<|im_end|>", "program", options=options, retries=0, limit_s=60.0)
+    try:
+        (dialog,) = stage.run(stage.opening(0, "ocean"))
+    finally:
+        stage.stack.close()
+    assert dialog.failure is None
+    assert len(dialog.writers) == 1
