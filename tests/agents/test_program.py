@@ -13,6 +13,7 @@ import pytest
 
 from mrl.agents.figures import dialog_metrics
 from mrl.agents.loop import Dialog
+from mrl.agents.program import _Segment
 from mrl.events import Warned
 from tests.agents.scripted import Stage, call
 from tests.agents.test_loop import FACTS, two_hops
@@ -176,3 +177,40 @@ def test_a_request_that_is_none_costs_no_conversation_and_models_may_have_names(
         stage.stack.close()
     assert dialog.failure is None
     assert len(dialog.writers) == 1
+
+
+ASKED = {"role": "user", "content": "a?"}
+TWO_CALLS = {"role": "assistant", "content": "", "tool_calls": [{"id": "c0"}, {"id": "c1"}]}
+SAID = {"role": "assistant", "content": "It is b."}
+
+
+def result(of: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": of, "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("written", "repeated", "added", "goes_on"),
+    [
+        (TWO_CALLS, TWO_CALLS, [result("c0"), result("c1")], True),
+        (TWO_CALLS, TWO_CALLS, [result("c0"), result("c1"), ASKED], True),
+        (TWO_CALLS, TWO_CALLS, [ASKED], True),
+        (TWO_CALLS, TWO_CALLS | {"content": "looked"}, [result("c0"), result("c1")], True),
+        (TWO_CALLS, TWO_CALLS, [result("c1"), result("c0")], False),
+        (TWO_CALLS, TWO_CALLS, [result("c0")], False),
+        (TWO_CALLS, TWO_CALLS, [ASKED, result("c0"), result("c1")], False),
+        (TWO_CALLS, TWO_CALLS, [result("c0"), result("c1"), ASKED, ASKED], False),
+        (SAID, SAID, [ASKED], True),
+        (SAID, SAID | {"content": "It is c."}, [ASKED], False),
+        (SAID, SAID | {"role": "user"}, [ASKED], False),
+        (SAID, SAID, [], False),
+        (SAID, SAID, [result("c0")], False),
+    ],
+)
+def test_what_follows_a_turn_goes_on_with_it_only_if_it_is_its_answer(
+    written: dict[str, Any], repeated: dict[str, Any], added: list[dict[str, Any]], goes_on: bool
+) -> None:
+    """Results in another order would be read as those of other calls, and a changed turn as what the model wrote."""
+    segment = _Segment([ASKED], [], written)
+    assert segment.added([ASKED, repeated, *added], []) == (added if goes_on else [])
+    assert segment.added([ASKED | {"content": "c?"}, repeated, *added], []) == []
+    assert segment.added([ASKED, repeated, *added], [{"type": "function"}]) == []

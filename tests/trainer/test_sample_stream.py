@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from mrl.agents.conversation import Conversation
 from mrl.config.algorithm import CorrectionConfig, OverlongConfig
 from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.config.schema import Config, PlacementConfig
@@ -25,6 +27,7 @@ from mrl.rollout.gate import Gate
 from mrl.trainer.audit import staleness_metrics, with_staleness
 from mrl.trainer.generation import ScoredBatch
 from mrl.trainer.sample_stream import drawn_from_bytes, drawn_to_bytes
+from mrl.trainer.segments import segment_of
 from tests.trainer.fakes import SCORER, Scene, make_config, scene
 
 APART = PlacementConfig(pools={"all": 4, "engines": 1}, roles={"actor": "all", "rollout": "engines"})
@@ -191,6 +194,7 @@ def test_a_resumed_run_has_what_was_learnt_of_the_batches_and_scores_none_twice(
         whole.trainer.fit()
     lines, learnt = untimed(tmp_path), whole.components.prompts.solved
     assert [len(shares) for shares in learnt] == [2] * 6
+    assert lines[0]["reward/model/running_mean"] == 0.75, "of rows 0 to 3, each half its number"
     found, again = resumed(tmp_path, 2, **sections)
     compared = ("step", "critic/score/mean", "reward/model/running_mean", "reward/model/running_std")
     more = ("reward/overlong_penalty", "reward/model/mean")
@@ -199,6 +203,78 @@ def test_a_resumed_run_has_what_was_learnt_of_the_batches_and_scores_none_twice(
             name: line[name] for name in (*compared, *more)
         }
     assert found.components.prompts.solved == learnt, "what draws the prompts knows as much of them"
+
+
+IN_FLIGHT = AsynchronyConfig(ahead=2, weights="in_flight")
+RULE = RewardConfig(functions={"rule": RewardFunctionConfig(name="gsm8k")})
+
+
+def test_a_batch_opens_when_engines_have_their_weights_and_the_last_is_learnt_from(tmp_path: Path) -> None:
+    """Engines take a while to have them, and say so."""
+    seen: list[tuple[int, int, int]] = []
+    with scene(ahead(tmp_path, asynchrony=IN_FLIGHT, reward=RULE), tmp_path) as found:
+        hybrid, prompts = found.hybrid, found.components.prompts
+        draw, late = prompts.next_batch, itertools.count()
+
+        def has_newest() -> bool:
+            if next(late) % 3 == 2:
+                hybrid.held = hybrid.version
+            return bool(hybrid.held == hybrid.version)
+
+        def next_batch() -> DataProto:
+            seen.append((len(seen) + 1, hybrid.held, len(prompts.solved)))
+            return draw()
+
+        hybrid.has_newest = has_newest  # type: ignore[method-assign]
+        prompts.next_batch = next_batch
+        found.trainer.fit()
+    assert [number for number, _, _ in seen] == [1, 2, 3, 4, 5, 6]
+    for number, held, num_learnt in seen:
+        assert held >= number - 2, "steps before it whose weights the engines hold, and one"
+        assert num_learnt >= number - 3
+
+
+def test_who_compares_engines_or_validates_finds_nothing_under_way(tmp_path: Path) -> None:
+    """Where engines take turns with the trainer: samples of the next batches are half done when a step begins."""
+    together = PlacementConfig(pools={"all": 4}, roles={"actor": "all"})
+    config = ahead(tmp_path, asynchrony=IN_FLIGHT, placement=together, validation={"every": 2})
+    seen: list[str] = []
+    with scene(config, tmp_path, validations=[0.1] * 4) as found:
+        stream, probe, validator = found.components.stream, found.components.engine_probe, found.components.validator
+        ask, run = probe.ask, validator.run
+
+        def alone(what: str, call: Any, *given: Any) -> Any:
+            assert stream._running is None, f"samples are under way at a {what}"
+            seen.append(what)
+            return call(*given)
+
+        probe.ask = lambda step: alone("comparison", ask, step)
+        validator.run = lambda step, models: alone("validation", run, step, models)
+        take = stream._take
+        halves = []
+        stream._take = lambda step: (halves.append(stream._running is not None), take(step))[1]
+        found.trainer.fit()
+    assert seen.count("comparison") == 2 + 4, "every third step, and with each validation"
+    assert seen.count("validation") == 4
+    assert any(halves), "some are under way at other times"
+
+
+def test_segments_of_what_is_drawn_ahead_are_kept_as_they_were(tmp_path: Path) -> None:
+    talk = Conversation("0", "p", np.array([5, 6], np.int32), max_tokens=9, seed=0)
+    talk.write(np.array([7, 8], np.int32), np.array([-0.5, -0.25], np.float32), "stop", 3)
+    talk.observe(np.array([9], np.int32))
+    talk.write(np.array([4], np.int32), np.array([-1.5], np.float32), "stop", np.array([4], np.int32))
+    talk.end("done")
+    segment = segment_of(talk)
+    batch = DataProto.from_dict({"responses": from_rows([[1], [2]])}, {"other_segments": [[segment, segment], []]})
+    drawn, _ = drawn_from_bytes(drawn_to_bytes({3: ScoredBatch(batch, {"a": 1.0})}, 7))
+    kept = drawn[3].batch["other_segments"]
+    assert [len(segments) for segments in kept] == [2, 0]
+    for found in kept[0]:
+        assert found.keys() == segment.keys()
+        for name, values in segment.items():
+            np.testing.assert_array_equal(found[name], values)
+            assert found[name].dtype == values.dtype
 
 
 def test_a_damaged_file_of_batches_is_an_error(tmp_path: Path) -> None:
