@@ -18,6 +18,7 @@ from typing import Any
 import mrl
 from mrl.cli.supervise import EXIT_INTERRUPTED, on_interrupt
 from mrl.errors import MrlError, did_you_mean
+from mrl.harmless import harmless_dropped
 from mrl.redaction import redact_text
 
 VERBS = {
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        with on_interrupt(lambda: "interrupted"):
+        with on_interrupt(lambda: "interrupted"), harmless_dropped():
             code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()  # here, so that a reader who went away is noticed here too
         return code
