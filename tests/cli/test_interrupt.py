@@ -18,11 +18,12 @@ import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # also in the background of a script
 from mrl.cli.supervise import on_interrupt
 try:
-    with on_interrupt(lambda: "step 7 is kept"):
+    with on_interrupt(lambda: "interrupted"), on_interrupt(lambda: "step 7 is kept"):
         print("ready", flush=True)
         time.sleep(60)
 except KeyboardInterrupt:
-    time.sleep(60 if sys.argv[1] == "stubborn" else 0)
+    print("unwinds", flush=True)
+    time.sleep({"at once": 0, "soon": 0.7, "stubborn": 60}[sys.argv[1]])
     sys.exit(130)
 """
 
@@ -50,6 +51,20 @@ def test_an_interrupted_command_ends_soon(unwinds: str, again_s: float | None, l
     assert run.communicate()[1] == "\nstep 7 is kept\n"
     assert run.returncode == EXIT_INTERRUPTED
     assert least_s <= time.monotonic() - began < most_s
+
+
+def test_a_second_ctrl_c_right_behind_the_first_changes_nothing_of_how_it_ends() -> None:
+    """The command has left the blocks that listen, and is on its way out."""
+    run = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "soon"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    run.send_signal(signal.SIGINT)
+    assert run.stdout.readline() == "unwinds\n"
+    run.send_signal(signal.SIGINT)
+    assert run.communicate()[1] == "\nstep 7 is kept\n"
+    assert run.returncode == EXIT_INTERRUPTED
 
 
 def test_what_is_ignored_stays_ignored() -> None:
