@@ -100,6 +100,22 @@ def test_a_score_is_kept_and_what_waits_at_the_end_is_told() -> None:
     served(act)
 
 
+def test_who_waits_for_an_answer_at_the_end_of_a_conversation_is_told() -> None:
+    async def act() -> None:
+        server = ChatServer()
+        session, address = await server.open()
+        body = json.dumps({"model": "policy", "messages": [USER]}).encode()
+        asked = [asyncio.create_task(post(address, "/chat/completions", body, session.key)) for _ in range(2)]
+        while session.requests.qsize() < 2:
+            await asyncio.sleep(0.01)
+        server.close(session)
+        for status, content in await asyncio.wait_for(asyncio.gather(*asked), 5):
+            assert (status, content["error"]["message"]) == (409, "the conversation is over")
+        assert (await post(address, "/chat/completions", body, session.key))[0] == 401
+
+    asyncio.run(act())
+
+
 USER = {"role": "user", "content": "Is it?"}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mrl.agents.conversation import Finish
+from mrl.agents.environment import ToolCall, Turn
 from mrl.agents.figures import dialog_metrics
 from mrl.agents.loop import Dialog
-from mrl.agents.program import _Segment
+from mrl.agents.program import _completion, _message, _Segment
 from mrl.events import Warned
 from tests.agents.scripted import Stage, call
 from tests.agents.test_loop import FACTS, two_hops
@@ -214,3 +216,50 @@ def test_what_follows_a_turn_goes_on_with_it_only_if_it_is_its_answer(
     assert segment.added([ASKED, repeated, *added], []) == (added if goes_on else [])
     assert segment.added([ASKED | {"content": "c?"}, repeated, *added], []) == []
     assert segment.added([ASKED, repeated, *added], [{"type": "function"}]) == []
+
+
+def turn(text: str = "b", ended: Finish = "stop", calls: Sequence[ToolCall] = (), number: int = 2) -> Turn:
+    return Turn(
+        number=number, text=text, calls=calls, ended=ended, left_turns=3, left_tokens=9, num_read=7, num_written=4
+    )
+
+
+def test_a_program_is_told_how_a_turn_ended_and_how_long_it_was() -> None:
+    call = ToolCall(name="look", arguments={"key": "a"})
+    for made, finish, has_calls in (
+        (turn(), "stop", 0),
+        (turn(calls=[call]), "tool_calls", 1),
+        (turn(ended="length"), "length", 0),
+    ):
+        completion = _completion(made, _message(made), "policy")
+        (choice,) = completion["choices"]
+        assert (choice["finish_reason"], len(choice["message"].get("tool_calls", ()))) == (finish, has_calls)
+        assert completion["usage"] == {"prompt_tokens": 7, "completion_tokens": 4, "total_tokens": 11}
+    (called,) = _message(turn(calls=[call]))["tool_calls"]
+    assert (called["function"]["name"], called["function"]["arguments"]) == ("look", '{"key": "a"}')
+    assert called["id"] != _message(turn(calls=[call], number=3))["tool_calls"][0]["id"]
+
+
+SCORES = """
+import json, os, urllib.request
+def post(path, body):
+    head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), head)
+    urllib.request.urlopen(request).read()
+user = {"role": "user", "content": "a?"}
+post("/chat/completions", {"model": "policy", "messages": [user], "temperature": 0.5})
+post("/score", {"score": 0.25, "parts": {"first": 1}})
+post("/chat/completions", {"model": "policy", "messages": [user], "seed": 3})
+post("/score", {"score": 0.5, "parts": {"second": 2}})
+"""
+
+
+def test_what_a_program_said_at_any_time_counts_at_its_end(tmp_path: Path) -> None:
+    options = {"command": [sys.executable, "-c", SCORES]}
+    stage = Stage(tmp_path, lambda context: "ocean<|im_end|>", "program", options=options, retries=0, limit_s=60.0)
+    try:
+        (dialog,) = stage.run(stage.opening(0, "ocean"))
+    finally:
+        stage.stack.close()
+    overridden = {"overridden/seed": 1.0, "overridden/temperature": 1.0}
+    assert (dialog.score, dialog.parts) == (0.5, {"first": 1.0, "second": 2.0} | overridden)
