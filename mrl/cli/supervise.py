@@ -106,6 +106,8 @@ def supervise(
             time.sleep(_LOOKS_AGAIN_S)
             continue
         has_begun, lost_at, reached = True, time.monotonic(), _newest(directory)
+        if reached < newest:  # somebody has removed the run, and wants no other
+            return 1
         num_restarts = num_restarts + 1 if reached == newest else 1
         newest = reached
         lost = {EXIT_NO_PLACE: "found no place", 1: "left with status 1"}.get(code, "lost a worker or a node")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from mrl.children import listening
 from mrl.config.load import AnyTyped, Resolved
 from mrl.config.run_directory import CHECKPOINTS, open_run_directory
 from mrl.config.sft import AnyConfig
-from mrl.errors import CheckpointError, MrlError, WorkerRaised
+from mrl.errors import CheckpointError, MrlError, SetupError, WorkerRaised
 from mrl.events import Event, EventLog, RunStarted, Warned
 from mrl.observe.console import Console
 from mrl.observe.metrics import MetricsFile, StepTimer
@@ -196,6 +197,9 @@ class Run(Generic[AnyTyped]):
         return bool(reason)
 
 
+_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+
+
 @contextmanager
 def open_run(resolved: Resolved[AnyTyped], console: Console) -> Iterator[Run[AnyTyped]]:
     """Open the run of a configuration: a new one, or one that goes on."""
@@ -208,6 +212,11 @@ def open_run(resolved: Resolved[AnyTyped], console: Console) -> Iterator[Run[Any
         try:
             with run.stopping.on_signals():
                 yield run
+        except OSError as error:
+            if error.errno not in _OF_A_DISK:
+                raise
+            where, fix = str(error.filename or directory), "free space there; the same command goes on"
+            raise SetupError(f"the run cannot write: {error.strerror}", where=where, fix=fix) from error
         finally:
             for tracker in run.trackers:
                 if lost := tracker.close():

@@ -38,6 +38,7 @@ SAVES, LOSES, NO_PLACE = "mkdir -p {directory}/checkpoints/step-{step:06d}", "ex
         ([f"{SAVES}; {LOSES}", LOSES, LOSES], 1, [(1, 1), (2, 1)]),
         (["kill -9 $$", "exit 0"], 0, [(1, 0)]),
         (["kill -9 $$"] * 3, 128 + signal.SIGKILL, [(1, 0), (2, 0)]),
+        ([f"{SAVES}; {LOSES}", "rm -r {directory}/checkpoints; exit 1"], 1, [(1, 1)]),  # nobody wants it again
         (["kill -2 $$"], 130, []),  # Ctrl-C before it listened: nobody wants it again
         ([NO_PLACE], 1, []),
         ([LOSES, NO_PLACE, "exit 0"], 0, [(1, 0), (2, 0)]),

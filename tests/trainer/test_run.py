@@ -17,7 +17,7 @@ import pytest
 import mrl
 from mrl.algos.kl import KLController
 from mrl.config.schema import Config
-from mrl.errors import CheckpointError, ConfigError, WorkerRaised
+from mrl.errors import CheckpointError, ConfigError, SetupError, WorkerRaised
 from mrl.events import Event, PhaseEnd, RunStarted, Warned, read_events
 from mrl.observe.metrics import read_metrics
 from mrl.trainer.components import Components
@@ -392,3 +392,14 @@ def test_a_disk_that_ends_the_run_is_a_message_with_the_path(begin: Begin, monke
     monkeypatch.setattr("mrl.files.write_text", full)
     with pytest.raises(CheckpointError, match=r"/somewhere/manifest\.json: a checkpoint cannot be written: .*No space"):
         run.save(team, 1)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
+def test_a_disk_that_takes_nothing_ends_a_run_with_one_cause(number: int, tmp_path: Path) -> None:
+    file = str(tmp_path / "run" / "somewhere")
+    config = resolved(make_config(tmp_path))
+    with pytest.raises(SetupError) as caught, open_run(config, Screen([])):
+        raise OSError(number, os.strerror(number), file)
+    assert str(caught.value).startswith(f"{file}: the run cannot write: {os.strerror(number)}\n  fix: free space there")
+    with pytest.raises(ConnectionResetError), open_run(config, Screen([])):
+        raise ConnectionResetError(errno.ECONNRESET, "of no disk")
