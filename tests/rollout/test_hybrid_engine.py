@@ -255,6 +255,24 @@ def test_the_modes_do_not_overlap(make: Callable[..., Made]) -> None:
         pass
 
 
+def test_only_what_goes_on_in_flight_meets_newer_weights(make: Callable[..., Made]) -> None:
+    """A validation or a batch that is generated whole, in a run whose weights come in flight, has one version."""
+    engine, _ = make()
+    engine.connect()
+    engine._cache = "keep"
+    asked: list[Any] = []
+
+    def stream(*given: Any) -> Iterator[Any]:
+        asked.append(given[-1])
+        return iter(())
+
+    engine.fleet.stream = stream  # type: ignore[method-assign]
+    with engine.rollout_mode():
+        engine.generate(requests("a"), Sampling())
+        engine.generate((), Sampling(), in_flight=True)
+    assert asked == [None, "keep"]
+
+
 def test_a_failure_while_generating_wakes_nobody_for_training(make: Callable[..., Made]) -> None:
     engine, stage = make()
     engine.connect()
