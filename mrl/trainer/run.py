@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -181,13 +182,15 @@ class Run(Generic[AnyTyped]):
     def _save_failed(self, error: Exception, is_needed: bool) -> None:
         self._best = self._best_before
         self._num_failed_saves += 1
+        of_disk = _what_a_disk_says(error)
         if is_needed or self._num_failed_saves > self.config.training.max_failed_saves:
-            if isinstance(error, MrlError):
+            if isinstance(error, MrlError) and not of_disk:
                 raise error
-            what, where = f"a checkpoint cannot be written: {error}", str(getattr(error, "filename", None) or "")
+            said, where = of_disk or error, str(getattr(error, "filename", None) or "")
+            what = f"a checkpoint cannot be written: {said}"
             fix = "free space there; the run goes on from the one before"
             raise CheckpointError(what, where=where, fix=fix) from error
-        self.warn("checkpoint", f"not saved, which is tried again after the next step: {error}")
+        self.warn("checkpoint", f"not saved, which is tried again after the next step: {of_disk or error}")
 
     def should_stop(self) -> bool:
         """Return whether a signal came or the time is up; what it was is printed."""
@@ -198,6 +201,13 @@ class Run(Generic[AnyTyped]):
 
 
 _OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+_DISK_SAYS = re.compile(rf"\[Errno ({'|'.join(map(str, _OF_A_DISK))})\]")
+
+
+def _what_a_disk_says(error: Exception) -> str:
+    """Return what a full or broken disk said on a rank, without its traceback, which is in its log; else nothing."""
+    said = str(error).partition("\n")[0]
+    return said if isinstance(error, WorkerRaised) and _DISK_SAYS.search(said) else ""
 
 
 @contextmanager
