@@ -11,6 +11,7 @@ import argparse
 import importlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(redact_text(str(error)), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # else one more would end it by the signal, on its way out
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The interpreter flushes once more on its way out; that must not fail as well.

@@ -67,6 +67,33 @@ def test_a_second_ctrl_c_right_behind_the_first_changes_nothing_of_how_it_ends()
     assert run.returncode == EXIT_INTERRUPTED
 
 
+LEAVING = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from mrl.cli import main
+class Late:
+    def __del__(self, write=os.write, sleep=time.sleep):
+        write(1, b"leaves\\n")
+        sleep(0.7)
+sys.late = Late()  # goes when the interpreter has put back how signals were
+main._run = lambda words: (print("ready", flush=True), time.sleep(60))
+sys.exit(main.main(["train"]))
+"""
+
+
+def test_a_ctrl_c_while_the_interpreter_ends_changes_nothing_of_how_it_ends() -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-c", LEAVING], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    run.send_signal(signal.SIGINT)
+    assert run.stdout.readline() == "leaves\n"
+    run.send_signal(signal.SIGINT)
+    assert run.communicate()[1] == "\ninterrupted\n"
+    assert run.returncode == EXIT_INTERRUPTED
+
+
 def test_what_is_ignored_stays_ignored() -> None:
     """As in the background of a script."""
     program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"

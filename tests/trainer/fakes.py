@@ -37,7 +37,7 @@ from mrl.config.schema import (
 )
 from mrl.config.training import TrainingConfig
 from mrl.config.values import ConfigLayer, Secrets
-from mrl.errors import WorkerRaised
+from mrl.errors import RolloutError, WorkerRaised
 from mrl.observe.console import Console
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
@@ -205,6 +205,8 @@ class Hybrid:
                 yield Generated(request.key, ids, log_probs, self.finish(ids), self.held)
             if follow_ups is None or not (asked or follow_ups.arriving()):
                 return
+            if self.fleet.is_closing:
+                raise RolloutError("the run ends while samples are generated")
             asked = []
 
 
