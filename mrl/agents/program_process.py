@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from mrl.children import children, children_of, reap
 _MAX_SAID_BYTES = 2000
 _POLL_S = 0.002
 _LEFT_S = 1.0
-"""For the last words to arrive, once nobody is left who could add to them."""
+"""For those who are killed to be gone, and for the last words to arrive, to which nobody can add then."""
 
 
 class ProgramProcess:
@@ -82,7 +83,8 @@ class ProgramProcess:
     async def _end_orphans(self) -> None:
         """Kill what the program has left, and all below it; again, for who is killed may just have forked."""
         killed: set[int] = set()
-        while level := {pid for pid in children() if self._is_mine(pid)}:
+        until = time.monotonic() + _LEFT_S
+        while (level := {pid for pid in children() if self._is_mine(pid)}) or (killed and time.monotonic() < until):
             while level:
                 deeper = {child for pid in level for child in children_of(pid)}
                 for pid in level:
@@ -91,9 +93,8 @@ class ProgramProcess:
                 killed |= level
                 level = deeper
             await asyncio.sleep(_POLL_S)
-            killed = {pid for pid in killed if not reap(pid)}
-        for pid in killed:
-            reap(pid)
+            # Who was below another becomes a child of this process when that one is gone, and is waited for then.
+            killed = {pid for pid in killed if not reap(pid) or Path(f"/proc/{pid}").exists()}
 
     def _is_mine(self, pid: int) -> bool:
         with contextlib.suppress(OSError):  # it has ended, or is another user's
