@@ -97,6 +97,7 @@ class ProgramProcess:
             killed = {pid for pid in killed if not reap(pid) or Path(f"/proc/{pid}").exists()}
 
     def _is_mine(self, pid: int) -> bool:
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            return self._word in Path(f"/proc/{pid}/environ").read_bytes()
+        """Return whether the program has started it: one that is killed already has no environment any more."""
+        with contextlib.suppress(OSError):  # it has been waited for, or is another user's
+            return os.getsid(pid) == self._process.pid or self._word in Path(f"/proc/{pid}/environ").read_bytes()
         return False
