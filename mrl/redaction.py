@@ -23,6 +23,9 @@ _CREDENTIAL = re.compile(
     r"|glpat-[A-Za-z0-9_\-]{16,}|AKIA[A-Z0-9]{16}|xox[abprs]-[A-Za-z0-9\-]{10,}|AIza[A-Za-z0-9_\-]{30,}"
     r"|eyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,})"
 )
+_URL = re.compile(r"\b[a-z][a-z0-9+.\-]*://[^\s\"'<>]+", re.IGNORECASE)
+_URL_QUERY = re.compile(r"(?P<name>[?&;](?P<key>[^=&;#]+)=)[^&;#]+")
+_URL_QUERY_KEY = re.compile(r"(^|[_.\-])(key|sig|signature|code|sas)$", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.\-]*://)[^\s/@:]*:[^\s/@]+@", re.IGNORECASE)
 _AUTHORIZATION = re.compile(r"(?P<kind>\b(Bearer|Basic)\s+)[A-Za-z0-9+/=_.\-]{8,}")
 _MIN_SECRET_LENGTH = 6  # shorter values would blank out ordinary words
@@ -51,7 +54,14 @@ def redact_text(text: str, environment: Mapping[str, str] | None = None) -> str:
         text = text.replace(value, f"<redacted:{name}>")
     text = _CREDENTIAL.sub(REDACTED, text)
     text = _AUTHORIZATION.sub(rf"\g<kind>{REDACTED}", text)
-    return _URL_PASSWORD.sub(rf"\g<scheme>{REDACTED}@", text)
+    text = _URL_PASSWORD.sub(rf"\g<scheme>{REDACTED}@", text)
+    return _URL.sub(lambda url: _URL_QUERY.sub(_without_value, url[0]), text) if "=" in text else text
+
+
+def _without_value(parameter: re.Match[str]) -> str:
+    """Return a parameter of a URL's query without its value, where its name says that this opens something."""
+    key = parameter["key"]
+    return f"{parameter['name']}{REDACTED}" if is_secret_key(key) or _URL_QUERY_KEY.search(key) else parameter[0]
 
 
 def redact(value: Any, key: str = "") -> Any:

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 LAYERS = (  # lowest first; what shares a line never imports each other
-    {"answers", "children", "errors", "files", "dtypes", "rounding"},
+    {"answers", "children", "errors", "files", "dtypes", "harmless", "rounding"},
     {"registry", "redaction", "hub", "libraries"},
     {"events"},
     {"config"},
@@ -50,6 +50,7 @@ WITHOUT_TORCH = {
     "answers",
     "errors",
     "files",
+    "harmless",
     "rounding",
     "registry",
     "redaction",

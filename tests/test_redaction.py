@@ -66,6 +66,10 @@ def test_ordinary_keys(key: str) -> None:
         ("Authorization: Bearer abcdef0123456789", "Authorization: Bearer <redacted>"),
         ("ghp_abcdefghijklmnopqrstuvwxyz0123 and AKIAABCDEFGHIJKLMNOP", "<redacted> and <redacted>"),
         ("https://host:8080/path@2 stays", "https://host:8080/path@2 stays"),
+        ("ask http://judge/v1?api_key=opensesame&n=2 now", "ask http://judge/v1?api_key=<redacted>&n=2 now"),
+        ("s3://b/x?X-Amz-Signature=ab%2F&part=1#top", "s3://b/x?X-Amz-Signature=<redacted>&part=1#top"),
+        ("'https://h/?a=1&key=k&sig=s&max_tokens=9'", "'https://h/?a=1&key=<redacted>&sig=<redacted>&max_tokens=9'"),
+        ("no url: where?key=3&token=4", "no url: where?key=3&token=4"),
     ],
 )
 def test_text(text: str, clean: str) -> None:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mrl.agents.chat_completion import problem_of
+
 MAX_REQUEST_BYTES = 8 << 20
 _MAX_HEAD_BYTES = 64 << 10
-_MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "mrl"}
-"""The one that there is, whatever a client calls it."""
+MODEL = "policy"
+"""What the model that is trained is called, unless a program is to call it otherwise."""
 _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 409: "Conflict", 413: "Too Large"}
 
 
@@ -36,6 +39,8 @@ class ChatRequest:
 class Session:
     key: str
     """Stands in its address, and is its API key."""
+    models: Sequence[str] = (MODEL,)
+    """What the program may call its model."""
     requests: asyncio.Queue[ChatRequest] = field(default_factory=asyncio.Queue)
     score: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
@@ -48,11 +53,11 @@ class ChatServer:
         self._sessions: dict[str, Session] = {}
         self._server: asyncio.Server | None = None
 
-    async def open(self) -> tuple[Session, str]:
-        """Return a session and its address; the server starts with the first."""
+    async def open(self, models: Sequence[str] = (MODEL,)) -> tuple[Session, str]:
+        """Return a session, whose model has these names, and its address; the server starts with the first."""
         if self._server is None:
             self._server = await asyncio.start_server(self._serve, "127.0.0.1", limit=_MAX_HEAD_BYTES)
-        session = Session(secrets.token_urlsafe(24))
+        session = Session(secrets.token_urlsafe(24), models)
         self._sessions[session.key] = session
         port = self._server.sockets[0].getsockname()[1]
         return session, f"http://127.0.0.1:{port}/c/{session.key}/v1"
@@ -86,10 +91,11 @@ class ChatServer:
         _, _, rest = path.partition("/c/")
         key, _, call = rest.partition("/v1/")
         session = self._sessions.get(key)
-        if session is None or not secrets.compare_digest(headers.get("authorization", ""), f"Bearer {session.key}"):
+        if session is None or not _is_same(headers.get("authorization", ""), f"Bearer {session.key}"):
             return 401, _error("no conversation has this address and key"), False
         if (method, call) == ("GET", "models"):
-            return 200, {"object": "list", "data": [_MODEL]}, False
+            about = {"object": "model", "created": 0, "owned_by": "mrl"}
+            return 200, {"object": "list", "data": [{"id": name, **about} for name in session.models]}, False
         if method != "POST" or call not in ("chat/completions", "score"):
             what = f"there are POST chat/completions, POST score and GET models, not {method} {call:.40}"
             return 404, _error(what), False
@@ -101,9 +107,17 @@ class ChatServer:
             return 400, _error(f"the body is not JSON: {error}"), False
         if call == "score":
             return (*_score(session, body), False)
+        if problem := problem_of(body, session.models):
+            status, what = problem
+            return status, _error(what, "model_not_found" if status == 404 else None), False
         request = ChatRequest(body, asyncio.get_running_loop().create_future())
         session.requests.put_nowait(request)
         return (*await request.answered, bool(body.get("stream")))
+
+
+def _is_same(given: str, key: str) -> bool:
+    """Compare as bytes: of text that is no ASCII `compare_digest` knows nothing."""
+    return secrets.compare_digest(given.encode(), key.encode())
 
 
 def _head(head: bytes) -> tuple[str, str, Mapping[str, str]]:
@@ -115,16 +129,25 @@ def _head(head: bytes) -> tuple[str, str, Mapping[str, str]]:
 
 def _score(session: Session, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """Take the score that a program gives itself, and parts of it."""
-    numbers = {"score": body.get("score"), **(body.get("parts") or {})}
-    if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers.values()):
-        return 400, _error('a score is {"score": 1.0, "parts": {"name": 0.5}}')
-    session.score = float(numbers.pop("score"))
-    session.parts |= {str(name): float(number) for name, number in numbers.items()}
+    score, parts = body.get("score"), body.get("parts") or {}
+    if not isinstance(parts, Mapping) or not all(map(_is_number, (score, *parts.values()))):
+        return 400, _error('a score is {"score": 1.0, "parts": {"name": 0.5}}, of finite numbers')
+    session.score = float(body["score"])
+    session.parts |= {str(name): float(number) for name, number in parts.items()}
     return 200, {}
 
 
-def _error(what: str) -> dict[str, Any]:
-    return {"error": {"message": what, "type": "invalid_request_error"}}
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
+
+
+def _error(what: str, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": what, "type": "invalid_request_error", "param": None, "code": code}}
 
 
 def _response(status: int, body: dict[str, Any], *, streams: bool) -> bytes:

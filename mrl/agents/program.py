@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mrl.agents.chat_server import ChatRequest, ChatServer, Session
+from mrl.agents.chat_completion import text_of
+from mrl.agents.chat_server import MODEL, ChatRequest, ChatServer, Session
 from mrl.agents.environment import Answer, Done, Environment, Message, Observation, Start, Task, Turn
+from mrl.agents.program_process import ProgramProcess
 from mrl.errors import AgentError
 
 _TASK_VARIABLE = "MRL_TASK"
@@ -29,7 +29,6 @@ _OURS = {
     "response_format": {"type": "text"},
 }
 """What the run decides or leaves to the model, whatever a client asks for, and what of it is nothing to speak of."""
-_MAX_SAID_BYTES = 2000
 _SERVER = ChatServer()
 
 
@@ -41,14 +40,14 @@ class Program(Environment):
     that it asked for and the run decides: temperature, seed, n and the like.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
-        """Run this command, whose first word is found in PATH."""
+    def __init__(self, command: Sequence[str], models: Sequence[str] = (MODEL,)) -> None:
+        """Run this command, whose first word is found in PATH; it calls its model by one of these names."""
         if isinstance(command, str) or not command:
             raise AgentError("a command is a list of words", where="options.command", fix="[python, -m, my_agent]")
-        self._command = list(command)
-        self._process: asyncio.subprocess.Process | None = None
-        self._end: asyncio.Future[str] | None = None
-        """Done with the last words of the program, when it has ended."""
+        if isinstance(models, str) or not models:
+            raise AgentError("models is a list of names", where="options.models", fix=f"[{MODEL}]")
+        self._command, self._models = list(command), list(models)
+        self._process: ProgramProcess | None = None
         self._session: Session | None = None
         self._pending: ChatRequest | None = None
         self._segments: list[_Segment] = []
@@ -57,19 +56,12 @@ class Program(Environment):
         self._overridden: set[str] = set()
 
     async def reset(self, task: Task) -> Start:
-        self._session, address = await _SERVER.open()
+        self._session, address = await _SERVER.open(self._models)
         told = {"messages": list(task.messages), "ground_truth": task.ground_truth, "data_source": task.data_source}
         more = {"extra_info": dict(task.extra_info), "uid": task.uid, "sample": task.sample, "seed": task.seed}
         named = {"OPENAI_BASE_URL": address, "OPENAI_API_KEY": self._session.key}
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **named, _TASK_VARIABLE: json.dumps(told | more)},
-            start_new_session=True,
-        )
-        self._end = asyncio.ensure_future(_last_words(self._process))
+        variables = {**named, _TASK_VARIABLE: json.dumps(told | more)}
+        self._process = await ProgramProcess.start(self._command, variables, self._session.key)
         request = await self._next()
         if request is None:
             raise AgentError("the program ended before it asked anything", where=self._command[0])
@@ -93,22 +85,20 @@ class Program(Environment):
             _SERVER.close(self._session)
         if self._pending is not None:
             self._pending.refuse(409, "the conversation is over")
-        if self._process is not None and self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
+        if self._process is not None:
+            await self._process.close()
 
     async def _next(self) -> ChatRequest | None:
         """Return what the program asks next; None where it has ended well."""
         assert self._process is not None, "it has begun"
         assert self._session is not None, "it has begun"
-        assert self._end is not None, "it has begun"
-        asked = asyncio.ensure_future(self._session.requests.get())
+        asked, ended = asyncio.ensure_future(self._session.requests.get()), self._process.ended
         try:
-            awaited: set[asyncio.Future[Any]] = {asked, self._end}
-            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({asked, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not asked.done():
-                if status := self._process.returncode:
-                    raise AgentError(f"the program left with status {status}: {self._end.result() or 'no word'}")
+                status, said = ended.result()
+                if status:
+                    raise AgentError(f"the program left with status {status}: {said or 'no word'}")
                 return None
             request = asked.result()
         finally:
@@ -159,50 +149,25 @@ class _Segment:
         return added if is_answer else []
 
 
-async def _last_words(process: asyncio.subprocess.Process) -> str:
-    """Wait for the end of a process, and return the end of what it said."""
-    assert process.stderr is not None, "it has a pipe"
-    said = b""
-    while more := await process.stderr.read(1 << 16):
-        said = (said + more)[-_MAX_SAID_BYTES:]
-    await process.wait()
-    return said.decode(errors="replace").strip()
-
-
 def _messages(request: ChatRequest) -> list[Message]:
-    messages = request.body.get("messages")
-    if (
-        not isinstance(messages, list)
-        or not messages
-        or not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages)
-    ):
-        request.refuse(400, "there is no list of messages with roles")
-        raise AgentError("the program asked without messages, or with some that have no role")
-    return [_as_template_reads(message) for message in messages]
+    return [_as_template_reads(message) for message in request.body["messages"]]
 
 
 def _as_template_reads(message: Mapping[str, Any]) -> Message:
     """Return a message of a client: with text, with arguments that are no text, and with a role that templates know."""
-    said = {**message, "content": _text(message.get("content"))}
+    said = {**message, "content": text_of(message.get("content"))}
     if message["role"] == "developer":
         said["role"] = "system"
     if calls := message.get("tool_calls"):
-        said["tool_calls"] = [{**call, "function": _function(call.get("function") or {})} for call in calls]
+        said["tool_calls"] = [{**call, "function": _function(call["function"])} for call in calls]
     return said
 
 
 def _function(called: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         return {**called, "arguments": json.loads(called["arguments"])}
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return called  # as it is: whoever wrote it did not mean JSON
-
-
-def _text(content: Any) -> str:
-    """Return a message's text, of which clients make a list of parts as well."""
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    return "" if content is None else str(content)
 
 
 def _message(turn: Turn) -> Message:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import sys
 from array import array
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from mrl import files
 from mrl.errors import AgentError, DataError
 
 Passage = dict[str, Any]
@@ -23,7 +26,11 @@ Find = Callable[[Sequence[str], int], list[Found]]
 """For each query at most so many passages."""
 _WORD = re.compile(r"\w+")
 _K1, _B = 0.9, 0.4  # as Anserini has them, and with it Search-R1's BM25
+_MAX_LINE_BYTES = 16 << 20
+"""Of a passage."""
 _MAX_BODY_BYTES, _MAX_TOPK = 16 << 20, 1000
+_MAX_QUERIES, _MAX_QUERY_CHARACTERS, _MAX_PASSAGES = 4096, 100_000, 32_768
+"""Of one request. Search-R1's trainer asks for all conversations of a batch at once, of which there are 2,560."""
 
 
 class Bm25:
@@ -53,10 +60,11 @@ class Bm25:
 
     def _find(self, query: str, topk: int) -> Found:
         scores = np.zeros(self._num, np.float32)
-        for word in _WORD.findall(query.lower()):
+        words = Counter(match[0] for match in _WORD.finditer(query.lower()))
+        for word, times in words.items():
             if (term := self._terms.get(word)) is not None:
                 at = slice(self._ends[term], self._ends[term + 1])
-                scores[self._passages[at]] += self._weights[at]
+                scores[self._passages[at]] += times * self._weights[at]
         least = np.partition(scores, -topk)[-topk] if topk < self._num else 0
         among = np.flatnonzero((scores >= least) & (scores > 0))
         best = among[np.lexsort((among, -scores[among]))][:topk]
@@ -72,21 +80,24 @@ def read_corpus(path: Path) -> list[Passage]:
 
 
 def _passages(path: Path) -> Iterator[Passage]:
+    number, fix = 0, '{"id": "0", "contents": "\\"Title\\"\\nText"}'
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                passage = json.loads(line)
+        with os.fdopen(files.open_regular(path), "rb") as lines:
+            while line := lines.readline(_MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > _MAX_LINE_BYTES:
+                    what = f"this line has more than {_MAX_LINE_BYTES} bytes"
+                    raise DataError(what, where=f"{path}:{number}", fix="a passage in each line")
+                passage = json.loads(line.decode())
                 if not isinstance(passage, dict) or not isinstance(passage.get("contents"), str):
-                    raise DataError(
-                        f"{line.strip()[:80]!r} is no passage",
-                        where=f"{path}:{number}",
-                        fix='{"id": "0", "contents": "\\"Title\\"\\nText"}',
-                    )
+                    said = line.decode().strip()
+                    raise DataError(f"{said[:80]!r} is no passage", where=f"{path}:{number}", fix=fix)
                 yield passage
     except OSError as error:
-        raise DataError(f"it cannot be read: {error.strerror}", where=str(path)) from error
-    except ValueError as error:
-        raise DataError(f"it is no jsonl in UTF-8: {error}", where=str(path)) from error
+        fix = "write the passages into a file" if error.errno == errno.EINVAL else ""
+        raise DataError(f"it cannot be read: {error.strerror}", where=str(path), fix=fix) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"it is no jsonl in UTF-8: {error}", where=f"{path}:{number}", fix=fix) from error
 
 
 class _Refused(Exception):
@@ -131,6 +142,7 @@ class Retriever(ThreadingHTTPServer):
         topk = asked.get("topk") or self._topk
         if isinstance(topk, bool) or not isinstance(topk, int) or not 0 < topk <= _MAX_TOPK:
             raise _Refused(422, f'"topk" is {json.dumps(topk)[:80]}, and has to be a number from 1 to {_MAX_TOPK}')
+        self._check_amount(queries, topk)
         with_scores = asked.get("return_scores", False)
         if not isinstance(with_scores, bool):
             raise _Refused(422, f'"return_scores" is {json.dumps(with_scores)[:80]}, and has to be true or false')
@@ -138,6 +150,18 @@ class Retriever(ThreadingHTTPServer):
         pairs = [[(self._corpus[place], score) for place, score in each] for each in found]
         items = [[{"document": one, "score": score} if with_scores else one for one, score in each] for each in pairs]
         return {"result": items}
+
+    @staticmethod
+    def _check_amount(queries: Sequence[str], topk: int) -> None:
+        """Refuse what would take minutes and gigabytes, during which nobody else is answered."""
+        if len(queries) > _MAX_QUERIES:
+            raise _Refused(413, f"{len(queries)} queries; at most {_MAX_QUERIES} in a request")
+        if len(queries) * topk > _MAX_PASSAGES:
+            what = f"{len(queries)} queries with topk {topk} are {len(queries) * topk} passages"
+            raise _Refused(413, f"{what}; at most {_MAX_PASSAGES} in a request")
+        longest = max(map(len, queries), default=0)
+        if longest > _MAX_QUERY_CHARACTERS:
+            raise _Refused(413, f"a query has {longest} characters; at most {_MAX_QUERY_CHARACTERS}")
 
 
 class _Handler(BaseHTTPRequestHandler):

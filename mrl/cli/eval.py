@@ -43,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     of_run = (what / "config.yaml").is_file()
     file, given = _source(arguments, of_run)
     chosen = [load_config(file, [*given, *each]) for each in _choices(arguments)]
+    output = Path(arguments.output) if arguments.output else what / "eval.json" if of_run else Path("eval.json")
+    _check_writable(output)
     with _private_directory(Path(chosen[0].config.run.dir)) as directory:
         model, checkpoint = directory / "model" if of_run else None, None
         if model is not None:
@@ -52,12 +54,23 @@ def run(arguments: argparse.Namespace) -> int:
     for each, found in zip(chosen, figures, strict=True):
         sampling = {name: getattr(each.config.validation, name) for name in _SAMPLING}
         results.append({"sampling": sampling, "figures": found})
-    output = Path(arguments.output) if arguments.output else what / "eval.json" if of_run else Path("eval.json")
     report = {"model": arguments.what, "checkpoint": checkpoint, "results": results}
     output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print("\n".join(aligned(_table(results))))
     print(output)
     return 0
+
+
+def _check_writable(output: Path) -> None:
+    """Refuse a file that cannot be written, before anything is measured for it."""
+    try:
+        with output.open("ab"):
+            pass
+    except OSError as error:
+        fix = "--output FILE, in a directory that exists and where you may write"
+        raise SetupError(f"the figures cannot be written: {error.strerror}", where=str(output), fix=fix) from error
+    if not output.stat().st_size:
+        output.unlink()
 
 
 def _source(arguments: argparse.Namespace, of_run: bool) -> tuple[str, list[str]]:

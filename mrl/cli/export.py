@@ -52,6 +52,9 @@ def export_role(
     try:
         number = export_checkpoint(found / role, source, head, torch_dtype(dtype or roles[role].dtype), out)
     except (EngineError, OSError) as error:
+        if found.is_dir() and isinstance(error, OSError):
+            where, fix = str(error.filename or out), "choose an OUT where you may write and that has room"
+            raise SetupError(f"the model cannot be exported: {error.strerror}", where=where, fix=fix) from error
         if found.is_dir():
             raise
         what = "the run that goes on has removed this checkpoint meanwhile"

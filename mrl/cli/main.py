@@ -11,6 +11,7 @@ import argparse
 import importlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import mrl
 from mrl.cli.supervise import EXIT_INTERRUPTED, on_interrupt
 from mrl.errors import MrlError, did_you_mean
+from mrl.harmless import harmless_dropped
 from mrl.redaction import redact_text
 
 VERBS = {
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        with on_interrupt(lambda: "interrupted"):
+        with on_interrupt(lambda: "interrupted"), harmless_dropped():
             code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()  # here, so that a reader who went away is noticed here too
         return code
@@ -61,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(redact_text(str(error)), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # else one more would end it by the signal, on its way out
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The interpreter flushes once more on its way out; that must not fail as well.

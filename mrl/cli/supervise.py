@@ -60,7 +60,8 @@ def watched(verb: str, arguments: argparse.Namespace, resolved: Resolved[AnyType
     if not arguments.attempt and config.training.max_restarts:
         again = [verb, arguments.config, *arguments.overrides, *(["--quiet"] if arguments.quiet else [])]
         resources_s, fallback = config.deadlines.resources_s, config.training.fallback
-        return supervise(again, directory, config.training.max_restarts, resources_s, fallback)
+        with on_interrupt(lambda: f"interrupted: {what_is_kept(directory)}"):
+            return supervise(again, directory, config.training.max_restarts, resources_s, fallback)
 
     def lost(error: WorkerDied) -> int:
         """Say and write down what ends this run, whose threads all wait for Ray."""
@@ -96,6 +97,9 @@ def supervise(
     num_restarts, newest, has_begun, lost_at = 0, _newest(directory), False, 0.0
     while True:
         code = _attempt([sys.executable, "-m", "mrl.cli.main", *command, ATTEMPT])
+        if code == -signal.SIGINT:  # before it could say a word
+            print(f"interrupted: {what_is_kept(directory)}", file=sys.stderr)
+            return EXIT_INTERRUPTED
         # Too few devices are a mistake at first; later, a node is missing that may come back.
         if code >= 0 and code not in (1, EXIT_LOST) and not (has_begun and code == EXIT_NO_PLACE):
             return 1 if code in (EXIT_NO_PLACE, EXIT_FAILED) else code
@@ -103,6 +107,8 @@ def supervise(
             time.sleep(_LOOKS_AGAIN_S)
             continue
         has_begun, lost_at, reached = True, time.monotonic(), _newest(directory)
+        if reached < newest:  # somebody has removed the run, and wants no other
+            return 1
         num_restarts = num_restarts + 1 if reached == newest else 1
         newest = reached
         lost = {EXIT_NO_PLACE: "found no place", 1: "left with status 1"}.get(code, "lost a worker or a node")
@@ -193,7 +199,7 @@ def on_interrupt(say: Callable[[], str], forced: Callable[[], None] = lambda: No
     try:
         yield
     finally:
-        if not began:
+        if signal.getsignal(signal.SIGINT) is handle and not began:  # a block within has begun to unwind
             signal.signal(signal.SIGINT, before)
 
 

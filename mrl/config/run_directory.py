@@ -154,6 +154,8 @@ def _set_aside(paths: Sequence[Path]) -> Path:
 # --- who holds it, where `flock` may hold on one host only -----------------------------------------------------------
 
 _BEAT_S = 3.0
+_GONE_BEATS = 2
+"""In a row that find no directory before it counts as removed."""
 _WATCH_S = 15.0
 """How long a holder on another host is watched that has not said that it ended."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -197,7 +199,7 @@ def _living_elsewhere(path: Path) -> str:
 
 
 def _beat(path: Path, ended: threading.Event) -> None:
-    number = 0
+    number = num_gone = 0
     while not ended.wait(_BEAT_S):
         number += 1
         if (words := _holder_words(path)) and words[:1] + words[2:3] != [_boot_id(), str(os.getpid())]:
@@ -207,8 +209,16 @@ def _beat(path: Path, ended: threading.Event) -> None:
             os._exit(1)  # not a step further: two would write the same checkpoints
         try:
             _beat_once(path, number)
+        except FileNotFoundError:
+            num_gone += 1
+            if num_gone >= _GONE_BEATS:  # the run would wait for minutes for what it keeps there
+                what = "the run's directory has been removed or renamed, so that nothing can be saved any more"
+                sys.stderr.write(f"{path.parent}: {what}; the run ends\n")
+                os._exit(1)
         except OSError:  # a full disk; what the run itself writes there says more
             continue
+        else:
+            num_gone = 0
 
 
 def _beat_once(path: Path, number: int) -> None:

@@ -1,7 +1,7 @@
 """A worker's log: everything that its process says goes to one file of the run, without secrets.
 
-Warnings of other libraries that are known to mean nothing here (`HARMLESS`) are set aside and never lost: they stand
-beside the log, and its tail says how many. A warning that a user could act on does not belong among them.
+Warnings of other libraries that are known to mean nothing here (`mrl/harmless.py`) are set aside and never lost: they
+stand beside the log, and its tail says how many.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import faulthandler
 import io
 import itertools
 import os
-import re
 import signal
 import sys
 from pathlib import Path
 
+from mrl.harmless import is_harmless, without_harmless
 from mrl.redaction import redact_text
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -123,60 +123,3 @@ def _last_lines(path: Path, num_lines: int) -> tuple[list[str], int]:
 
 def _open(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-
-
-_OF_PINNED = "it warns of a later release than the pinned one"
-_AS_TOLD = "it repeats what mrl or the configuration has set"
-HARMLESS = (  # pattern, library, why
-    (r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated", "Megatron", _OF_PINNED),
-    (r"full scope is deprecated\. Use empty cuda_graph_scope", "Megatron", "it speaks of its own default"),
-    (
-        r"megatron/core/optimizer/optimizer\.py:\d+: UserWarning: The \.grad attribute of a Tensor that is not a leaf",
-        "Megatron",
-        "it looks whether there is a gradient to clear",
-    ),
-    (r"`torch\.distributed\.reduce_op` is deprecated", "vLLM", "it looks at every name that torch has"),
-    (r"Passing raw prompts to InputProcessor is deprecated", "vLLM", _OF_PINNED),
-    (
-        r"The global random seed is set to 0\. Since VLLM_ENABLE_V1_MULTIPROCESSING is set to False",
-        "vLLM",
-        "the engine has the process for itself, and each request has its own seed",
-    ),
-    (r"Using None for EOS token id because tokenizer is not init", "vLLM", "mrl names the tokens that end a sample"),
-    (r"Enforce eager set, disabling torch\.compile", "vLLM", _AS_TOLD),
-    (r"TORCH_COMPILE_DISABLE is set, disabling torch\.compile", "vLLM", _AS_TOLD),
-    (r"Inductor compilation was disabled by user settings", "vLLM", _AS_TOLD),
-    (r"sleep mode is not supported on CPU, ignore it", "vLLM", "a CPU has no memory of its own to give back"),
-)
-HARMLESS_WITHOUT_GPU = (  # with one they may say why a run is slow
-    (r"Apex (is|are) not installed\. Falling back to", "Megatron", "both it and Transformer Engine need CUDA"),
-    (r"recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS", "Megatron", "it is read by CUDA"),
-    (r"torch/_library/triton\.py:\d+\] Triton not available", "torch", "its kernels are for GPUs"),
-    (r"Triton is not installed\. triton-cpu is expected", "vLLM", "the plain kernels serve"),
-    (r"Model Runner V2 requires Triton; using the V1", "vLLM", "mrl is tested with both"),
-    (r"Failed to import the DeepSelect extension", "vLLM", "it is a kernel for GPUs"),
-    (r"does not officially support disabling chunked prefill", "vLLM", "mrl switches it off, for its seeds to hold"),
-)
-_HAS_GPU = Path("/proc/driver/nvidia").exists()
-_KNOWN = re.compile("|".join(row[0] for row in (*HARMLESS, *(() if _HAS_GPU else HARMLESS_WITHOUT_GPU))))
-_SOURCE_FOLLOWS = re.compile(r"^\S.*:\d+: \w*Warning: ")
-
-
-def is_harmless(text: str) -> bool:
-    """Return whether a piece of output begins with such a warning."""
-    return _KNOWN.search(text.partition("\n")[0]) is not None
-
-
-def without_harmless(lines: list[str]) -> list[str]:
-    """Return these lines without such warnings, and without the line of source code that Python shows below one."""
-    kept = []
-    is_source = False
-    for line in lines:
-        if is_source and line.startswith("  "):
-            is_source = False
-        elif is_harmless(line):
-            is_source = _SOURCE_FOLLOWS.match(line) is not None
-        else:
-            is_source = False
-            kept.append(line)
-    return kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -15,6 +16,8 @@ Lines = Sequence[Mapping[str, Any]]
 Points = list[tuple[int, float]]
 
 _RECENT = 10
+_LEAST_SHARED = 80
+"""Characters of what prompts share that are worth to be shown once."""
 OVER_OPTIMIZED = "The reward model is over-optimized"
 
 
@@ -129,11 +132,17 @@ _TITLES = {
 }
 """What is drawn, beside all that validation measures."""
 _WIDTH, _HEIGHT, _MARGIN = 340, 140, 34
+_LEAST_OF_A_LINE, _MOST_WITH_DOTS = 3, 20
+"""Points: a line through two of them would claim that something was measured in between."""
 
 
 def _curves(runs: Mapping[str, Lines]) -> str:
-    """Draw what changes; what is the same in every step of every run stands in one line below."""
-    drawn, constant = [], []
+    """Draw what changes, figures that are the same everywhere as one curve; what never changes stands in a line below.
+
+    A validation of one source has all of its figures twice, and a score that is 0 or 1 is solved as often as it is 1.
+    """
+    titles: dict[str, list[str]] = defaultdict(list)
+    changing, constant = dict[str, Mapping[str, Points]](), []
     measured = dict.fromkeys(name for lines in runs.values() for line in lines for name in line)
     validated = [name for name in measured if name.startswith("val/") and not name.endswith("/prompts")]
     for name in [*_TITLES, *validated]:
@@ -144,9 +153,11 @@ def _curves(runs: Mapping[str, Lines]) -> str:
         values = {value for of_run in points.values() for _, value in of_run}
         title = _TITLES.get(name, name)
         if len(values) > 1 or any(len(of_run) == 1 for of_run in points.values()):
-            drawn.append(_curve(title, points))
+            titles[repr(points)].append(title)
+            changing[repr(points)] = points
         elif values:
             constant.append(f"{title} {values.pop():.4g}")
+    drawn = [_curve(" = ".join(titles[key]), points) for key, points in changing.items()]
     same = f"<p>The same in every step: {escape(', '.join(constant))}.</p>" if constant else ""
     return f'<div class="curves">{"".join(drawn)}</div>{same}'
 
@@ -160,10 +171,12 @@ def _curve(title: str, runs: Mapping[str, Points]) -> str:
 
     def drawn(points: Points, color: str) -> str:
         places = [(_MARGIN + (step - first) * per_step, _HEIGHT - 16 - (value - low) * up) for step, value in points]
+        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{color}"/>' for x, y in places)
+        if len(places) < _LEAST_OF_A_LINE:
+            return dots
         line = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
-        (x, y), is_one = places[0], len(places) == 1
-        dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{color}"/>' if is_one else ""
-        return f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.6"/>{dot}'
+        line = f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.6"/>'
+        return line + (dots if len(places) <= _MOST_WITH_DOTS else "")
 
     labels = "".join(
         f'<text x="0" y="{y}" font-size="10" fill="#777">{value:.3g}</text>'
@@ -303,11 +316,27 @@ def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
         return "<p>None were recorded.</p>"
     known = ("prompt", "response", "ground_truth", "score", "num_tokens", "ended")
     names = [name for name in known if name in samples[0]]
+    shared, samples = _without_shared(samples)
     head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in names)
     rows = "".join(
         "<tr>" + "".join(f"<td>{_cell(sample, name)}</td>" for name in names) + "</tr>" for sample in samples
     )
-    return f"<table><tr>{head}</tr>{rows}</table>"
+    above = f"<p>Every prompt begins with:</p><pre>{escape(shared)}</pre>" if shared else ""
+    return f"{above}<table><tr>{head}</tr>{rows}</table>"
+
+
+def _without_shared(samples: Sequence[Mapping[str, Any]]) -> tuple[str, Sequence[Mapping[str, Any]]]:
+    """Return the lines with which all prompts begin, such as a system prompt, and the samples without them."""
+    prompts = [str(sample.get("prompt", "")) for sample in samples]
+    first, last = min(prompts), max(prompts)  # what these share all between them share
+    length = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
+    shared = first[:length] if len(prompts) > 1 else ""
+    if any(prompt != shared for prompt in prompts):
+        shared = shared[: shared.rfind("\n") + 1]
+    if len(shared) < _LEAST_SHARED:
+        return "", samples
+    pairs = zip(samples, prompts, strict=True)
+    return shared, [{**sample, "prompt": f"[...] {prompt[len(shared) :]}"} for sample, prompt in pairs]
 
 
 def _cell(sample: Mapping[str, Any], name: str) -> str:

@@ -49,5 +49,5 @@ def batch_from_bytes(data: bytes) -> tuple[DataProto, Any]:
                 f"{len(data)} bytes are there, {at} are told of, or columns of other lengths than the rows"
             )
         return DataProto(columns, row_ids, {}), header["told"]
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise WireError(f"this is not a batch: {error}") from error

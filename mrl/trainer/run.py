@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
+import re
 import signal
 import time
 import traceback
@@ -19,7 +21,7 @@ from mrl.children import listening
 from mrl.config.load import AnyTyped, Resolved
 from mrl.config.run_directory import CHECKPOINTS, EVENTS, open_run_directory
 from mrl.config.sft import AnyConfig
-from mrl.errors import CheckpointError, MrlError, WorkerDied, WorkerRaised, WorkerSilent
+from mrl.errors import CheckpointError, MrlError, SetupError, WorkerDied, WorkerRaised, WorkerSilent
 from mrl.events import Event, EventLog, RunEnded, RunStarted, Warned
 from mrl.observe.console import Console
 from mrl.observe.metrics import MetricsFile, StepTimer
@@ -185,13 +187,15 @@ class Run(Generic[AnyTyped]):
     def _save_failed(self, error: Exception, is_needed: bool) -> None:
         self._best = self._best_before
         self._num_failed_saves += 1
+        of_disk = _what_a_disk_says(error)
         if is_needed or self._num_failed_saves > self.config.training.max_failed_saves:
-            if isinstance(error, MrlError):
+            if isinstance(error, MrlError) and not of_disk:
                 raise error
-            what, where = f"a checkpoint cannot be written: {error}", str(getattr(error, "filename", None) or "")
+            said, where = of_disk or error, str(getattr(error, "filename", None) or "")
+            what = f"a checkpoint cannot be written: {said}"
             fix = "free space there; the run goes on from the one before"
             raise CheckpointError(what, where=where, fix=fix) from error
-        self.warn("checkpoint", f"not saved, which is tried again after the next step: {error}")
+        self.warn("checkpoint", f"not saved, which is tried again after the next step: {of_disk or error}")
 
     def should_stop(self) -> bool:
         """Return whether a signal came or the time is up; what it was is printed."""
@@ -213,6 +217,16 @@ class Run(Generic[AnyTyped]):
             self.console.print(f"warning: {self.events.num_lost} events could not be written to {self.events.path}")
 
 
+_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+_DISK_SAYS = re.compile(rf"\[Errno ({'|'.join(map(str, _OF_A_DISK))})\]")
+
+
+def _what_a_disk_says(error: Exception) -> str:
+    """Return what a full or broken disk said on a rank, without its traceback, which is in its log; else nothing."""
+    said = str(error).partition("\n")[0]
+    return said if isinstance(error, WorkerRaised) and _DISK_SAYS.search(said) else ""
+
+
 @contextmanager
 def open_run(resolved: Resolved[AnyTyped], console: Console) -> Iterator[Run[AnyTyped]]:
     """Open the run of a configuration: a new one, or one that goes on."""
@@ -227,7 +241,20 @@ def open_run(resolved: Resolved[AnyTyped], console: Console) -> Iterator[Run[Any
             stack.push(lambda kind, error, trace: run.ended(*_ending(run, error, resolved.secrets.hide)))
             stack.callback(run.close)
             stack.enter_context(run.stopping.on_signals())
+            stack.enter_context(_naming_a_full_disk(directory))
             yield run
+
+
+@contextmanager
+def _naming_a_full_disk(directory: Path) -> Iterator[None]:
+    """Raise one error with a fix for whatever a full or broken disk refused."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _OF_A_DISK:
+            raise
+        where, fix = str(error.filename or directory), "free space there; the same command goes on"
+        raise SetupError(f"the run cannot write: {error.strerror}", where=where, fix=fix) from error
 
 
 def _ending(run: Run[Any], error: BaseException | None, hide: Callable[[str], str]) -> tuple[str, str]:

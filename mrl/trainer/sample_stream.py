@@ -294,6 +294,8 @@ def drawn_from_bytes(content: bytes) -> tuple[dict[int, ScoredBatch], int | None
         while at < len(content):
             (size,) = _LENGTH.unpack_from(content, at)
             at += _LENGTH.size
+            if size > len(content) - at:
+                raise ValueError(f"a batch of {size} bytes is told of, and {len(content) - at} are left")
             batch, told = batch_from_bytes(content[at : at + size])
             at += size
             if "other_segments" in batch.columns():
@@ -301,6 +303,6 @@ def drawn_from_bytes(content: bytes) -> tuple[dict[int, ScoredBatch], int | None
                 batch = batch.with_column("other_segments", segments)
             version = int(told["version"])
             drawn[int(told["number"])] = ScoredBatch(batch, told["metrics"])
-    except (struct.error, WireError, KeyError, TypeError, ValueError) as error:
+    except (struct.error, WireError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"the batches that were drawn ahead cannot be read: {error}") from error
     return drawn, version

@@ -1,13 +1,15 @@
 """An agent that knows nothing of mrl: it asks a model at an OpenAI-compatible address, and runs the tools it calls.
 
-python looking_agent.py [well|rewrites|delegates|at once|fails|streams|forever]
+python looking_agent.py [well|rewrites|delegates|at once|fails|streams|forever|other tools|leaves a daemon]
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -38,7 +40,15 @@ def score(value: float) -> None:
 def said(client: openai.OpenAI, text: str) -> str | None:
     """What the model says to a question beside the conversation."""
     messages = [{"role": "user", "content": text}]
-    return client.chat.completions.create(model="any", messages=messages).choices[0].message.content
+    return client.chat.completions.create(model="policy", messages=messages).choices[0].message.content
+
+
+def leave_daemon() -> None:
+    """Leave a process behind as daemons are made: in a session of its own, with nobody for a parent."""
+    shell = f"setsid sh -c 'sleep 600 & echo $! >{TASK['extra_info']['daemon']}; wait' &"
+    subprocess.run(["sh", "-c", shell], check=True)
+    while not os.path.exists(TASK["extra_info"]["daemon"]):
+        time.sleep(0.01)
 
 
 def main() -> None:
@@ -51,10 +61,10 @@ def main() -> None:
             answers = [*pool.map(lambda number: said(client, f"Is {number} an ocean?"), range(3))]
         score(float(answers == ["ocean"] * 3))
         return
-    messages = list(TASK["messages"])
+    messages, tools = list(TASK["messages"]), [TOOL]
     while True:
         if HOW == "streams":
-            pieces = list(client.chat.completions.create(model="any", messages=messages, tools=[TOOL], stream=True))
+            pieces = list(client.chat.completions.create(model="policy", messages=messages, tools=[TOOL], stream=True))
             message = {"role": "assistant", "content": "", "tool_calls": []}
             for piece in pieces:
                 delta = piece.choices[0].delta
@@ -65,13 +75,15 @@ def main() -> None:
                 ]
         else:
             answer = client.chat.completions.create(
-                model="any", messages=messages, tools=[TOOL], temperature=0.3, seed=7
+                model="policy", messages=messages, tools=tools, temperature=0.3, seed=7
             )
             message = answer.choices[0].message.model_dump(exclude_none=True)
         messages.append({name: value for name, value in message.items() if value})
         calls = message.get("tool_calls") or []
         if not calls and HOW != "forever":
             score(float(message["content"].strip() == TASK["ground_truth"]))
+            if HOW == "leaves a daemon":
+                leave_daemon()
             return
         for call in calls:
             key = json.loads(call["function"]["arguments"])["key"]
@@ -82,6 +94,8 @@ def main() -> None:
             messages[1:1] = [{"role": "user", "content": TASK["messages"][0]["content"]}] if len(messages) == 3 else []
         if HOW == "delegates" and calls:
             messages[-1]["content"] += "\n" + (said(client, f"Is {found} an ocean?") or "")
+        if HOW == "other tools":
+            tools = [TOOL, TOOL | {"function": TOOL["function"] | {"name": "ask"}}]
         if HOW == "forever":
             messages.append({"role": "user", "content": "And?"})
 

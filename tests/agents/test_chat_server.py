@@ -35,7 +35,8 @@ def served(act: Callable[[Session, str], Awaitable[None]]) -> None:
 
 def test_nobody_asks_without_address_and_key() -> None:
     async def act(session: Session, address: str) -> None:
-        for key, where in (("", address), ("x" * 32, address), (session.key, address.replace(session.key, "x" * 32))):
+        other = address.replace(session.key, "x" * 32)
+        for key, where in (("", address), ("x" * 32, address), (session.key, other), ("schl\u00fcssel", address)):
             status, body = await post(where, "/chat/completions", b"{}", key)
             assert (status, body["error"]["message"]) == (401, "no conversation has this address and key")
         assert session.requests.empty()
@@ -52,6 +53,9 @@ def test_nobody_asks_without_address_and_key() -> None:
         ("/chat/completions", b"[" * 100_000, 400, "not JSON"),
         ("/score", b'{"score": "high"}', 400, "a score is"),
         ("/score", b'{"parts": {"a": 1}}', 400, "a score is"),
+        ("/score", b'{"score": NaN}', 400, "finite numbers"),
+        ("/score", b'{"score": 1' + b"0" * 400 + b"}", 400, "finite numbers"),
+        ("/score", b'{"score": 1, "parts": [1]}', 400, "a score is"),
     ],
 )
 def test_what_is_no_request_is_told_so(path: str, body: bytes, status: int, said: str) -> None:
@@ -94,3 +98,89 @@ def test_a_score_is_kept_and_what_waits_at_the_end_is_told() -> None:
         assert (session.score, session.parts) == (0.5, {"a": 1.0})
 
     served(act)
+
+
+def test_who_waits_for_an_answer_at_the_end_of_a_conversation_is_told() -> None:
+    async def act() -> None:
+        server = ChatServer()
+        session, address = await server.open()
+        body = json.dumps({"model": "policy", "messages": [USER]}).encode()
+        asked = [asyncio.create_task(post(address, "/chat/completions", body, session.key)) for _ in range(2)]
+        while session.requests.qsize() < 2:
+            await asyncio.sleep(0.01)
+        server.close(session)
+        for status, content in await asyncio.wait_for(asyncio.gather(*asked), 5):
+            assert (status, content["error"]["message"]) == (409, "the conversation is over")
+        assert (await post(address, "/chat/completions", body, session.key))[0] == 401
+
+    asyncio.run(act())
+
+
+USER = {"role": "user", "content": "Is it?"}
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "status", "said"),
+    [
+        ({"model": "gpt-4o"}, 404, 'the model "gpt-4o" does not exist: the one that is trained is "policy" or "mine"'),
+        ({"model": ["policy"]}, 400, '"model" is a list, and has to be text: "policy" or "mine"'),
+        ({"model": None}, 400, '"model" is missing'),
+        ({"messages": None}, 400, '"messages" is missing, and has to be a list of messages'),
+        ({"messages": []}, 400, '"messages" is an empty list'),
+        ({"messages": [USER, "Is it?"]}, 400, "messages[1] is text, and has to be a message with a role"),
+        ({"messages": [USER | {"role": "<|im_end|>\nsystem"}]}, 400, 'messages[0].role is "<|im_end|>'),
+        (
+            {"messages": [USER | {"role": 3}]},
+            400,
+            "messages[0].role is a number, and has to be one of system, developer",
+        ),
+        ({"messages": [USER | {"content": 3}]}, 400, "messages[0].content is a number, and has to be text"),
+        ({"messages": [USER | {"content": [{"image_url": "x"}]}]}, 400, "messages[0].content[0] has no text"),
+        ({"messages": [USER | {"content": "\ud800"}]}, 400, "half of a surrogate pair is no text"),
+        ({"messages": [USER | {"tool_calls": "look()"}]}, 400, "messages[0].tool_calls is text"),
+        ({"messages": [USER | {"tool_calls": CALL}]}, 400, "messages[0].tool_calls is an object, and has to be a list"),
+        ({"messages": [USER | {"tool_calls": [CALL, "look()"]}]}, 400, "messages[0].tool_calls[1] has to be"),
+        ({"messages": [USER | {"tool_calls": [CALL | {"id": None}]}]}, 400, "messages[0].tool_calls[0] has to be"),
+        ({"messages": [USER | {"tool_call_id": 1}]}, 400, "messages[0].tool_call_id is a number"),
+        ({"tools": "look"}, 400, '"tools" has to be a list of'),
+        ({"tools": [{"name": "look"}]}, 400, '"tools" has to be a list of'),
+    ],
+)
+def test_what_openai_would_refuse_is_refused_and_reaches_no_conversation(
+    changed: dict[str, Any], status: int, said: str
+) -> None:
+    async def act() -> None:
+        session, address = await ChatServer().open(("policy", "mine"))
+        body = {"model": "policy", "messages": [USER]} | changed
+        answered, content = await asyncio.wait_for(
+            post(address, "/chat/completions", json.dumps(body).encode(), session.key), 5
+        )
+        assert answered == status
+        assert said in content["error"]["message"]
+        assert content["error"]["code"] == ("model_not_found" if status == 404 else None)
+        assert session.requests.empty()
+
+    asyncio.run(act())
+
+
+def test_what_openai_would_take_is_taken() -> None:
+    async def act() -> None:
+        session, address = await ChatServer().open()
+        parts = [{"type": "text", "text": "Is"}, {"type": "text", "text": " it?"}]
+        messages = [
+            *(
+                {"role": "developer", "content": parts},
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            ),
+            {"role": "tool", "tool_call_id": "1", "content": "It is."},
+        ]
+        body = {"model": "policy", "messages": messages, "tools": [{"type": "function", "function": {"name": "look"}}]}
+        asked = asyncio.create_task(post(address, "/chat/completions", json.dumps(body).encode(), session.key))
+        request = await asyncio.wait_for(session.requests.get(), 5)
+        assert request.body == body
+        request.answer({"fine": True})
+        assert await asked == (200, {"fine": True})
+
+    asyncio.run(act())

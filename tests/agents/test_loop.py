@@ -73,6 +73,26 @@ def test_a_turn_is_asked_of_the_replica_of_the_last_with_the_texts_that_end_it(s
     assert [request.home for request in on.requests] == [None, 0, 0]
 
 
+def test_each_token_is_of_the_weights_that_drew_it(stage: Made) -> None:
+    """Newer weights come at the third token of the second turn; what nobody drew has no version."""
+    on = stage(two_hops)
+    written = on._written
+
+    def in_flight(request: Any) -> Any:
+        turn = len(on.requests)
+        return replace(written(request), weight_version=4 + (turn > 1), switches=((2, 5),) if turn == 1 else ())
+
+    on._written = in_flight  # type: ignore[method-assign]
+    (dialog,) = on.run(on.opening(0, "ocean", facts=FACTS))
+    conversation = dialog.ended_conversation
+    first, second, third = (
+        conversation.versions[turn.start : turn.start + turn.length].tolist() for turn in conversation.turns
+    )
+    assert (set(first), set(third)) == ({4}, {5})
+    assert second == [4, 4] + [5] * (len(second) - 2)
+    assert set(conversation.versions[~conversation.mask].tolist()) == {-1}
+
+
 def test_scores_of_turns_add_up_without_those_of_an_attempt_that_failed(stage: Made, tmp_path: Path) -> None:
     options = {"directory": str(tmp_path), "once": True, "per_answer": 0.25}
     on = stage(two_hops, "Troubled", options=options)
@@ -203,6 +223,8 @@ def test_what_fails_once_is_begun_again_with_the_same_seeds(stage: Made, tmp_pat
     assert [seeds[key][0] == seeds[key][-1] for key in ("0", "0/1")] == [True, True]
     assert len({seeds["0"][0], seeds["0/1"][0], seeds["0/2"][0]}) == 3, "each turn draws its own noise"
     assert [type(event) for event in on.events] == [Retried]
+    written = on.tokenizer.decode(dialog.ended_conversation.response_ids.tolist())
+    assert "".join(dialog.said) == written, "rewards read the turns of the attempt that counts, and no others"
 
 
 def test_an_environment_may_be_lost_while_its_turn_is_being_written(stage: Made, tmp_path: Path) -> None:

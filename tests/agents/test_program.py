@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mrl.agents.conversation import Finish
+from mrl.agents.environment import ToolCall, Turn
 from mrl.agents.figures import dialog_metrics
 from mrl.agents.loop import Dialog
+from mrl.agents.program import _completion, _message, _Segment
 from mrl.events import Warned
 from tests.agents.scripted import Stage, call
 from tests.agents.test_loop import FACTS, two_hops
@@ -27,7 +31,7 @@ def spoken(tmp_path: Path) -> Iterator[Spoken]:
     def speak(how: str = "well", script: Any = two_hops, **settings: Any) -> tuple[Stage, Dialog]:
         options = {"command": [sys.executable, AGENT, how]}
         made.append(Stage(tmp_path, script, "program", options=options, **{"retries": 0, "limit_s": 60.0, **settings}))
-        (dialog,) = made[-1].run(made[-1].opening(0, "ocean", facts=FACTS))
+        (dialog,) = made[-1].run(made[-1].opening(0, "ocean", facts=FACTS, daemon=str(tmp_path / "daemon")))
         return made[-1], dialog
 
     yield speak
@@ -90,6 +94,14 @@ def test_history_that_is_rewritten_begins_a_segment(spoken: Spoken) -> None:
     assert dialog_metrics([dialog])["agent/segments/mean"] == 2
 
 
+def test_other_tools_begin_a_segment_that_says_so(spoken: Spoken) -> None:
+    """In the old one the model would never read of them."""
+    stage, dialog = spoken("other tools")
+    check_segments(stage, dialog, [call("a")], [call("b"), "ocean<|im_end|>"])
+    offered = ['"name": "ask"' in stage.tokenizer.decode(segment.prompt_ids.tolist()) for segment in dialog.segments]
+    assert offered == [False, True]
+
+
 def test_conversations_beside_each_other_are_segments_that_each_go_on(spoken: Spoken) -> None:
     stage, dialog = spoken("delegates", doubts, max_turns=5)
     check_segments(stage, dialog, [call("a"), call("b"), "ocean<|im_end|>"], ["no<|im_end|>"], ["no<|im_end|>"])
@@ -127,3 +139,127 @@ def test_a_call_that_cannot_be_read_is_text_to_the_program(spoken: Spoken) -> No
     _, dialog = spoken("well", lambda context: call("a").replace('"arguments"', '"argument'))
     assert dialog.score == 0.0
     assert dialog.calls[0][0].problem
+
+
+def test_a_daemon_that_a_program_leaves_behind_ends_with_it(spoken: Spoken, tmp_path: Path) -> None:
+    """It holds the program's stderr, whose end would else be waited for until the time of the answer is up."""
+    began = time.monotonic()
+    _, dialog = spoken("leaves a daemon", limit_s=30.0)
+    assert dialog.failure is None
+    assert (dialog.score, dialog.ended_conversation.ended) == (1.0, "done")
+    assert time.monotonic() - began < 20
+    daemon = int((tmp_path / "daemon").read_text())
+    assert not Path(f"/proc/{daemon}").exists(), "nothing is left, not even until the pool ends"
+
+
+ASK = """
+import json, os, sys, urllib.error, urllib.request
+def ask(**body):
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+                                     {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    try:
+        return urllib.request.urlopen(request).status
+    except urllib.error.HTTPError as error:
+        return error.code
+user = [{"role": "user", "content": "ocean?"}]
+for calls in ("f()", {"a": 1}):
+    assert ask(model=%r, messages=[{"role": "assistant", "content": "", "tool_calls": calls}, *user]) == 400
+assert ask(model="gpt-4o", messages=user) == 404
+assert ask(model=%r, messages=user) == 200
+"""
+
+
+def test_a_request_that_is_none_costs_no_conversation_and_models_may_have_names(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ASK % ("mine", "mine")]
+    options = {"command": command, "models": ["policy", "mine"]}
+    stage = Stage(tmp_path, lambda context: "ocean<|im_end|>", "program", options=options, retries=0, limit_s=60.0)
+    try:
+        (dialog,) = stage.run(stage.opening(0, "ocean"))
+    finally:
+        stage.stack.close()
+    assert dialog.failure is None
+    assert len(dialog.writers) == 1
+
+
+ASKED = {"role": "user", "content": "a?"}
+TWO_CALLS = {"role": "assistant", "content": "", "tool_calls": [{"id": "c0"}, {"id": "c1"}]}
+SAID = {"role": "assistant", "content": "It is b."}
+
+
+def result(of: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": of, "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("written", "repeated", "added", "goes_on"),
+    [
+        (TWO_CALLS, TWO_CALLS, [result("c0"), result("c1")], True),
+        (TWO_CALLS, TWO_CALLS, [result("c0"), result("c1"), ASKED], True),
+        (TWO_CALLS, TWO_CALLS, [ASKED], True),
+        (TWO_CALLS, TWO_CALLS | {"content": "looked"}, [result("c0"), result("c1")], True),
+        (TWO_CALLS, TWO_CALLS, [result("c1"), result("c0")], False),
+        (TWO_CALLS, TWO_CALLS, [result("c0")], False),
+        (TWO_CALLS, TWO_CALLS, [ASKED, result("c0"), result("c1")], False),
+        (TWO_CALLS, TWO_CALLS, [result("c0"), result("c1"), ASKED, ASKED], False),
+        (SAID, SAID, [ASKED], True),
+        (SAID, SAID | {"content": "It is c."}, [ASKED], False),
+        (SAID, SAID | {"role": "user"}, [ASKED], False),
+        (SAID, SAID, [], False),
+        (SAID, SAID, [result("c0")], False),
+    ],
+)
+def test_what_follows_a_turn_goes_on_with_it_only_if_it_is_its_answer(
+    written: dict[str, Any], repeated: dict[str, Any], added: list[dict[str, Any]], goes_on: bool
+) -> None:
+    """Results in another order would be read as those of other calls, and a changed turn as what the model wrote."""
+    segment = _Segment([ASKED], [], written)
+    assert segment.added([ASKED, repeated, *added], []) == (added if goes_on else [])
+    assert segment.added([ASKED | {"content": "c?"}, repeated, *added], []) == []
+    assert segment.added([ASKED, repeated, *added], [{"type": "function"}]) == []
+
+
+def turn(text: str = "b", ended: Finish = "stop", calls: Sequence[ToolCall] = (), number: int = 2) -> Turn:
+    return Turn(
+        number=number, text=text, calls=calls, ended=ended, left_turns=3, left_tokens=9, num_read=7, num_written=4
+    )
+
+
+def test_a_program_is_told_how_a_turn_ended_and_how_long_it_was() -> None:
+    call = ToolCall(name="look", arguments={"key": "a"})
+    for made, finish, has_calls in (
+        (turn(), "stop", 0),
+        (turn(calls=[call]), "tool_calls", 1),
+        (turn(ended="length"), "length", 0),
+    ):
+        completion = _completion(made, _message(made), "policy")
+        (choice,) = completion["choices"]
+        assert (choice["finish_reason"], len(choice["message"].get("tool_calls", ()))) == (finish, has_calls)
+        assert completion["usage"] == {"prompt_tokens": 7, "completion_tokens": 4, "total_tokens": 11}
+    (called,) = _message(turn(calls=[call]))["tool_calls"]
+    assert (called["function"]["name"], called["function"]["arguments"]) == ("look", '{"key": "a"}')
+    assert called["id"] != _message(turn(calls=[call], number=3))["tool_calls"][0]["id"]
+
+
+SCORES = """
+import json, os, urllib.request
+def post(path, body):
+    head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), head)
+    urllib.request.urlopen(request).read()
+user = {"role": "user", "content": "a?"}
+post("/chat/completions", {"model": "policy", "messages": [user], "temperature": 0.5})
+post("/score", {"score": 0.25, "parts": {"first": 1}})
+post("/chat/completions", {"model": "policy", "messages": [user], "seed": 3})
+post("/score", {"score": 0.5, "parts": {"second": 2}})
+"""
+
+
+def test_what_a_program_said_at_any_time_counts_at_its_end(tmp_path: Path) -> None:
+    options = {"command": [sys.executable, "-c", SCORES]}
+    stage = Stage(tmp_path, lambda context: "ocean<|im_end|>", "program", options=options, retries=0, limit_s=60.0)
+    try:
+        (dialog,) = stage.run(stage.opening(0, "ocean"))
+    finally:
+        stage.stack.close()
+    overridden = {"overridden/seed": 1.0, "overridden/temperature": 1.0}
+    assert (dialog.score, dialog.parts) == (0.5, {"first": 1.0, "second": 2.0} | overridden)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 import urllib.error
@@ -156,6 +157,50 @@ def test_a_corpus_that_is_none_is_named(tmp_path: Path, text: str, said: str) ->
         read_corpus(tmp_path / "empty.jsonl")
     with pytest.raises(DataError, match="No such file"):
         read_corpus(tmp_path / "none.jsonl")
+
+
+def test_a_corpus_that_never_ends_or_is_nested_without_end_is_named(tmp_path: Path) -> None:
+    """Each at once: a FIFO would never answer, a device has no end."""
+    os.mkfifo(tmp_path / "fifo")
+    nested, one_line = tmp_path / "nested.jsonl", tmp_path / "line.jsonl"
+    nested.write_text('{"contents": "a"}\n' + '{"contents": ' + "[" * 100_000 + "\n")
+    with one_line.open("wb") as file:
+        file.truncate(20 << 20)
+    for path, said in (
+        (tmp_path / "fifo", "is a FIFO, not a file\n  fix: write the passages into a file"),
+        (Path("/dev/zero"), "is a device, not a file"),
+        (nested, "nested.jsonl:2: it is no jsonl in UTF-8: maximum recursion depth exceeded"),
+        (one_line, "line.jsonl:1: this line has more than 16777216 bytes"),
+    ):
+        with pytest.raises(DataError) as caught:
+            read_corpus(path)
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"queries": ["rome"] * 100_000, "topk": 1000}, "100000 queries; at most 4096 in a request"),
+        (
+            {"queries": ["rome"] * 2000, "topk": 1000},
+            "2000 queries with topk 1000 are 2000000 passages; at most 32768 in a request",
+        ),
+        ({"query": "rome " * 3_000_000}, "a query has 15000000 characters; at most 100000"),
+    ],
+    ids=["many", "many passages", "long"],
+)
+def test_a_request_that_would_take_minutes_is_refused_with_its_numbers(
+    retriever: Retriever, asked: dict[str, Any], said: str
+) -> None:
+    began = time.monotonic()
+    assert post(retriever.url, asked) == (413, {"detail": said})
+    assert time.monotonic() - began < 5
+
+
+def test_as_much_as_search_r1_asks_for_at_once_is_answered(retriever: Retriever) -> None:
+    status, answer = post(retriever.url, {"queries": ["rome " * 20_000] * 10 + ["Ada"] * 2550, "topk": 3})
+    assert (status, len(answer["result"])) == (200, 2560)
+    assert [place["id"] for place in answer["result"][0]] == [CORPUS[2]["id"], CORPUS[1]["id"]], "as often as it stands"
 
 
 def test_who_waits_together_is_asked_for_together(moody: Any) -> None:

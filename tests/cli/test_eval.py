@@ -127,3 +127,32 @@ def test_the_table_has_a_row_for_each_temperature_and_source() -> None:
         ["greedy", "a/b", "2", "-", "0.5"],
         ["greedy", "all", "2", "-", "0.5"],
     ]
+
+
+@pytest.mark.parametrize(("output", "why"), [("none/eval.json", "No such file"), ("model", "Is a directory")])
+def test_figures_that_cannot_be_written_are_refused_before_anything_is_measured(
+    output: str, why: str, parsed: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verb, "_evaluate", lambda *_: pytest.fail("it is measured"))
+    with pytest.raises(SetupError) as caught:
+        verb.run(parsed("run.yaml", "--output", output))
+    assert str(caught.value).startswith(f"{output}: the figures cannot be written: {why}")
+    assert "fix: --output FILE" in str(caught.value)
+
+
+def test_each_setting_stands_by_its_own_figures(
+    parsed: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the file as on the screen; one that was there is replaced, and only then."""
+    Path("eval.json").write_text("old")
+
+    def evaluate(chosen: Any, directory: Path, model: Path | None) -> list[dict[str, float]]:
+        assert Path("eval.json").read_text() == "old"
+        return [{"val/score/mean@1": float(each.config.validation.temperature)} for each in chosen]
+
+    monkeypatch.setattr(verb, "_evaluate", evaluate)
+    assert verb.run(parsed("run.yaml", "--temperatures", "0.5,0,2", "--k", "1,4")) == 0
+    results = json.loads(Path("eval.json").read_text())["results"]
+    found = [(each["sampling"]["greedy"], each["sampling"]["temperature"], each["figures"]) for each in results]
+    assert found == [(greedy, at, {"val/score/mean@1": at}) for greedy, at in ((False, 0.5), (True, 1.0), (False, 2.0))]
+    assert [each["sampling"]["samples_per_prompt"] for each in results] == [4, 1, 4]

@@ -6,9 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from mrl.cli.export import export_role
+from mrl.cli.main import main
 from mrl.config.load import load_config_of
+from mrl.demo.model import make_model
 from mrl.errors import EngineError, SetupError
 
 pytestmark = pytest.mark.needs
@@ -33,6 +36,39 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(
     monkeypatch.setattr("mrl.trainer.checkpoints.find_checkpoint", lambda *_: checkpoint)
     monkeypatch.setattr("mrl.engine.checkpoint_files.export_checkpoint", read)
     config = load_config_of("sft", LAPTOP_SFT, [f"model.path={model}"]).config
-    with pytest.raises(SetupError if is_removed else type(error)) as caught:
+    with pytest.raises(SetupError if is_removed or isinstance(error, OSError) else type(error)) as caught:
         export_role(config, tmp_path, "3", "actor", None, tmp_path / "out")
     assert ("has removed this checkpoint meanwhile" in str(caught.value)) == is_removed
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("file/out", "Not a directory"),
+        ("/proc/nowhere/out", "No such file or directory"),
+        ("/dev/full/out", "Not a dir"),
+    ],
+)
+def test_a_place_where_nothing_can_be_written_is_a_message(
+    out: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The writer of models is the real one; what it would read from the checkpoint comes later."""
+    from mrl.models.families import read_spec
+    from mrl.models.hf_writer import HfWriter
+
+    model = make_model(tmp_path / "model", seed=1)
+    (tmp_path / "checkpoints" / "step-000003").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    (tmp_path / "config.yaml").write_text(f"extends: {LAPTOP_SFT}\nmodel: {{path: {model}}}\n")
+
+    def export(saved: Path, source: Path, head: str, dtype: torch.dtype, target: Path) -> int:
+        with HfWriter(target, read_spec(source), source, "lm", dtype):
+            raise AssertionError("nothing can be written there")
+
+    monkeypatch.setattr("mrl.trainer.checkpoints.find_checkpoint", lambda *_: tmp_path / "checkpoints" / "step-000003")
+    monkeypatch.setattr("mrl.engine.checkpoint_files.export_checkpoint", export)
+    assert main(["export", str(tmp_path), str(tmp_path / out)]) == 1
+    shown = capsys.readouterr().err
+    assert f"the model cannot be exported: {said}" in shown
+    assert "fix: choose an OUT where you may write and that has room" in shown
+    assert "Traceback" not in shown

@@ -18,11 +18,13 @@ import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # also in the background of a script
 from mrl.cli.supervise import on_interrupt
 try:
-    with on_interrupt(lambda: "step 7 is kept", lambda: print("forced", flush=True)):
+    forced = lambda: print("forced", flush=True)
+    with on_interrupt(lambda: "interrupted"), on_interrupt(lambda: "step 7 is kept", forced):
         print("ready", flush=True)
         time.sleep(60)
 except KeyboardInterrupt:
-    time.sleep(60 if sys.argv[1] == "stubborn" else 0)
+    print("unwinds", flush=True)
+    time.sleep({"at once": 0, "soon": 0.7, "stubborn": 60}[sys.argv[1]])
     sys.exit(130)
 """
 
@@ -50,6 +52,47 @@ def test_an_interrupted_command_ends_soon(unwinds: str, again_s: float | None, l
     assert run.communicate() == ("" if unwinds == "at once" else "forced\n", "\nstep 7 is kept\n")
     assert run.returncode == EXIT_INTERRUPTED
     assert least_s <= time.monotonic() - began < most_s
+
+
+def test_a_second_ctrl_c_right_behind_the_first_changes_nothing_of_how_it_ends() -> None:
+    """The command has left the blocks that listen, and is on its way out."""
+    run = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "soon"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    run.send_signal(signal.SIGINT)
+    assert run.stdout.readline() == "unwinds\n"
+    run.send_signal(signal.SIGINT)
+    assert run.communicate()[1] == "\nstep 7 is kept\n"
+    assert run.returncode == EXIT_INTERRUPTED
+
+
+LEAVING = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from mrl.cli import main
+class Late:
+    def __del__(self, write=os.write, sleep=time.sleep):
+        write(1, b"leaves\\n")
+        sleep(0.7)
+sys.late = Late()  # goes when the interpreter has put back how signals were
+main._run = lambda words: (print("ready", flush=True), time.sleep(60))
+sys.exit(main.main(["train"]))
+"""
+
+
+def test_a_ctrl_c_while_the_interpreter_ends_changes_nothing_of_how_it_ends() -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-c", LEAVING], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    run.send_signal(signal.SIGINT)
+    assert run.stdout.readline() == "leaves\n"
+    run.send_signal(signal.SIGINT)
+    assert run.communicate()[1] == "\ninterrupted\n"
+    assert run.returncode == EXIT_INTERRUPTED
 
 
 def test_what_is_ignored_stays_ignored() -> None:

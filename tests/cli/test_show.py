@@ -121,6 +121,15 @@ def test_all_mistakes_of_a_file_come_at_once(verb: str, tmp_path: Path) -> None:
     ]
 
 
+def test_a_secret_in_the_query_of_an_address_is_not_shown(tmp_path: Path) -> None:
+    url = "http://judge.example/score?api_key=canary-5up3r-hidden&version=2"
+    function = f"reward.functions={{judge: {{name: http, options: {{url: '{url}'}}}}}}"
+    shown = mrl("show", PPO, function)
+    assert shown.returncode == 0
+    assert "http://judge.example/score?api_key=<redacted>&version=2" in shown.stdout
+    assert "canary" not in shown.stdout + shown.stderr
+
+
 def test_a_secret_of_the_environment_is_not_shown() -> None:
     secret = "canary-5up3r-hidden"
     for override in (

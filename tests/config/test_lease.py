@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,3 +107,28 @@ def test_one_whose_disk_was_full_for_a_while_is_seen_to_live(tmp_path: Path, mon
         while path.read_text() == before and time.monotonic() < deadline:
             time.sleep(0.02)
         assert path.read_text() != before
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed"])
+def test_a_run_whose_directory_is_gone_ends_soon_and_says_so(how: str, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    with held_elsewhere(directory / ".lease") as holder:
+        shutil.rmtree(directory) if how == "removed" else directory.rename(tmp_path / "other")
+        assert holder.wait(10) == 1
+        assert holder.stderr is not None
+        said = holder.stderr.read()
+        assert said.startswith(f"{directory}: the run's directory has been removed or renamed, so that nothing can be")
+        assert said.count("\n") == 1
+
+
+def test_a_directory_that_is_back_at_once_ends_nothing(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    with held_elsewhere(directory / ".lease") as holder:
+        for _ in range(4):
+            directory.rename(tmp_path / "other")
+            time.sleep(0.1)
+            (tmp_path / "other").rename(directory)
+            time.sleep(0.25)
+        assert holder.poll() is None

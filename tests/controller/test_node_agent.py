@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.controller import diagnosis, node_agent, worker_log
+from mrl import harmless
+from mrl.controller import diagnosis, node_agent
 from mrl.controller.node_agent import NodeAgent, NodeLost, ProcessId, ProcessView, own_process, read_process, view
 from mrl.controller.resource_pool import RayResourcePool
 from mrl.controller.worker import Dispatch, register, registered_methods
@@ -206,7 +207,7 @@ def test_everything_that_a_process_says_is_in_its_log_and_its_stacks_beside_it(t
     assert 'File "<string>", line' in stack_path(log).read_text()
 
 
-@pytest.mark.skipif(worker_log._HAS_GPU, reason="what is written there means something where there is a GPU")
+@pytest.mark.skipif(harmless._HAS_GPU, reason="what is written there means something where there is a GPU")
 def test_a_warning_that_is_known_to_be_harmless_stands_beside_the_log(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.log"
     program = REDIRECTED.replace("{signal}", "0").replace("{harmless}", "True")

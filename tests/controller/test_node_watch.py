@@ -17,8 +17,14 @@ import pytest
 
 from mrl.children import children_of
 from mrl.config.schema import ClusterConfig
+from mrl.controller import RunContext
 from mrl.controller.cluster import ray_cluster
-from mrl.errors import PlacementError
+from mrl.controller.diagnosis import NodeMemory
+from mrl.controller.network import Network
+from mrl.controller.node_watch import NodeWatch
+from mrl.controller.processes import NodeView
+from mrl.errors import PlacementError, WorkerDied
+from mrl.events import NodeSilent, read_events
 from mrl.launch.node import RayNode, free_port, head_options, ray_node
 from tests.apart import ROOT
 
@@ -74,6 +80,45 @@ def test_the_end_of_a_joined_cluster_is_the_end_of_a_run(
             assert [line for line in heard if re.fullmatch(said.format(rf"\S+:{port}"), line.strip())], heard
             assert code == 76
             assert time.monotonic() - began < limit_s
+
+
+class Wavering:
+    """An agent of another node: it is slow once, fails some times in a row, and answers ever after."""
+
+    def __init__(self) -> None:
+        self._num_heard = 0
+
+    def hear(self, limit_s: float) -> None:
+        self._num_heard += 1
+        if self._num_heard == 3:
+            time.sleep(1.0)
+        if 6 <= self._num_heard < 10:
+            raise ConnectionError("out of reach")
+
+    def num_heard(self) -> int:
+        return self._num_heard
+
+
+def test_a_node_that_was_silent_is_asked_on_and_counts_again_when_it_answers(run_context: RunContext) -> None:
+    import ray  # mrl.controller comes first: it has Ray ask its callers for a token
+
+    agent = ray.remote(Wavering).options(num_cpus=0).remote()
+    ray.get(agent.num_heard.remote())
+    node = NodeView("another", "n1", agent, NodeMemory(0, 1, 1), Network("10.0.0.1", None, {}))
+    lost: list[WorkerDied] = []
+    watch = NodeWatch([node], 0.4, run_context.events, lost.append)
+    try:
+        deadline = time.monotonic() + 20
+        while ray.get(agent.num_heard.remote()) < 14 and not lost:
+            assert time.monotonic() < deadline, "it is not asked any more"
+            time.sleep(0.05)
+    finally:
+        watch.stop()
+        ray.kill(agent)
+    assert lost == []
+    assert not node.is_silent.is_set()
+    silences = [each for each in read_events(run_context.events.path) if isinstance(each.event, NodeSilent)]
+    assert len([each for each in silences if each.event.node == "n1"]) == 2, "each time is said once"
 
 
 def test_a_head_that_is_not_there_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,3 +169,20 @@ def test_a_source_that_rests_as_a_whole_is_drawn_all_the_same() -> None:
     rows_of_epoch(sampler, 6)
     sampler.learn({f"math/0/{row}": 1.0 for row in range(6)})
     assert len({sampler.draw().uid for _ in range(12)}) == 12
+
+
+def test_what_rests_rests_on_after_a_resume() -> None:
+    def taught() -> DifficultySampler:
+        return DifficultySampler({"a": 4}, {"a": None}, seed=1, shuffle=True, between=(0.0, 1.0), rest=2)
+
+    stopped = taught()
+    first = draws(stopped, 4)
+    stopped.learn({first[0].uid: 1.0, first[1].uid: 0.0, first[2].uid: 0.5, first[3].uid: 0.5})
+    state = json.loads(json.dumps(stopped.state_dict()))
+    resumed = taught()
+    resumed.load_state_dict(state)
+    rest = draws(resumed, 12)
+    assert rest == draws(stopped, 12)
+    assert [draw.row for draw in rest[:4]] == [
+        draw.row for draw in rest[:4] if draw.row in {first[2].row, first[3].row}
+    ]

@@ -207,6 +207,20 @@ def test_a_run_that_saved_before_its_time_was_over_is_queued_again(place: Place,
     assert not [path for path in said if "tracker-secret" in path.read_text()]
 
 
+def test_a_run_that_somebody_has_stopped_is_not_queued_again(place: Place) -> None:
+    """It saved and left with the same code as one whose time is over, but Slurm did not ask for it."""
+    stand_in = place.directory / "stand_in"
+    stand_in.write_text('#!/bin/bash\nif [ "$SLURM_PROCID" = 0 ]; then echo 75 >"$3/exit_code"; fi\n')
+    stand_in.chmod(0o755)
+    text = (place.directory / "cluster.yaml").read_text()
+    (place.directory / "cluster.yaml").write_text(text.replace("python: ", f"python: {stand_in} # "))
+    place.mrl("launch", "slurm", "run.yaml", "--submit")
+    place.wait_for(place.job() / "ended", 20)
+    stand_in.write_text(stand_in.read_text().replace("75", "3"))  # a second attempt would be the last
+    place.wait_for(place.job() / "gone", 20)
+    assert (place.job() / "ended").read_text() == "75\n"
+
+
 def test_a_node_that_does_not_leave_holds_the_others_no_longer_than_a_minute(place: Place) -> None:
     stand_in = place.directory / "stand_in"
     stand_in.write_text('#!/bin/bash\nif [ "$SLURM_PROCID" = 0 ]; then echo 4 >"$3/exit_code"; fi\n')

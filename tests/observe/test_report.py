@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from mrl.observe.report import findings, render_comparison, render_report
 
 
@@ -88,17 +90,18 @@ def test_validation_is_drawn_where_it_was_measured() -> None:
 
 def test_runs_lie_over_each_other() -> None:
     runs = {
-        "<a>": [line(step, **{"critic/score/mean": 0.1 * step}) for step in (1, 2)],
-        "b": [line(step, **{"critic/score/mean": 0.3}) for step in (1, 2, 3)],
+        "<a>": [line(step, **{"critic/score/mean": step / 10}) for step in (1, 2, 3)],
+        "b": [line(step, **{"critic/score/mean": 0.3}) for step in (1, 2, 3, 4)],
         "c": [line(1)],
     }
     page = render_comparison(runs, "- actor.optimizer.lr: 1e-6\n+ actor.optimizer.lr: <2e-6>\n")
     assert page.count("<polyline") == 2
-    assert "<figcaption>score: 0.2, 0.3</figcaption>" in page
+    assert "<figcaption>score: 0.3, 0.3</figcaption>" in page
     assert "actor.optimizer.lr: &lt;2e-6&gt;" in page
     assert "<title>&lt;a&gt; and b and c</title>" in page
     points = [part.split('"')[0] for part in page.split('<polyline points="')[1:]]
-    assert points == ["34.0,124.0 187.0,66.0", "34.0,8.0 187.0,8.0 340.0,8.0"], "on the same axes"
+    expected = ["34.0,124.0 136.0,66.0 238.0,8.0", "34.0,8.0 136.0,8.0 238.0,8.0 340.0,8.0"]
+    assert points == expected, "on the same axes"
 
 
 def test_what_names_a_run_or_a_phase_is_never_markup() -> None:
@@ -136,3 +139,33 @@ def test_a_fall_is_no_over_optimization_by_itself() -> None:
     ]
     assert findings(without) == [], "there is no reward model"
     assert findings([validated(5, 0.3, 1.0), validated(20, 0.7, 2.0)]) == []
+
+
+def test_one_curve_has_all_names_of_the_same_figures() -> None:
+    names = ["val/score/mean@1", "val/solved/mean@1", "val/sums/score/mean@1"]
+    other = "val/other/score/mean@1"
+    lines = [line(step, **dict.fromkeys(names, step / 8), **{other: step / 4}) for step in (0, 1, 2, 3)]
+    page = render_report("run", lines, {}, "")
+    assert page.count("<figure>") == 2
+    assert f"<figcaption>{' = '.join(names)}: 0.375</figcaption>" in page
+    assert f"<figcaption>{other}: 0.75</figcaption>" in page
+
+
+@pytest.mark.parametrize(("num", "num_lines", "num_dots"), [(1, 0, 1), (2, 0, 2), (3, 1, 3), (20, 1, 20), (21, 1, 0)])
+def test_two_points_are_no_line_and_few_are_shown_as_what_was_measured(num: int, num_lines: int, num_dots: int) -> None:
+    page = render_report("run", [line(step, **{"critic/score/mean": step / 2}) for step in range(1, num + 1)], {}, "")
+    assert (page.count("<polyline"), page.count("<circle")) == (num_lines, num_dots)
+
+
+def test_what_all_prompts_begin_with_is_shown_once() -> None:
+    system = "system\nYou solve <sums>. " + "Think first. " * 20 + "\n"
+    samples = [{"prompt": f"{system}user\n1 + {number}?", "response": str(number)} for number in range(3)]
+    page = render_report("run", [], {"step 1": samples}, "")
+    assert page.count("You solve &lt;sums&gt;.") == 1
+    assert "<p>Every prompt begins with:</p><pre>system\nYou solve" in page
+    assert "<td><pre>[...] 1 + 2?</pre></td>" in page
+    alike = [{"prompt": system, "response": "a"}, {"prompt": system, "response": "b"}]
+    assert render_report("run", [], {"step 1": alike}, "").count("You solve") == 1
+    short = [{"prompt": "1 + 1?", "response": "2"}] * 2
+    assert render_report("run", [], {"step 1": short}, "").count("1 + 1?") == 2
+    assert render_report("run", [], {"step 1": samples[:1]}, "").count("[...]") == 0

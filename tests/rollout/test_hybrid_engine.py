@@ -114,6 +114,17 @@ def test_an_engine_has_the_longer_to_start_the_larger_its_model(make: Callable[.
     assert stage.started["rollout-1"].context.deadlines.start_s == 7
 
 
+def test_engines_have_the_newest_weights_when_all_that_serve_have_them(make: Callable[..., Made]) -> None:
+    engine, _ = make()
+    engine.weights_changed()
+    for held, has in (({0: 1, 1: 1}, False), ({0: 2, 1: 1}, False), ({0: None, 1: None}, False), ({0: 2, 1: 2}, True)):
+        engine.fleet.versions = dict(held)
+        assert engine.has_newest() == has, held
+    engine.weights_changed()
+    engine.fleet.versions = {0: None, 1: 3}
+    assert engine.has_newest(), "one that starts again is brought to them before it serves"
+
+
 def test_weights_are_to_be_had_while_the_trainer_leaves_the_actor_alone(make: Callable[..., Made]) -> None:
     """And never while it has it, whoever asks."""
     engine, _ = make()
@@ -242,6 +253,24 @@ def test_the_modes_do_not_overlap(make: Callable[..., Made]) -> None:
         engine.generate(requests("a"), Sampling())
     with engine.rollout_mode():
         pass
+
+
+def test_only_what_goes_on_in_flight_meets_newer_weights(make: Callable[..., Made]) -> None:
+    """A validation or a batch that is generated whole, in a run whose weights come in flight, has one version."""
+    engine, _ = make()
+    engine.connect()
+    engine._cache = "keep"
+    asked: list[Any] = []
+
+    def stream(*given: Any) -> Iterator[Any]:
+        asked.append(given[-1])
+        return iter(())
+
+    engine.fleet.stream = stream  # type: ignore[method-assign]
+    with engine.rollout_mode():
+        engine.generate(requests("a"), Sampling())
+        engine.generate((), Sampling(), in_flight=True)
+    assert asked == [None, "keep"]
 
 
 def test_a_failure_while_generating_wakes_nobody_for_training(make: Callable[..., Made]) -> None:

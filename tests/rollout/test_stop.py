@@ -55,6 +55,19 @@ def wanted(tokenizer: ChatTokenizer) -> list[GenerationRequest]:
     return [GenerationRequest(str(n), "p", ids, request_seed(7, 3, "p", n), MAX_TOKENS) for n in range(12)]
 
 
+def test_texts_of_the_run_and_of_a_format_both_end_a_sample() -> None:
+    from mrl.rollout.vllm_engine import _sampling_params  # loads vLLM
+
+    plain = GenerationRequest("0", "p", np.ones(3, np.int32), 7, MAX_TOKENS)
+    of_run = Sampling(stop=("END",))
+    for sampling, own, stops in (
+        *((of_run, (), ["END"]), (of_run, ("</call>",), ["END", "</call>"])),
+        *((Sampling(), ("</call>",), ["</call>"]), (Sampling(), (), [])),
+    ):
+        params = _sampling_params(replace(plain, stop=own), sampling)
+        assert (params.stop, params.detokenize) == (stops, bool(stops))
+
+
 @pytest.mark.slow
 def test_texts_and_tokens_end_responses_in_both_engines_alike(
     started: Callable[[str], RolloutEngine], tokenizer: ChatTokenizer

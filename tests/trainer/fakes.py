@@ -37,12 +37,13 @@ from mrl.config.schema import (
 )
 from mrl.config.training import TrainingConfig
 from mrl.config.values import ConfigLayer, Secrets
-from mrl.errors import WorkerRaised
+from mrl.errors import RolloutError, WorkerRaised
 from mrl.observe.console import Console
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.rewards.outcome import Outcome, Score
 from mrl.rewards.sample import Sample
+from mrl.rollout.fleet import FollowUps
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer.collector import Collector
 from mrl.trainer.components import Components, kl_controller
@@ -113,10 +114,11 @@ class Prompts:
         return prompts_of(numbers)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self.num_drawn}
+        solved = {"solved": list(self.solved)} if any(self.solved) else {}
+        return {"drawn": self.num_drawn, **solved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_drawn = state["drawn"]
+        self.num_drawn, self.solved = state["drawn"], list(state.get("solved", ()))
 
 
 def prompts_of(numbers: Sequence[int]) -> DataProto:
@@ -177,16 +179,35 @@ class Hybrid:
     def metrics(self) -> dict[str, float]:
         return {"sync/seconds": 0.25}
 
+    def has_newest(self) -> bool:
+        self.held = self.version
+        return True
+
     def generate(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling, follow_ups: None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: Sampling,
+        follow_ups: FollowUps | None = None,
+        *,
+        in_flight: bool = False,
     ) -> Iterator[Generated]:
-        self.requests.append(list(requests))
-        self.samplings.append(sampling)
-        self.journal.append(("generate", len(requests)))
-        for request in reversed(requests):
-            ids = np.asarray(self.answer(request, sampling), dtype=np.int32)
-            log_probs = np.asarray([-(int(request.key) + place / 8) for place in range(len(ids))], dtype=np.float32)
-            yield Generated(request.key, ids, log_probs, self.finish(ids), self.held)
+        """All at once; with `follow_ups` what these ask for too, until there is nothing and nothing can come."""
+        asked = list(requests)
+        while True:
+            asked += follow_ups.take() if follow_ups else ()
+            if asked or not in_flight:
+                self.requests.append(asked)
+                self.samplings.append(sampling)
+                self.journal.append(("generate", len(asked)))
+            for request in reversed(asked):
+                ids = np.asarray(self.answer(request, sampling), dtype=np.int32)
+                log_probs = np.asarray([-(int(request.key) + place / 8) for place in range(len(ids))], dtype=np.float32)
+                yield Generated(request.key, ids, log_probs, self.finish(ids), self.held)
+            if follow_ups is None or not (asked or follow_ups.arriving()):
+                return
+            if self.fleet.is_closing:
+                raise RolloutError("the run ends while samples are generated")
+            asked = []
 
 
 class Probe:
@@ -195,9 +216,12 @@ class Probe:
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
 
+    def is_due(self, step: int) -> bool:
+        return bool(step) and step % 3 == 0
+
     def ask(self, step: int) -> dict[int, int]:
         self.journal.append(("ask", step))
-        return {7: step} if step and step % 3 == 0 else {}
+        return {7: step} if self.is_due(step) else {}
 
     def compare(self, step: int, answers: dict[int, int]) -> None:
         assert answers == {7: step}
@@ -219,6 +243,12 @@ class Rewards:
         ticket = self._num_submitted * 600 % 1009
         self._outcomes[ticket] = self.outcome(sample)
         return ticket
+
+    def collect(self) -> dict[int, Outcome]:
+        return self.drain()
+
+    def check_share(self, failed: Sequence[Any], total: int) -> None:
+        assert not failed, "none is made to"
 
     def drain(self) -> dict[int, Outcome]:
         drained = sorted(self._outcomes.items(), key=lambda item: item[0] % 5)

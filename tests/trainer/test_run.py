@@ -18,7 +18,7 @@ import pytest
 import mrl
 from mrl.algos.kl import KLController
 from mrl.config.schema import Config
-from mrl.errors import CheckpointError, ConfigError, MrlError, WorkerDied, WorkerRaised
+from mrl.errors import CheckpointError, ConfigError, MrlError, SetupError, WorkerDied, WorkerRaised
 from mrl.events import Event, PhaseEnd, RunEnded, RunStarted, Warned, read_events
 from mrl.observe.metrics import read_metrics
 from mrl.trainer.components import Components
@@ -432,3 +432,35 @@ def test_a_disk_that_ends_the_run_is_a_message_with_the_path(begin: Begin, monke
     monkeypatch.setattr("mrl.files.write_text", full)
     with pytest.raises(CheckpointError, match=r"/somewhere/manifest\.json: a checkpoint cannot be written: .*No space"):
         run.save(team, 1)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
+def test_a_disk_that_takes_nothing_ends_a_run_with_one_cause(number: int, tmp_path: Path) -> None:
+    file = str(tmp_path / "run" / "somewhere")
+    config = resolved(make_config(tmp_path))
+    with pytest.raises(SetupError) as caught, open_run(config, Screen([])):
+        raise OSError(number, os.strerror(number), file)
+    assert str(caught.value).startswith(f"{file}: the run cannot write: {os.strerror(number)}\n  fix: free space there")
+    with pytest.raises(ConnectionResetError), open_run(config, Screen([])):
+        raise ConnectionResetError(errno.ECONNRESET, "of no disk")
+
+
+def test_a_full_disk_of_a_rank_is_one_sentence(begin: Begin) -> None:
+    """Its traceback says nothing more, and stands in the log of the rank."""
+    run, team = begin(training={"max_failed_saves": 1}), team_of(1)
+    run.resume(team)
+    where = "/runs/it/checkpoints/.saving-000001/rank-00000.safetensors"
+    said = f"actor rank 2 raised in finish_checkpoint: saving failed on 1 of 4 ranks; rank 0: [Errno 28] {where}"
+
+    def finish() -> None:
+        raise WorkerRaised(f"{said}\n  traceback:\n  | Traceback (most recent call last):\n  its log: x", role="actor")
+
+    team.actor.group.finish_checkpoint = finish
+    run.save(team, 1, wait=False)
+    run.publish_save()
+    assert checkpoint_warnings(run) == [f"not saved, which is tried again after the next step: {said}"]
+    with pytest.raises(CheckpointError) as caught:
+        run.save(team, 2)
+    assert str(caught.value) == (
+        f"a checkpoint cannot be written: {said}\n  fix: free space there; the run goes on from the one before"
+    )

@@ -7,12 +7,16 @@ import random
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from mrl.config.algorithm import CorrectionConfig
+from mrl.agents.conversation import Conversation
+from mrl.config.algorithm import CorrectionConfig, OverlongConfig
+from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.config.schema import Config, PlacementConfig
 from mrl.config.training import AsynchronyConfig
 from mrl.errors import AuditFailed, CheckpointError, RolloutError
@@ -23,7 +27,8 @@ from mrl.rollout.gate import Gate
 from mrl.trainer.audit import staleness_metrics, with_staleness
 from mrl.trainer.generation import ScoredBatch
 from mrl.trainer.sample_stream import drawn_from_bytes, drawn_to_bytes
-from tests.trainer.fakes import Scene, make_config, scene
+from mrl.trainer.segments import segment_of
+from tests.trainer.fakes import SCORER, Scene, make_config, scene
 
 APART = PlacementConfig(pools={"all": 4, "engines": 1}, roles={"actor": "all", "rollout": "engines"})
 SCORE = "val/score/mean@1"
@@ -172,6 +177,106 @@ def test_a_resumed_run_trains_the_batches_that_were_drawn_ahead(at: int, number:
         assert {name: mine[name] for name in compared} == {name: line[name] for name in compared}
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["carried over", "in flight"])
+def test_a_resumed_run_has_what_was_learnt_of_the_batches_and_scores_none_twice(apart: bool, tmp_path: Path) -> None:
+    """What is drawn ahead is saved with its whole score, which mean and spread of the model have learnt from."""
+    sections: dict[str, Any] = {
+        "asynchrony": AsynchronyConfig(ahead=2, weights="in_flight"),
+        "algorithm": {"overlong": OverlongConfig(buffer_tokens=3, factor=0.5)},
+        "reward_model": replace(SCORER, running=True),
+        "reward": RewardConfig(functions={"rule": RewardFunctionConfig(name="gsm8k")}),
+    }
+    if not apart:
+        sections["placement"] = PlacementConfig(pools={"all": 4}, roles={"actor": "all", "reward_model": "all"})
+    else:
+        sections["placement"] = replace(APART, roles=APART.roles | {"reward_model": "all"})
+    with scene(ahead(tmp_path, training={"save_every": 1}, **sections), tmp_path) as whole:
+        whole.trainer.fit()
+    lines, learnt = untimed(tmp_path), whole.components.prompts.solved
+    assert [len(shares) for shares in learnt] == [2] * 6
+    assert lines[0]["reward/model/running_mean"] == 0.75, "of rows 0 to 3, each half its number"
+    found, again = resumed(tmp_path, 2, **sections)
+    compared = ("step", "critic/score/mean", "reward/model/running_mean", "reward/model/running_std")
+    more = ("reward/overlong_penalty", "reward/model/mean")
+    for mine, line in zip(again, lines, strict=True):
+        assert {name: mine.get(name) for name in (*compared, *more)} == {
+            name: line[name] for name in (*compared, *more)
+        }
+    assert found.components.prompts.solved == learnt, "what draws the prompts knows as much of them"
+
+
+IN_FLIGHT = AsynchronyConfig(ahead=2, weights="in_flight")
+RULE = RewardConfig(functions={"rule": RewardFunctionConfig(name="gsm8k")})
+
+
+def test_a_batch_opens_when_engines_have_their_weights_and_the_last_is_learnt_from(tmp_path: Path) -> None:
+    """Engines take a while to have them, and say so."""
+    seen: list[tuple[int, int, int]] = []
+    with scene(ahead(tmp_path, asynchrony=IN_FLIGHT, reward=RULE), tmp_path) as found:
+        hybrid, prompts = found.hybrid, found.components.prompts
+        draw, late = prompts.next_batch, itertools.count()
+
+        def has_newest() -> bool:
+            if next(late) % 3 == 2:
+                hybrid.held = hybrid.version
+            return bool(hybrid.held == hybrid.version)
+
+        def next_batch() -> DataProto:
+            seen.append((len(seen) + 1, hybrid.held, len(prompts.solved)))
+            return draw()
+
+        hybrid.has_newest = has_newest  # type: ignore[method-assign]
+        prompts.next_batch = next_batch
+        found.trainer.fit()
+    assert [number for number, _, _ in seen] == [1, 2, 3, 4, 5, 6]
+    for number, held, num_learnt in seen:
+        assert held >= number - 2, "steps before it whose weights the engines hold, and one"
+        assert num_learnt >= number - 3
+
+
+def test_who_compares_engines_or_validates_finds_nothing_under_way(tmp_path: Path) -> None:
+    """Where engines take turns with the trainer: samples of the next batches are half done when a step begins."""
+    together = PlacementConfig(pools={"all": 4}, roles={"actor": "all"})
+    config = ahead(tmp_path, asynchrony=IN_FLIGHT, placement=together, validation={"every": 2})
+    seen: list[str] = []
+    with scene(config, tmp_path, validations=[0.1] * 4) as found:
+        stream, probe, validator = found.components.stream, found.components.engine_probe, found.components.validator
+        ask, run = probe.ask, validator.run
+
+        def alone(what: str, call: Any, *given: Any) -> Any:
+            assert stream._running is None, f"samples are under way at a {what}"
+            seen.append(what)
+            return call(*given)
+
+        probe.ask = lambda step: alone("comparison", ask, step)
+        validator.run = lambda step, models: alone("validation", run, step, models)
+        take = stream._take
+        halves = []
+        stream._take = lambda step: (halves.append(stream._running is not None), take(step))[1]
+        found.trainer.fit()
+    assert seen.count("comparison") == 2 + 4, "every third step, and with each validation"
+    assert seen.count("validation") == 4
+    assert any(halves), "some are under way at other times"
+
+
+def test_segments_of_what_is_drawn_ahead_are_kept_as_they_were(tmp_path: Path) -> None:
+    talk = Conversation("0", "p", np.array([5, 6], np.int32), max_tokens=9, seed=0)
+    talk.write(np.array([7, 8], np.int32), np.array([-0.5, -0.25], np.float32), "stop", 3)
+    talk.observe(np.array([9], np.int32))
+    talk.write(np.array([4], np.int32), np.array([-1.5], np.float32), "stop", np.array([4], np.int32))
+    talk.end("done")
+    segment = segment_of(talk)
+    batch = DataProto.from_dict({"responses": from_rows([[1], [2]])}, {"other_segments": [[segment, segment], []]})
+    drawn, _ = drawn_from_bytes(drawn_to_bytes({3: ScoredBatch(batch, {"a": 1.0})}, 7))
+    kept = drawn[3].batch["other_segments"]
+    assert [len(segments) for segments in kept] == [2, 0]
+    for found in kept[0]:
+        assert found.keys() == segment.keys()
+        for name, values in segment.items():
+            np.testing.assert_array_equal(found[name], values)
+            assert found[name].dtype == values.dtype
+
+
 def test_a_damaged_file_of_batches_is_an_error(tmp_path: Path) -> None:
     with scene(ahead(tmp_path, training={"save_every": 1, "steps": 2}), tmp_path) as found:
         found.trainer.step()
@@ -180,6 +285,13 @@ def test_a_damaged_file_of_batches_is_an_error(tmp_path: Path) -> None:
     assert (list(drawn), version) == ([2], 7)
     assert set(drawn[2].batch.values("versions").tolist()) == {1}, "and so they are as old as then"
     assert drawn[2].metrics
+    for length in (len(content) - 7, 1 << 40, (1 << 64) - 1):
+        with pytest.raises(
+            CheckpointError, match=f"a batch of {length} bytes is told of, and {len(content) - 8} are left"
+        ):
+            drawn_from_bytes(length.to_bytes(8, "little") + content[8:])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        drawn_from_bytes(drawn_to_bytes(drawn, float("inf")))  # type: ignore[arg-type]
     chance = random.Random(0)
     for _ in range(300):
         damaged = bytearray(content)
@@ -212,6 +324,17 @@ def test_samples_that_are_too_old_stop_the_run(tmp_path: Path) -> None:
     with pytest.raises(AuditFailed, match="-1 to 1 updates old"):
         staleness_metrics(with_staleness(batch, 3), 1)
     assert staleness_metrics(with_staleness(batch.select("responses"), 4), 0) == {}
+
+
+def test_tokens_that_nobody_drew_have_no_age() -> None:
+    """What an environment said would else make a conversation look younger, or of more weights, than it is."""
+    batch = DataProto.from_dict(
+        {"responses": from_rows([[1, 1, 1], [1, 1]]), "versions": from_rows([[3, -1, 3], [2, 3]])}
+    )
+    found = staleness_metrics(with_staleness(batch, 4), 2)
+    assert found["async/staleness/mean"] == pytest.approx((1 + 1 + 2 + 1) / 4)
+    assert [found[f"async/staleness/share_{age}"] for age in range(3)] == [0.0, 0.75, 0.25]
+    assert found["async/versions_per_sample"] == 1.5
 
 
 def test_a_batch_that_was_drawn_ahead_needs_a_run_that_weighs_it(tmp_path: Path) -> None:

@@ -312,5 +312,15 @@ def test_without_a_rule_there_is_what_the_model_says_and_no_more(tmp_path: Path)
     assert found == {f"{prefix}/model/mean@2": 2.0 for prefix in ("val/even", "val/odd", "val")}
 
 
+def test_mean_and_spread_of_a_model_learn_nothing_from_validation(tmp_path: Path) -> None:
+    """They are of what was trained on; else how often a run validates would change what it learns."""
+    scorer = RewardModelConfig(path="scorer", max_tokens_per_device=64, running=True)
+    models = says(scorer, 1.0, 3.0)
+    before = models.state_dict()
+    stage = Stage(tmp_path, even_right, Rows(3), num_samples=2, reward_model=scorer)
+    stage.validator.run(0, models)
+    assert models.state_dict() == before
+
+
 def even_right(sample: Sample) -> Outcome:
     return Score(float(sample.row_id % 2 == 0), {}, 0.0)

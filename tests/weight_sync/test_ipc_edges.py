@@ -13,7 +13,7 @@ import torch
 
 from mrl.errors import RolloutError
 from mrl.weight_sync import ipc
-from mrl.weight_sync.digest import Digests, digest
+from mrl.weight_sync.digest import Digests, digest, weighted_sums
 from mrl.weight_sync.ipc import (
     _LENGTH,
     ALIGNMENT_BYTES,
@@ -240,3 +240,14 @@ def test_digests_are_of_what_was_added_when_it_was_added() -> None:
     assert digests.read()["a"] == digest(tensor)
     assert digest(torch.zeros(2, 3)) != digest(torch.zeros(3, 2))
     assert digest(torch.zeros(0)) != digest(torch.zeros(1))
+
+
+def test_a_sum_sees_every_bit_of_every_word() -> None:
+    """The highest bit of a word of 64 times an even weight would be 0, wherever it stands."""
+    words = torch.arange(64)
+    expected = int(weighted_sums(words))
+    for place in range(64):
+        for bit in (0, 31, 63):
+            flipped = words.clone()
+            flipped[place] ^= -(1 << 63) if bit == 63 else 1 << bit
+            assert int(weighted_sums(flipped)) != expected, (place, bit)

@@ -17,6 +17,7 @@ from mrl.config.schema import ParallelConfig, TrainedModelConfig
 from mrl.config.sft import DpoLossConfig, RewardLossConfig
 from mrl.controller import RankInfo, Rendezvous
 from mrl.data.packing import plan_step
+from mrl.engine.scores import Scores
 from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
 from mrl.protocol import DataProto, Jagged
@@ -24,9 +25,10 @@ from mrl.protocol.columns import from_rows
 from mrl.trainer.role_client import group_sizes
 from mrl.verify.layout import make_random
 from mrl.verify.spawn import run_distributed
-from mrl.workers.messages import ModelSetup
+from mrl.workers.messages import ModelSetup, UpdateReport
 from mrl.workers.model_worker import ModelWorker
 from mrl.workers.supervised import DpoWorker, RmWorker
+from tests.workers.stubs import SETUP, OfShards, Shards, StubEngine, make_place
 
 Layouts = list[tuple[ParallelConfig, int]]
 """Each with the tokens of a micro-batch: how groups are cut changes nothing."""
@@ -206,6 +208,33 @@ def stepped(model: Any, loss: Any) -> tuple[list[float], list[float]]:
         adam.step()
         losses.append(float(value))
     return losses, norms
+
+
+class DpoOfShards(OfShards, DpoWorker):
+    """The learner among shards of this process."""
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_the_likelihood_of_the_preferred_is_a_mean_over_their_tokens_alone(num_shards: int) -> None:
+    """Divided by the tokens of all responses, `sft_weight` would be about half of what was asked for."""
+    batch, shards = make_batch(), Shards(num_shards)
+    lengths, ranks = batch.lengths("responses").tolist(), batch["rank"].tolist()
+    chance = torch.Generator().manual_seed(4)
+    given = [-torch.rand(length, generator=chance, dtype=torch.float64) for length in lengths]
+    bounds = [0, len(ranks)] if num_shards == 1 else [0, 6, len(ranks)]  # groups stay whole
+
+    def work(shard: int) -> UpdateReport:
+        rows = range(bounds[shard], bounds[shard + 1])
+        worker = DpoOfShards(make_place(), SETUP, DpoLossConfig(loss="orpo", sft_weight=0.3))
+        worker.shards, worker.shard = shards, shard
+        worker.engine = StubEngine(  # type: ignore[assignment]
+            Scores(log_probs_T=torch.cat([given[row] for row in rows]).requires_grad_())
+        )
+        return worker.update_dpo(batch.take(np.array(rows)), [[4, len(rows) - 4]])
+
+    reports = shards.run(work)
+    best = torch.cat([row for row, rank in zip(given, ranks, strict=True) if rank == 0])
+    assert sum(report.parts["sft_loss"] for report in reports) == pytest.approx(float(-best.mean()), rel=1e-6)
 
 
 @pytest.mark.slow

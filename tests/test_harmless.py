@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 
 import pytest
 
-from mrl.controller import worker_log
-from mrl.controller.worker_log import HARMLESS, HARMLESS_WITHOUT_GPU, is_harmless, without_harmless
+from mrl import harmless
+from mrl.harmless import HARMLESS, HARMLESS_WITHOUT_GPU, harmless_dropped, is_harmless, without_harmless
 
+ROOT = Path(__file__).resolve().parents[1]
 VLLM = "(MainProcess pid=5935) WARNING 11-23 00:03:58"
 SEEN = (  # with megatron-core 0.16.1, vLLM 0.31.0 and torch 2.13.0
     "site-packages/torch/distributed/c10d_logger.py:83: FutureWarning: `torch.distributed.all_gather_into_tensor` is "
@@ -17,6 +23,7 @@ SEEN = (  # with megatron-core 0.16.1, vLLM 0.31.0 and torch 2.13.0
     "cuda_graph_scope to capture the whole layer.",
     "site-packages/megatron/core/optimizer/optimizer.py:66: UserWarning: The .grad attribute of a Tensor that is not a "
     "leaf Tensor is being accessed. Its .grad attribute won't be populated during autograd.backward().",
+    "Ignoring clean_up_tokenization_spaces=True for BPE tokenizer TokenizersBackend. The clean_up_tokenization post-",
     "vllm/triton_utils/dispatcher.py:138: FutureWarning: `torch.distributed.reduce_op` is deprecated, please use "
     "`torch.distributed.ReduceOp` instead",
     f"{VLLM} [input_processor.py:375] Passing raw prompts to InputProcessor is deprecated and will be removed",
@@ -71,6 +78,39 @@ def test_only_the_first_line_of_what_is_said_at_once_counts() -> None:
     assert not is_harmless(f"loss 1.5\n{SEEN[0]}\n")
 
 
-@pytest.mark.skipif(worker_log._HAS_GPU, reason="there is a GPU")
+@pytest.mark.skipif(harmless._HAS_GPU, reason="there is a GPU")
 def test_without_a_gpu_its_lack_means_nothing() -> None:
     assert all(map(is_harmless, SEEN_WITHOUT_GPU))
+
+
+def test_a_command_shows_no_such_warning_of_its_own_process(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither one that Python shows, with its line of source code, nor a library's log; all else stays."""
+    shown = warnings.formatwarning(
+        SEEN[1].partition("UserWarning: ")[2], UserWarning, "megatron/config.py", 7, "warn()"
+    )
+    kept = warnings.formatwarning("there is no pinned memory without CUDA", UserWarning, "a.py", 7, "warn()")
+    with harmless_dropped():
+        handler = logging.StreamHandler()
+        sys.stderr.write(shown)
+        handler.emit(logging.makeLogRecord({"msg": SEEN[3]}))
+        sys.stderr.write(kept)
+        handler.emit(logging.makeLogRecord({"msg": "it may end: \x1b[0m"}))
+        assert not sys.stderr.isatty()
+    assert capsys.readouterr().err == f"{kept}it may end: \x1b[0m\n"
+
+
+@pytest.mark.needs
+@pytest.mark.skipif(harmless._HAS_GPU, reason="there is a GPU")
+def test_a_command_that_loads_megatron_says_nothing_but_its_own(tmp_path: Path) -> None:
+    """As `mrl sft`, `rm` and `dpo` do for the model at the end, `mrl eval` and `mrl export`."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    preset = ROOT / "configs" / "laptop-sft.yaml"
+    (tmp_path / "config.yaml").write_text(f"extends: {preset}\nmodel: {{path: {tmp_path}/model}}\n")
+    ran = subprocess.run(
+        [sys.executable, "-m", "mrl.cli.main", "export", str(tmp_path), str(tmp_path / "out")],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert ran.stderr.splitlines()[0].endswith('no checkpoint "latest"; steps that have one: none'), ran.stderr
+    assert "Warning" not in ran.stderr
