@@ -49,7 +49,7 @@ def test_an_interrupted_command_ends_soon(unwinds: str, again_s: float | None, l
     if again_s is not None:
         time.sleep(again_s)
         run.send_signal(signal.SIGINT)
-    assert run.communicate() == ("" if unwinds == "at once" else "forced\n", "\nstep 7 is kept\n")
+    assert run.communicate() == ("unwinds\n" + ("" if unwinds == "at once" else "forced\n"), "\nstep 7 is kept\n")
     assert run.returncode == EXIT_INTERRUPTED
     assert least_s <= time.monotonic() - began < most_s
 
