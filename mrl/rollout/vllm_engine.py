@@ -180,8 +180,11 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
                 f"{name}={value} contradicts {ours[name]}, which must hold", where="rollout.vllm", fix="remove this key"
             )
     capacity = engine_capacity(_demand(settings)).arguments(settings.vllm, settings.device)
+    # Log-probs of logits that are rounded to bfloat16 are 0.01 off; the trainer's head is float32 too.
+    overrides = {"hf_overrides": {"head_dtype": "float32", **(settings.vllm.get("hf_overrides") or {})}}
     # Where weights come from the trainer before anything is generated, what a file holds need not be read.
-    return {"load_format": "auto" if settings.loads_files else "dummy", **settings.vllm, **capacity, **ours}
+    load_format = "auto" if settings.loads_files else "dummy"
+    return {"load_format": load_format, **settings.vllm, **capacity, **overrides, **ours}
 
 
 def _demand(settings: EngineSettings) -> EngineDemand:

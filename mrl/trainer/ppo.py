@@ -23,8 +23,9 @@ from mrl.data.row_files import write_samples
 from mrl.protocol import DataProto
 from mrl.registry import load_attribute
 from mrl.trainer import step_metrics
-from mrl.trainer.audit import Answers, ReplayedRun, check_invariants, staleness_metrics, with_staleness
+from mrl.trainer.audit import ReplayedRun, check_invariants, staleness_metrics, with_staleness
 from mrl.trainer.components import Components, build_components
+from mrl.trainer.engine_probe import Answers
 from mrl.trainer.role_client import Metrics, mean_of
 from mrl.trainer.run import Run
 from mrl.trainer.sample_stream import drawn_from_bytes, drawn_to_bytes
@@ -151,6 +152,7 @@ class RayPPOTrainer:
         metrics |= step_metrics.distillation_share(metrics)
         num_written = int(step_metrics.written_lengths(rows).sum())
         check_invariants(self.config, step, metrics, updates.get("actor", []), num_written)
+        metrics |= self.components.engine_probe.compare_step(step, metrics)
         self.components.kl.update(metrics["reward/kl"], len(batch))
         self.num_steps_done = step
         measured = self._measured(samples.batch, rows)

@@ -186,7 +186,7 @@ sync:
   offload: true                                  # default
   bucket_bytes: 268435456                        # default
   probe_every: 10                                # default
-  probe_tolerance: 0.02                          # default
+  probe_tolerance: null                          # default
 asynchrony:
   ahead: 0                                       # default
   weights: between                               # default
