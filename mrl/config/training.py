@@ -139,9 +139,10 @@ class AsynchronyConfig:
     """When engines take new weights: `between` two batches, so that one version draws each of them whole; or
     `in_flight`, between two tokens of the samples that they have under way, so that no engine waits for the longest
     sample of a batch."""
-    cache: Literal["recompute", "keep"] = "recompute"
+    cache: Literal["recompute", "keep"] | None = None
     """What becomes of the keys and values of samples under way when weights come in flight: computed anew, or kept
-    as the weights before made them."""
+    as the weights before made them. null keeps them where `algorithm.correction` weighs the samples and engines have a
+    pool of their own."""
     replay: str | None = None
     """The directory of a run with weights in flight, which this one repeats to the bit: each engine is asked the same
     before the same of its steps. `mrl train --replay RUN` sets it."""

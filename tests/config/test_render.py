@@ -190,7 +190,7 @@ sync:
 asynchrony:
   ahead: 0                                       # default
   weights: between                               # default
-  cache: recompute                               # default
+  cache: null                                    # default
   replay: null                                   # default
 training:
   steps: 10                                      # run.yaml:28
