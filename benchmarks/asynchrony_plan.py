@@ -39,7 +39,7 @@ from mrl.plan.timing import Lengths
 
 TOLERANCE, MIN_PAIRS, MIN_STEPS_WITHIN = 0.25, 6, 4
 SYNCHRONOUS, ONE_OFF = AsynchronyConfig(), AsynchronyConfig(ahead=1)
-IN_FLIGHT = AsynchronyConfig(ahead=1, weights="in_flight")
+IN_FLIGHT = AsynchronyConfig(ahead=1, weights="in_flight", cache="recompute")
 IN_FLIGHT_KEPT = AsynchronyConfig(ahead=1, weights="in_flight", cache="keep")
 GB200: dict[str, Any] = {"hardware": "gb200", "domain": 64}
 

@@ -46,7 +46,7 @@ SYNCHRONOUS, BETWEEN = "synchronous", "ahead 1, between"
 MODES = {
     SYNCHRONOUS: AsynchronyConfig(),
     BETWEEN: AsynchronyConfig(ahead=1),
-    "ahead 2, in flight": AsynchronyConfig(ahead=2, weights="in_flight"),
+    "ahead 2, in flight": AsynchronyConfig(ahead=2, weights="in_flight", cache="recompute"),
 }
 MOST_AHEAD = max(mode.ahead for mode in MODES.values())
 FIRST = 2 + MOST_AHEAD
@@ -134,10 +134,10 @@ def measure(directory: Path, name: str, epochs: int, steps: int, mode: Asynchron
     config.write_text(CONFIG.format(**told, pools=pools, roles=roles))
     overrides = (
         CORRECTION,
-        f"asynchrony={{ahead: {mode.ahead}, weights: {mode.weights}}}",
+        f"asynchrony={{ahead: {mode.ahead}, weights: {mode.weights}, cache: {mode.cache or 'null'}}}",
         "rollout.engine=benchmarks.asynchrony_simulated:steps_written",
         f"rollout.vllm.max_num_seqs={ROWS}",
-        "rollout.vllm.async_scheduling=false",  # as it must be in flight
+        "rollout.vllm.async_scheduling=false",  # as on every CPU
     )
     lines = run(config, "run", overrides)
     written = [json.loads(line) for line in (model / LOG).read_text().splitlines()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import BatchConfig, Config, ParallelConfig, RolloutConfig
@@ -94,6 +95,14 @@ def has_own_rollout_pool(config: Config) -> bool:
     """Return whether the engines have devices of their own, and so never take turns with the trainer."""
     roles = config.placement.roles
     return roles.get("rollout", roles["actor"]) != roles["actor"]
+
+
+def cache_in_flight(config: Config) -> Literal["recompute", "keep"] | None:
+    """Return what becomes of the keys and values of samples under way when weights come; None where none can be."""
+    if config.asynchrony.weights != "in_flight":
+        return None
+    is_weighed = has_own_rollout_pool(config) and config.algorithm.correction is not None
+    return config.asynchrony.cache or ("keep" if is_weighed else "recompute")
 
 
 def rollout_devices(config: Config) -> int:

@@ -104,9 +104,9 @@ def _asynchrony(config: Config) -> Iterator[Problem]:
         what = "it is of no use where weights do not come in flight: the same configuration gives the same run"
         yield problem("asynchrony.replay", what, "asynchrony.replay=null, and the same seeds")
     if not asynchrony.ahead:
-        for name, default in (("weights", "between"), ("cache", "recompute")):
-            if (given := getattr(asynchrony, name)) != default:
-                key, what = f"asynchrony.{name}", f"{given} means nothing where nothing is ahead"
+        for name, value, default in (("weights", "in_flight", "between"), ("cache", "keep", "null")):
+            if getattr(asynchrony, name) == value:
+                key, what = f"asynchrony.{name}", f"{value} means nothing where nothing is ahead"
                 yield problem(key, what, f"asynchrony.ahead=1, or {key}={default}")
         return
     ahead = f"{asynchrony.ahead} batches ahead"
@@ -125,7 +125,7 @@ def _asynchrony(config: Config) -> Iterator[Problem]:
         fix = "in_flight, which carries unfinished samples over, or a pool of their own (placement.roles.rollout)"
         yield problem("asynchrony.weights", what, fix)
     if asynchrony.cache == "keep" and not (in_flight and has_own_rollout_pool(config)):
-        fix = "asynchrony.cache=recompute, or weights in flight and a pool for rollout"
+        fix = "asynchrony.cache=null, or weights in flight and a pool for rollout"
         yield problem("asynchrony.cache", "no cache is there any more when weights come", fix)
 
 

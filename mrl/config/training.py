@@ -123,8 +123,9 @@ class SyncConfig:
     probe_every: NotNegative = 10
     """Steps between comparisons of each engine's log-probs of a fixed prompt with the trainer's; one that has just
     started is always compared, and so is the mean over all samples of a step. 0 never compares any."""
-    probe_tolerance: Share = 0.02
-    """Largest mean difference of log-probs at the same weights; more stops the run."""
+    probe_tolerance: Share | None = None
+    """Largest mean difference of log-probs at the same weights; more stops the run. null warns beyond what rounding may
+    make (0.05 in bfloat16, 0.1 with experts, 0.001 in float32), and stops the run beyond ten times that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +139,10 @@ class AsynchronyConfig:
     """When engines take new weights: `between` two batches, so that one version draws each of them whole; or
     `in_flight`, between two tokens of the samples that they have under way, so that no engine waits for the longest
     sample of a batch."""
-    cache: Literal["recompute", "keep"] = "recompute"
+    cache: Literal["recompute", "keep"] | None = None
     """What becomes of the keys and values of samples under way when weights come in flight: computed anew, or kept
-    as the weights before made them."""
+    as the weights before made them. null keeps them where `algorithm.correction` weighs the samples and engines have a
+    pool of their own."""
     replay: str | None = None
     """The directory of a run with weights in flight, which this one repeats to the bit: each engine is asked the same
     before the same of its steps. `mrl train --replay RUN` sets it."""

@@ -41,7 +41,6 @@ OWNED = {
     "worker_extension_cls": _WEIGHTS,
     "load_format": _WEIGHTS,
     "seed": "training.seed: every sample has a seed of its own",
-    "async_scheduling": "asynchrony.in_flight",
     "enable_chunked_prefill": "mrl: it is vLLM's choice on GPUs, and off on a CPU, which cannot wind its noise back",
 }
 """Field -> who sets it, in words that follow "set by"."""
@@ -61,7 +60,7 @@ _MEMORY = (
 _BATCHES = (
     *("max_num_seqs", "max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold"),
     *("long_prefill_token_threshold_adaptive", "prefill_schedule_interval", "scheduler_reserve_full_isl"),
-    *("performance_mode", "stream_interval"),
+    *("performance_mode", "stream_interval", "async_scheduling"),
 )
 _KERNELS = (
     *("dtype", "quantization", "quantization_config", "allow_deprecated_quantization", "enforce_eager"),
@@ -142,7 +141,7 @@ JUDGE = FieldRules(
                 *("offload_num_in_group", "offload_prefetch_step", "offload_params"),
                 *("kv_offloading_size", "kv_offloading_backend", "prefix_cache_retention_interval"),
                 *("max_logprobs", "logprobs_mode", "max_num_queued_reqs", "max_num_queued_tokens"),
-                *("max_num_active_seqs", "async_scheduling", "enable_chunked_prefill", "disable_log_stats"),
+                *("max_num_active_seqs", "enable_chunked_prefill", "disable_log_stats"),
                 "distributed_executor_backend",
             ),
             (),

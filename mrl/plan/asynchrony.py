@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import NormalDist, fmean
 
-from mrl.config.arithmetic import num_engines, samples_per_step
+from mrl.config.arithmetic import cache_in_flight, num_engines, samples_per_step
+from mrl.config.schema import Config
 from mrl.config.training import AsynchronyConfig
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.memory import engine_memory, plan_memory, rollout_pool
@@ -300,7 +301,7 @@ def coarsened(load: Workload, each: int) -> Workload:
 
 
 def plan_asynchrony(subject: PlanInput, lengths: Lengths) -> AsynchronyPlan:
-    load, mode = workload(subject, lengths), subject.config.asynchrony
+    load, mode = workload(subject, lengths), planned_mode(subject.config)
     alone = simulate(replace(load, train_s=0.0), mode)
     shared = _shared(subject)
     return AsynchronyPlan(
@@ -311,6 +312,11 @@ def plan_asynchrony(subject: PlanInput, lengths: Lengths) -> AsynchronyPlan:
         training_s=load.train_s,
         push_s=load.push_s,
     )
+
+
+def planned_mode(config: Config) -> AsynchronyConfig:
+    """Return how samples are drawn ahead, with what becomes of caches where that is left to mrl."""
+    return replace(config.asynchrony, cache=cache_in_flight(config))
 
 
 def _shared(subject: PlanInput) -> PlanInput | None:
@@ -329,7 +335,7 @@ def faster_split(subject: PlanInput, lengths: Lengths, than_s: float) -> tuple[f
 
     Those that look fastest by the sums of their phases are simulated.
     """
-    placement, mode = subject.config.placement, subject.config.asynchrony
+    placement, mode = subject.config.placement, planned_mode(subject.config)
     engines, actor = rollout_pool(subject.config), placement.roles["actor"]
     present, total = placement.pools[engines], placement.pools[engines] + placement.pools[actor]
     by_bound = []

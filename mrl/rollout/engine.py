@@ -56,7 +56,7 @@ class EngineSettings:
     reads_text: bool = False
     """Whether responses end at texts, so that the engine needs the tokenizer."""
     takes_weights_in_flight: bool = False
-    """Whether weights may change between two tokens of a sample: no step may be computed ahead then."""
+    """Whether weights may change between two tokens of a sample."""
     records: Path | None = None
     """The run in whose directory it is written down what the engine is asked when."""
     replays: Path | None = None

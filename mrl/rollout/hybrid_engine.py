@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mrl.config.arithmetic import (
+    cache_in_flight,
     has_own_rollout_pool,
     longest_sample_tokens,
     num_engines,
@@ -90,7 +91,7 @@ class HybridEngine:
         """The version of the weights that the engines have; 0 while they sleep."""
         self._is_generating = self._parameters_are_away = False
         self._metrics: dict[str, float] = {}
-        self._cache = config.asynchrony.cache if config.asynchrony.weights == "in_flight" else None
+        self._cache = cache_in_flight(config)
         self.actor_lock = threading.Lock()
         """Held by the trainer while it has something for the actor to do and another thread generates."""
         starting = self._start_replica, self._send_weights, self._settings(0), context.events, self._newest_weights

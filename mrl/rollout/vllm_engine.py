@@ -24,13 +24,14 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from mrl.config.vllm_fields import OWNED
 from mrl.errors import RolloutError, SetupError
 from mrl.models.families import read_spec
 from mrl.rollout.capacity import EngineDemand, engine_capacity
-from mrl.rollout.engine import EngineSettings, FreeMemory, Part, RolloutEngine
+from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, RolloutEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.weight_sync.vllm_plugin import TRANSFER_BACKEND
 
@@ -54,6 +55,8 @@ class VllmEngine(RolloutEngine):
         where = {"sockets": str(settings.sockets), "replica": settings.replica}
         self._on_workers("init_weight_transfer_engine", init_info=where)
         self.full_tensor_reason = next(filter(None, self._on_workers("full_tensor_reason")), "")
+        self._ended: list[Generated] = []
+        """Samples that were finished when steps had to end, and that nobody has been given yet."""
         self._first: str | None = ""
         """The first request since the weights changed, for which nothing can be cached; None once it has ended."""
 
@@ -71,8 +74,31 @@ class VllmEngine(RolloutEngine):
                 self._first = request.key
 
     def _step(self) -> list[Generated]:
+        if self._ended:
+            samples, self._ended = self._ended, []
+            return samples
         outputs = self._engine.step() if self.unfinished else []
         return [self._finished(output) for output in outputs if output.finished]
+
+    def receive_weights(self, version: int, cache: Cache | None = None) -> None:
+        self._end_steps()
+        super().receive_weights(version, cache)
+
+    def sleep(self, *, keep: bool = False) -> None:
+        self._end_steps()
+        super().sleep(keep=keep)
+
+    def _end_steps(self) -> None:
+        """Empty vLLM's batch queue: with async scheduling a step is computed while the one before is still read.
+
+        While the scheduler is paused it begins no step, so that each call of `step` takes one out of the queue.
+        """
+        core = self._engine.engine_core.engine_core
+        if core.batch_queue:
+            core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            while core.batch_queue:
+                self._ended += [self._finished(output) for output in self._engine.step() if output.finished]
+            core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _finished(self, output: RequestOutput) -> Generated:
         (sample,) = output.outputs
@@ -97,6 +123,7 @@ class VllmEngine(RolloutEngine):
 
     def _abort(self, keys: Iterable[str]) -> None:
         self._engine.abort_request(list(keys))
+        self._ended.clear()
         self._first = None
 
     def _receive_weights(self, version: int, *, keeps_cache: bool) -> None:
@@ -173,8 +200,6 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
         # Where weights come from the trainer before anything is generated, what a file holds need not be read.
         "load_format": "auto" if settings.loads_files else "dummy",
     }
-    if settings.takes_weights_in_flight:
-        ours["async_scheduling"] = False
     if settings.device == "cpu":  # after a part of a prompt vLLM winds the noise back, which a CPU's generator cannot
         ours["enable_chunked_prefill"] = False
     for name in settings.vllm:
@@ -182,7 +207,9 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
             by = OWNED.get(name, "the settings of this engine").format(role="rollout")
             raise RolloutError(f"{name} is set by {by}", where="rollout.vllm", fix="remove this key")
     capacity = engine_capacity(_demand(settings)).arguments(settings.vllm, settings.device)
-    return {**settings.vllm, **capacity, **ours}
+    # Log-probs of logits that are rounded to bfloat16 are 0.01 off; the trainer's head is float32 too.
+    overrides = {"hf_overrides": {"head_dtype": "float32", **(settings.vllm.get("hf_overrides") or {})}}
+    return {**settings.vllm, **capacity, **overrides, **ours}
 
 
 def _demand(settings: EngineSettings) -> EngineDemand:

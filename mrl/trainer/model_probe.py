@@ -21,7 +21,7 @@ from mrl.events import EventLog, ModelCompared
 from mrl.models.families import read_spec
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
-from mrl.trainer.audit import TEXT
+from mrl.trainer.engine_probe import TEXT
 from mrl.trainer.role_client import RoleClient
 from mrl.verify.transformers_model import ModelAnswer, answer
 from mrl.workers.messages import PROBED, ModelSetup

@@ -23,8 +23,9 @@ from mrl.data.row_files import write_samples
 from mrl.protocol import DataProto
 from mrl.registry import load_attribute
 from mrl.trainer import step_metrics
-from mrl.trainer.audit import Answers, ReplayedRun, check_invariants, staleness_metrics, with_staleness
+from mrl.trainer.audit import ReplayedRun, check_invariants, staleness_metrics, with_staleness
 from mrl.trainer.components import Components, build_components
+from mrl.trainer.engine_probe import Answers
 from mrl.trainer.role_client import Metrics, mean_of
 from mrl.trainer.run import Run
 from mrl.trainer.sample_stream import drawn_from_bytes, drawn_to_bytes
@@ -153,6 +154,7 @@ class RayPPOTrainer:
         check_invariants(self.config, step, metrics, updates.get("actor", []), num_written)
         if self.config.algorithm.kl.where in ("reward", "both"):
             metrics["reward/kl_coef"] = self.components.kl.coef  # the one that this step's rewards were made with
+        metrics |= self.components.engine_probe.compare_step(step, metrics)
         self.components.kl.update(metrics["reward/kl"], len(batch))
         self.num_steps_done = step
         measured = self._measured(samples.batch, rows)

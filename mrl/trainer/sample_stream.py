@@ -21,8 +21,8 @@ from mrl.protocol import DataProto
 from mrl.protocol.batch_file import batch_from_bytes, batch_to_bytes
 from mrl.rollout.gate import Gate
 from mrl.rollout.hybrid_engine import HybridEngine
-from mrl.trainer.audit import Answers, EngineProbe
 from mrl.trainer.collector import Collector
+from mrl.trainer.engine_probe import Answers, EngineProbe
 from mrl.trainer.generation import OpenRounds, ScoredBatch
 from mrl.trainer.segments import segments_from_json, segments_to_json
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mrl.config.arithmetic import cache_in_flight
 from mrl.config.load import load_config
+from mrl.config.schema import Config
 from mrl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -15,8 +17,8 @@ WEIGHED = "algorithm.correction={level: token}"
 IN_FLIGHT = "asynchrony={ahead: 2, weights: in_flight}"
 
 
-def load(*overrides: str) -> None:
-    load_config(str(ROOT / "configs" / "laptop-grpo.yaml"), overrides)
+def load(*overrides: str) -> Config:
+    return load_config(str(ROOT / "configs" / "laptop-grpo.yaml"), overrides).config
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,25 @@ def load(*overrides: str) -> None:
 )
 def test_what_is_right_is_taken(right: tuple[str, ...]) -> None:
     load(*right)
+
+
+RECOMPUTE = "asynchrony={ahead: 1, weights: in_flight, cache: recompute}"
+
+
+@pytest.mark.parametrize(
+    ("given", "cache"),
+    [
+        ((*APART, WEIGHED, IN_FLIGHT), "keep"),
+        ((*APART, WEIGHED, RECOMPUTE), "recompute"),
+        ((WEIGHED, IN_FLIGHT), "recompute"),  # engines that sleep lose it
+        ((*APART, WEIGHED, "asynchrony.ahead=1"), None),
+        (("asynchrony.cache=recompute",), None),
+    ],
+)
+def test_a_cache_is_kept_where_samples_are_weighed_and_engines_stay_awake(
+    given: tuple[str, ...], cache: str | None
+) -> None:
+    assert cache_in_flight(load(*given)) == cache
 
 
 @pytest.mark.parametrize(

@@ -187,11 +187,11 @@ sync:
   offload: true                                  # default
   bucket_bytes: 268435456                        # default
   probe_every: 10                                # default
-  probe_tolerance: 0.02                          # default
+  probe_tolerance: null                          # default
 asynchrony:
   ahead: 0                                       # default
   weights: between                               # default
-  cache: recompute                               # default
+  cache: null                                    # default
   replay: null                                   # default
 training:
   steps: 10                                      # run.yaml:28

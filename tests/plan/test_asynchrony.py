@@ -288,3 +288,15 @@ def test_the_pair_that_became_slower_is_predicted_slower_and_its_trainer_is_the_
     assert pair["predicted"] < 1
     assert pair["trainer_idle"] < 0.02
     assert pair["engines_idle"] > 0.4
+
+
+FEW_ENGINES = "{all: null, train: 16, engines: 4}"
+
+
+def test_a_cache_is_planned_as_a_run_treats_it() -> None:
+    ahead = {"asynchrony__ahead": 2, "asynchrony__weights": "in_flight", "placement__pools": FEW_ENGINES}
+    by_default, kept, anew = (
+        plan_asynchrony(apart(**ahead, **changes), LENGTHS).asynchronous.seconds
+        for changes in ({}, {"asynchrony__cache": "keep"}, {"asynchrony__cache": "recompute"})
+    )
+    assert by_default == kept < anew

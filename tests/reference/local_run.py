@@ -40,9 +40,9 @@ from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer import components as team_module
-from mrl.trainer.audit import EngineProbe
 from mrl.trainer.collector import Collector
 from mrl.trainer.components import Components
+from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator, ScoredBatch
 from mrl.trainer.model_scores import ModelScores, scoring_models
 from mrl.trainer.ppo import RayPPOTrainer

@@ -84,15 +84,18 @@ def test_an_engine_that_has_loaded_its_weights_takes_none() -> None:
     assert engine.weight_version == 1
 
 
-def test_vllm_reads_weights_and_tokenizer_where_it_is_to() -> None:
-    plain = _arguments(SETTINGS)
-    own = _arguments(replace(SETTINGS, loads_files=True, reads_text=True))
+def test_vllm_reads_weights_and_tokenizer_where_it_is_to(tiny: Tiny) -> None:
+    settings = replace(SETTINGS, model=tiny("qwen3"))
+    plain = _arguments(settings)
+    own = _arguments(replace(settings, loads_files=True, reads_text=True))
     assert (plain["load_format"], plain["skip_tokenizer_init"]) == ("dummy", True)
     assert (own["load_format"], own["skip_tokenizer_init"]) == ("auto", False)
 
 
-def test_the_engine_sets_what_check_refuses() -> None:
-    in_flight = [replace(SETTINGS, takes_weights_in_flight=True, device=device) for device in ("cpu", "cuda")]
+def test_the_engine_sets_what_check_refuses(tiny: Tiny) -> None:
+    settings = replace(SETTINGS, model=tiny("qwen3"), takes_weights_in_flight=True)
+    in_flight = [replace(settings, device=device) for device in ("cpu", "cuda")]
     names = {name for settings in in_flight for name in _arguments(settings)}
     left_to_vllm = {"pipeline_parallel_size", "data_parallel_size", "seed"}  # to its own defaults
-    assert names - {"dtype"} == OWNED.keys() - left_to_vllm
+    of_user = {"dtype", "hf_overrides", "max_num_seqs", "max_num_batched_tokens", "max_cudagraph_capture_size"}
+    assert names - of_user == OWNED.keys() - left_to_vllm

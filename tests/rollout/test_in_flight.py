@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +24,32 @@ AT = 8
 """Tokens that each sample has when the weights come."""
 
 
-@pytest.fixture(scope="module", params=["transformers", "vllm"])
+@pytest.fixture(scope="module", params=["transformers", "vllm", "vllm ahead"])
 def engine(request: pytest.FixtureRequest, make_engine: Callable[..., RolloutEngine], small: Small) -> RolloutEngine:
-    return make_engine(request.param, small("qwen3"), in_flight=True)
+    kind, _, is_ahead = request.param.partition(" ")
+    with steps_ahead() if is_ahead else nullcontext():
+        made: Any = make_engine(kind, small("qwen3"), in_flight=True)
+    if kind == "vllm":
+        core = made._engine.engine_core.engine_core
+        assert (core.async_scheduling, core.batch_queue_size) == ((True, 2) if is_ahead else (False, 1))
+    engine: RolloutEngine = made
+    return engine
+
+
+@contextmanager
+def steps_ahead() -> Iterator[None]:
+    """Have vLLM schedule asynchronously, as it does on GPUs: on CPUs it switches that off, and is able to do it."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def keep_asynchronous(config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keep_asynchronous))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -165,3 +190,18 @@ def test_what_is_under_way_goes_on_after_a_sleep(engine: RolloutEngine, small: S
         np.testing.assert_array_equal(sample.token_ids, in_flight[key].token_ids)
         np.testing.assert_allclose(sample.log_probs, in_flight[key].log_probs, rtol=0, atol=1e-5)
         assert sample.switches == ((AT, 2),)
+
+
+def test_a_sample_that_ends_while_steps_end_is_given_by_the_next_step(engine: RolloutEngine, small: Small) -> None:
+    """Its last token may be under way already when the weights come: it is of the weights before, and not lost."""
+    short, long = dataclasses.replace(WANTED[0], max_tokens=4), WANTED[1]
+    before = run(engine, [short], PLAIN)[short.key]
+    engine.start([short, long], PLAIN)
+    samples: dict[str, Generated] = {}
+    for _ in range(4):
+        samples |= {sample.key: sample for sample in engine.step()}
+    take(engine, small("qwen3", 1), 2)
+    samples |= finished(engine)
+    np.testing.assert_array_equal(samples[short.key].token_ids, before.token_ids)
+    assert (samples[short.key].weight_version, samples[short.key].switches) == (1, ())
+    assert samples[long.key].switches == ((4, 2),)

@@ -76,6 +76,23 @@ def test_tokens_and_log_probs_are_those_of_transformers(
     assert_same(vllm, oracle, requests(4, 3), sampling)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"head_dtype": "float32"}),
+        ({"rope_theta": 5.0}, {"head_dtype": "float32", "rope_theta": 5.0}),
+        ({"head_dtype": "model"}, {"head_dtype": "model"}),
+    ],
+)
+def test_heads_multiply_in_float32_unless_the_user_says_otherwise(
+    vllm: RolloutEngine, given: dict[str, object], expected: dict[str, object]
+) -> None:
+    from mrl.rollout.vllm_engine import _arguments
+
+    found = _arguments(dataclasses.replace(vllm.settings, vllm={"hf_overrides": given} if given else {}))
+    assert found["hf_overrides"] == expected
+
+
 def test_samples_end_with_a_stop_token_or_at_their_length(vllm: RolloutEngine, oracle: RolloutEngine) -> None:
     sampling = Sampling(stop_token_ids=tuple(range(0, VOCAB, 9)))
     wanted = requests(6, 4)

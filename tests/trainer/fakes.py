@@ -227,6 +227,10 @@ class Probe:
         assert answers == {7: step}
         self.journal.append(("compare", step))
 
+    def compare_step(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        assert metrics
+        return {"sync/engine_warnings": 0.0}
+
 
 class Rewards:
     """Outcomes as a function of the sample; tickets neither rise nor fall, and are drained in yet another order."""

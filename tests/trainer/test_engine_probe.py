@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import numpy as np
 import pytest
 
 from mrl.errors import AuditFailed
-from mrl.events import EnginesCompared, EventLog, read_events
+from mrl.events import EnginesCompared, EventLog, Warned, read_events
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
-from mrl.trainer.audit import EngineProbe
+from mrl.trainer.engine_probe import EngineProbe
 from tests.apart import run_mrl
+from tests.models.tiny_models import tiny_config
 from tests.trainer.fakes import make_config
+from tests.trainer.peaked_model import make_peaked
 from tests.trainer.test_ppo import CONFIG
 
 TOKENS = [11, 12, 13, 14]
@@ -60,8 +63,15 @@ def words(text: Sequence[str], *, add_special_tokens: bool) -> dict[str, list[li
 class Stage:
     """A probe among stand-ins."""
 
-    def __init__(self, directory: Path, off: Mapping[int, Sequence[float]], row_multiple: int = 1, **sync: Any) -> None:
-        self.config = make_config(directory, sync=sync)
+    def __init__(
+        self,
+        directory: Path,
+        off: Mapping[int, Sequence[float]],
+        row_multiple: int = 1,
+        sections: Mapping[str, Any] | None = None,
+        **sync: Any,
+    ) -> None:
+        self.config = make_config(directory, sync=sync, **(sections or {}))
         self.engines, self.actor = Engines(off), Actor(row_multiple)
         self.events = EventLog(directory / "events.jsonl")
         arguments: Any = (self.config, self.engines, self.actor, words, self.events)
@@ -72,6 +82,9 @@ class Stage:
         self.probe.compare(step, self.probe.ask(step))
         return self.figures()
 
+    def warnings(self) -> list[Warned]:
+        return [each.event for each in read_events(self.events.path) if isinstance(each.event, Warned)]
+
     def figures(self) -> dict[str, float]:
         found = [each.event for each in read_events(self.events.path) if isinstance(each.event, EnginesCompared)]
         return found[-1].mean_differences
@@ -79,7 +92,8 @@ class Stage:
 
 @pytest.mark.parametrize("row_multiple", [1, 2, 4, 6])
 def test_each_engine_has_its_mean_difference(tmp_path: Path, row_multiple: int) -> None:
-    stage = Stage(tmp_path, {0: [0.01, -0.01, 0, 0], 2: [0, 0, 0, 0], 5: [0, 0, 0, 0.06]}, row_multiple)
+    off = {0: [0.01, -0.01, 0, 0], 2: [0, 0, 0, 0], 5: [0, 0, 0, 0.06]}
+    stage = Stage(tmp_path, off, row_multiple, probe_tolerance=0.1)
     assert stage.run() == pytest.approx({"0": 0.005, "2": 0.0, "5": 0.015}, abs=1e-6)
     (batch,) = stage.actor.batches
     assert len(batch) == -(-3 // row_multiple) * row_multiple, "every rank has rows"
@@ -123,6 +137,148 @@ def test_nobody_is_asked_where_comparing_is_switched_off(tmp_path: Path) -> None
     stage = Stage(tmp_path, {0: [0.0] * 4}, probe_every=0)
     assert stage.probe.ask(1) == {}
     assert stage.engines.asked == []
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes directories that say what a model is."""
+
+    def make(family: str) -> Path:
+        directory = tmp_path_factory.mktemp(family)
+        tiny_config(family).save_pretrained(directory)
+        return directory
+
+    return make
+
+
+FORMATS = [
+    ("qwen3", "float32", None, 0.001),
+    ("qwen3_moe", "float32", None, 0.001),
+    ("qwen3", "bfloat16", None, 0.05),
+    ("qwen3", "float32", "bfloat16", 0.05),
+    ("qwen3_moe", "bfloat16", None, 0.1),
+    ("qwen3_moe", "bfloat16", "float32", 0.1),
+]
+
+
+@pytest.mark.parametrize(("family", "trained", "served", "expected"), FORMATS)
+def test_rounding_is_warned_of_and_counted_and_what_it_cannot_make_stops_the_run(
+    tmp_path: Path, models: Callable[[str], Path], family: str, trained: str, served: str | None, expected: float
+) -> None:
+    sections: dict[str, Any] = {"model": {"path": str(models(family))}, "actor": {"dtype": trained}}
+    sections["rollout"] = {"vllm": {"dtype": served} if served else {}, "temperature": 1.0}
+    stage = Stage(tmp_path, {0: [0.0] * 4, 1: [0.9 * expected] * 4}, sections=sections)
+    stage.run()
+    assert stage.warnings() == []
+    assert stage.probe.compare_step(1, {MEAN: 0.9 * expected}) == {"sync/engine_warnings": 0.0}
+    stage.engines.off = {0: [0.0] * 4, 1: [1.1 * expected] * 4}
+    stage.run(step=2)
+    stage.run(step=2)
+    assert stage.probe.compare_step(2, {MEAN: 9.9 * expected}) == {"sync/engine_warnings": 3.0}
+    first, second, third = stage.warnings()
+    assert [first.about, second.about, third.about] == ["engine 1", "engine 1", "engines"]
+    assert f"at most {expected:g} is expected in {trained}" in first.message
+    assert ("with experts" in first.message) == (expected == 0.1)
+    assert "Warning 3 of this kind" in third.message
+    assert stage.probe.compare_step(3, {MEAN: 0.0}) == {"sync/engine_warnings": 0.0}, "of each step alone"
+    stage.engines.off = {0: [0.0] * 4, 1: [10.1 * expected] * 4}
+    with pytest.raises(AuditFailed, match="engine 1 does not compute what the trainer computes"):
+        stage.run(step=4)
+    with pytest.raises(AuditFailed, match="it does not hold that the engines sample from the trainer's weights"):
+        stage.probe.compare_step(4, {MEAN: 10.1 * expected})
+    with pytest.raises(AuditFailed, match="is nan"):
+        stage.probe.compare_step(4, {MEAN: math.nan})
+
+
+def test_a_tolerance_of_the_user_stops_the_run_whatever_it_computes_in(
+    tmp_path: Path, models: Callable[[str], Path]
+) -> None:
+    sections = {"model": {"path": str(models("qwen3"))}, "actor": {"dtype": "bfloat16"}}
+    stage = Stage(tmp_path, {0: [0.03] * 4}, sections=sections, probe_tolerance=0.02)
+    with pytest.raises(AuditFailed, match=r"is 0\.03; sync\.probe_tolerance=0\.02"):
+        stage.run()
+    assert stage.warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("vllm", "said"),
+    [
+        ({}, "makes about 0.019, which the engines' float32 heads avoid"),
+        ({"hf_overrides": {"head_dtype": "model"}}, "makes about 0.019 of it; the rounding of layers comes on top"),
+    ],
+)
+def test_a_warning_says_what_rounding_explains(
+    tmp_path: Path, models: Callable[[str], Path], vllm: dict[str, Any], said: str
+) -> None:
+    """The scored log-probs are -1.25 in the mean: between 1 and 2 nats, of which the table has 0.0154 and 0.0224."""
+    sections: dict[str, Any] = {"model": {"path": str(models("qwen3"))}, "actor": {"dtype": "bfloat16"}}
+    sections["rollout"] = {"temperature": 0.9, "vllm": vllm}
+    stage = Stage(tmp_path, {0: [0.06] * 4}, sections=sections)
+    stage.run()
+    (warning,) = stage.warnings()
+    assert f"At an entropy of 1.2 nats, rounding logits to bfloat16 {said}" in warning.message
+    stage.probe.compare_step(1, {MEAN: 0.06, "actor/entropy_mean": 0.1})
+    assert "At an entropy of 0.1 nats, rounding logits to bfloat16 makes about 0.0046" in stage.warnings()[-1].message
+    stage.probe.compare_step(1, {MEAN: 0.06})
+    assert "unknown without the policy's entropy" in stage.warnings()[-1].message
+
+
+MEAN = "mismatch/log_prob_abs_diff_mean"
+
+
+def refused(stage: Stage, metrics: dict[str, float], step: int = 1) -> bool:
+    try:
+        stage.probe.compare_step(step, metrics)
+    except AuditFailed as error:
+        return str(error).startswith(f"step {step}: it does not hold that ")
+    return False
+
+
+@pytest.mark.parametrize("name", [MEAN, "actor/rollout_diff"])
+def test_all_samples_of_each_step_are_compared(tmp_path: Path, name: str) -> None:
+    stage = Stage(tmp_path, {}, probe_every=3, probe_tolerance=0.05)
+    assert [step for step in range(1, 5) if refused(stage, {name: 0.06}, step)] == [1, 2, 3, 4]
+    assert not any(refused(stage, {name: 0.04}, step) for step in range(1, 8))
+    assert not refused(Stage(tmp_path, {}, probe_every=0), {name: 0.06})
+    assert refused(Stage(tmp_path, {}), {name: 0.06}), "and each step, unless told otherwise"
+    assert not refused(Stage(tmp_path, {}), {})
+    assert not refused(stage, {name: 0.06, "async/staleness/max": 1.0}), "the policy has moved since"
+    assert refused(stage, {name: 0.06, "async/staleness/max": 0.0})
+
+
+def test_old_log_probs_are_compared_before_those_of_the_updates(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, {})
+    assert not refused(stage, {MEAN: 0.0, "actor/rollout_diff": 0.5}), "the policy has moved by then"
+    assert refused(stage, {MEAN: 0.5, "actor/rollout_diff": 0.0})
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 5}])
+def test_a_distribution_that_was_cut_is_not_the_trained_one(tmp_path: Path, cut: dict[str, Any]) -> None:
+    assert not refused(Stage(tmp_path, {}, sections={"rollout": cut}), {"actor/rollout_diff": 0.5})
+
+
+@pytest.mark.slow
+def test_a_healthy_run_of_a_trained_model_in_bfloat16_goes_on(tmp_path: Path) -> None:
+    """Its logits are as large as real models' are, and rounded they alone would go beyond what was once the limit."""
+    config = tmp_path / "run.yaml"
+    config.write_text(CONFIG.format(directory=tmp_path / "runs", model=make_peaked(tmp_path / "model")))
+    settings = ["actor.dtype=bfloat16", "critic.dtype=bfloat16", "training.steps=1", "training.save_every=0"]
+    run_mrl("train", str(config), "run.name=healthy", *settings)
+    rounded = ["rollout.vllm.hf_overrides={head_dtype: model}", "sync.probe_tolerance=0.02"]
+    printed = run_mrl("train", str(config), "run.name=rounded", *settings, *rounded, exit_code=1)
+    assert "engine 0 does not compute what the trainer computes" in printed
+    assert re.search(r"At an entropy of \S+ nats, rounding logits to bfloat16 makes about 0\.0\d+ of it", printed)
+    events = {name: [each.event for each in read_events(tmp_path / "runs" / name / "events.jsonl")] for name in RUNS}
+    healthy, too_far = (
+        next(event.mean_differences["0"] for event in events[name] if isinstance(event, EnginesCompared))
+        for name in RUNS
+    )
+    assert healthy < 0.7 * too_far
+    assert too_far > 0.02
+    assert not [event for event in events["healthy"] if isinstance(event, Warned) and event.about.startswith("engine")]
+
+
+RUNS = ("healthy", "rounded")
 
 
 @pytest.mark.slow
