@@ -16,6 +16,7 @@ from mrl.config.schema import PlacementConfig, RewardModelConfig
 from mrl.controller import DeviceSlots, RunContext
 from mrl.events import EventLog
 from mrl.rollout import hybrid_engine
+from mrl.rollout.capacity import MAX_SEQUENCES
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.rollout.requests import Sampling
 from mrl.rollout.vllm_engine import _arguments
@@ -55,6 +56,7 @@ def test_there_are_as_many_engines_and_nobody_else(
     for index in range(num_devices // 2):
         settings = stage.started[f"rollout-{index}"].worker.args[1]
         assert (settings.loads_files, settings.reads_text) == (True, True)
+        assert settings.share == MAX_SEQUENCES, "all prompts are under way at once"
 
 
 def test_reward_models_keep_their_pools_and_may_have_that_of_the_engines(tiny: Tiny) -> None:
@@ -83,8 +85,9 @@ def test_an_engine_that_has_loaded_its_weights_takes_none() -> None:
     assert engine.weight_version == 1
 
 
-def test_vllm_reads_weights_and_tokenizer_where_it_is_to() -> None:
-    plain = _arguments(SETTINGS)
-    own = _arguments(replace(SETTINGS, loads_files=True, reads_text=True))
+def test_vllm_reads_weights_and_tokenizer_where_it_is_to(tiny: Tiny) -> None:
+    settings = replace(SETTINGS, model=tiny("qwen3"))
+    plain = _arguments(settings)
+    own = _arguments(replace(settings, loads_files=True, reads_text=True))
     assert (plain["load_format"], plain["skip_tokenizer_init"]) == ("dummy", True)
     assert (own["load_format"], own["skip_tokenizer_init"]) == ("auto", False)
