@@ -17,6 +17,7 @@ from mrl.config.vllm_fields import OWNED
 from mrl.controller import DeviceSlots, RunContext
 from mrl.events import EventLog
 from mrl.rollout import hybrid_engine
+from mrl.rollout.capacity import MAX_SEQUENCES
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.rollout.requests import Sampling
 from mrl.rollout.vllm_engine import _arguments
@@ -56,6 +57,7 @@ def test_there_are_as_many_engines_and_nobody_else(
     for index in range(num_devices // 2):
         settings = stage.started[f"rollout-{index}"].worker.args[1]
         assert (settings.loads_files, settings.reads_text) == (True, True)
+        assert settings.share == MAX_SEQUENCES, "all prompts are under way at once"
 
 
 def test_reward_models_keep_their_pools_and_may_have_that_of_the_engines(tiny: Tiny) -> None:
