@@ -67,8 +67,8 @@ Not checked:
 def test_many_ranks_share_a_line_per_node(explain: Callable[..., str]) -> None:
     text = explain("configs/ppo-llama3.1-70b-8n8g.yaml")
     assert "Devices: 8 x 8 = 64 GPUs, 64 of them in pools\n" in text
-    assert "actor: 64 ranks = tp 8 x cp 1 x dp 2 x pp 4, sequence parallel\n" in text
-    assert "  16-23  2     0-7     0-7  0   0   1\n" in text
+    assert "actor: 64 ranks = tp 4 x cp 1 x dp 2 x pp 8 (2 model chunks each), sequence parallel\n" in text
+    assert "  16-23  2     0-7     0-3  0   0-1  2\n" in text
     assert "  16-23  2     0-7     2       0-7\n" in text, "one engine per machine"
     assert (
         "micro-batches per update, at most          128 / floor(16384 / longest sample 6144), rounded up  64\n" in text
@@ -77,7 +77,7 @@ def test_many_ranks_share_a_line_per_node(explain: Callable[..., str]) -> None:
 
 def test_all_ranks(explain: Callable[..., str]) -> None:
     text = explain("configs/ppo-llama3.1-70b-8n8g.yaml", "--all-ranks")
-    assert "  63    7     7       7   0   1   3\n" in text
+    assert "  63    7     7       3   0   1   7\n" in text
     assert text.count("\n") > 3 * 64
 
 

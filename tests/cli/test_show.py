@@ -133,7 +133,7 @@ def test_a_secret_in_the_query_of_an_address_is_not_shown(tmp_path: Path) -> Non
 def test_a_secret_of_the_environment_is_not_shown() -> None:
     secret = "canary-5up3r-hidden"
     for override in (
-        "rollout.vllm.tokenizer=${oc.env:MRL_TEST_TOKEN}",
+        "rollout.stop=['${oc.env:MRL_TEST_TOKEN}']",
         "batch.prompts_per_step=${oc.env:MRL_TEST_TOKEN}",
     ):
         for verb in ("show", "explain"):

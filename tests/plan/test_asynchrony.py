@@ -295,6 +295,7 @@ FEW_ENGINES = "{all: null, train: 16, engines: 4}"
 
 def test_a_cache_is_planned_as_a_run_treats_it() -> None:
     ahead = {"asynchrony__ahead": 2, "asynchrony__weights": "in_flight", "placement__pools": FEW_ENGINES}
+    ahead |= {"rollout__tp": 4, "actor__parallel": "{tp: 4, pp: 2, vpp: 1, sequence_parallel: true}"}
     by_default, kept, anew = (
         plan_asynchrony(apart(**ahead, **changes), LENGTHS).asynchronous.seconds
         for changes in ({}, {"asynchrony__cache": "keep"}, {"asynchrony__cache": "recompute"})
