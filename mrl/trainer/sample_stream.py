@@ -278,7 +278,8 @@ def drawn_to_bytes(drawn: Mapping[int, ScoredBatch], version: int) -> bytes:
         batch = scored.batch
         if "other_segments" in batch.columns():
             batch = batch.with_column("other_segments", [segments_to_json(each) for each in batch["other_segments"]])
-        data = batch_to_bytes(batch, {"number": number, "version": version, "metrics": scored.metrics})
+        told = {"number": number, "version": version, "metrics": scored.metrics}
+        data = batch_to_bytes(batch.columns(), batch.row_ids, told)
         parts += [_LENGTH.pack(len(data)), data]
     return b"".join(parts)
 
@@ -294,7 +295,8 @@ def drawn_from_bytes(content: bytes) -> tuple[dict[int, ScoredBatch], int | None
         while at < len(content):
             (size,) = _LENGTH.unpack_from(content, at)
             at += _LENGTH.size
-            batch, told = batch_from_bytes(content[at : at + size])
+            columns, row_ids, told = batch_from_bytes(content[at : at + size])
+            batch = DataProto(columns, row_ids, {})
             at += size
             if "other_segments" in batch.columns():
                 segments = [segments_from_json(each) for each in batch["other_segments"]]
