@@ -42,6 +42,7 @@ NAMES: Mapping[str, tuple[str, Convert]] = {
     "activations_checkpoint_num_layers": ("ROLE.megatron.recompute_num_layers", same),
     "ppo_mini_batch_size": ("batch.samples_per_update", to.samples_per_update),
     "ppo_epochs": ("batch.epochs_per_step", same),
+    "ref.log_prob_max_token_len_per_gpu": ("ROLE.max_tokens_per_device", same),
     "ppo_max_token_len_per_gpu": ("ROLE.max_tokens_per_device", same),
     "lr": ("ROLE.optimizer.lr", same),
     "weight_decay": ("ROLE.optimizer.weight_decay", same),
@@ -204,7 +205,7 @@ REASONS: Mapping[str, str] = {
     "use_dist_checkpointing": _CHECKPOINT,
     "dist_checkpointing_path": _CHECKPOINT,
     "use_mbridge": "models are read from their Hugging Face files in one way",
-    "actor_rollout_ref.ref.*": "the reference model is the actor's frozen copy, with the actor's layout",
+    **dict.fromkeys(("sync_actor", "sync_actor_alpha", "sync_steps"), "the reference model never changes"),
     "rollout.mode": _SERVED,
     "chat_scheduler": _SERVED,
     "use_fire_sampling": "the trained distribution is the sampled one",
@@ -246,7 +247,7 @@ _ROLES = {"actor_rollout_ref": "actor", "actor": "actor", "critic": "critic", "r
 
 def name_for(path: KeyPath) -> tuple[str, Convert] | None:
     """Return the key of mrl that answers verl's key, and how its value converts; None if there is none."""
-    role = _ROLES.get(path[0], "")
+    role = "reference" if _is_reference(path) else _ROLES.get(path[0], "")
     key = next((key for key in _endings(path) if key in NAMES or key in REASONS), "")
     section = next((part for part in reversed(path[:-1]) if part in _LIBRARIES), None)
     if key in NAMES:
@@ -270,16 +271,20 @@ def answer(path: KeyPath, value: Any, values: Values) -> str:
     if (found := name_for(path)) is not None:
         name, convert = found
         text = "" if value is UNUSABLE else convert(value, values)
+        if name.startswith("reference."):
+            text += ", the actor's unless placement.roles.reference names a pool"
         names = name.split(", ")
         return f"verl's; here it is {', '.join(each + text for each in names) if text.startswith('=') else name + text}"
     reason = reason_for(path)
     return f"verl's; mrl has none: {reason}" if reason else ""
 
 
+def _is_reference(path: KeyPath) -> bool:
+    return path[:2] == ("actor_rollout_ref", "ref")
+
+
 def _endings(path: KeyPath) -> Iterator[str]:
     """Yield the ways in which a table may name a key, the most exact first."""
-    if path[:2] == ("actor_rollout_ref", "ref"):
-        yield "actor_rollout_ref.ref.*"
     for start in range(len(path)):
         yield ".".join(path[start:])
     for part in reversed(path):

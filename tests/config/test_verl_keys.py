@@ -49,6 +49,9 @@ def test_every_key_of_a_plain_verl_file_is_answered(write: Callable[..., str]) -
         f"{ROLLOUT}.val_kwargs.n": "validation.samples_per_prompt=1",
         f"{ROLLOUT}.tensor_model_parallel_size": "rollout.tp=1",
         "critic.optim.lr": "critic.optimizer.lr=1e-05",
+        "actor_rollout_ref.ref.megatron.tensor_model_parallel_size": (
+            "reference.parallel.tp=2, the actor's unless placement.roles.reference names a pool"
+        ),
         "data.truncation": "data.overlong=error",
         "algorithm.kl_ctrl.target_kl": "algorithm.kl.target=null, because kl_ctrl.type is fixed",
         "trainer.test_freq": "validation.every=0",

@@ -17,6 +17,7 @@ def config_of(dtype: str = "float32", top_p: float = 1.0, top_k: int = 0, **sync
     return SimpleNamespace(
         actor=SimpleNamespace(dtype=dtype),
         batch=SimpleNamespace(epochs_per_step=2),
+        reference=None,
         rollout=SimpleNamespace(top_p=top_p, top_k=top_k),
         sync=SyncConfig(**sync),
     )
@@ -26,6 +27,15 @@ CONFIG = config_of()
 METRICS = {"reward/kl": 0.0, "mismatch/log_prob_abs_diff_mean": 1e-6}
 FIRST = {"ppo_kl": 1e-7, "pg_clipfrac": 0.0, "tokens": 60.0}
 LATER = {"ppo_kl": 0.3, "pg_clipfrac": 0.2, "tokens": 60.0}
+
+
+def test_only_a_reference_that_is_another_model_differs_before_training() -> None:
+    config, apart = config_of(), METRICS | {"reward/kl": 0.5}
+    config.reference = SimpleNamespace(path="another/model")
+    check_invariants(config, 1, apart, [FIRST, LATER], 60)
+    config.reference.path = None
+    with pytest.raises(AuditFailed, match="the KL to the reference is 0 before training"):
+        check_invariants(config, 1, apart, [FIRST, LATER], 60)
 
 
 def test_a_right_step_passes() -> None:
