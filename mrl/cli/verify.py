@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["layout"], help="what to verify")
     add_config(parser)
     parser.add_argument("--model", help="whose shape to take: a directory, or a published model; default: model.path")
-    parser.add_argument("--role", choices=["actor", "critic", "reward_model", "teacher"], help="this one alone")
+    parser.add_argument(
+        "--role", choices=["actor", "critic", "reference", "reward_model", "teacher"], help="this one alone"
+    )
     parser.add_argument("--device", choices=["cpu", "gpu"], help="what a rank runs on; default: cluster.device")
     parser.add_argument(
         "--dtype", choices=["bfloat16", "float32"], help="default: the role's on GPUs, float32 on the CPU"
@@ -63,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             continue
         dtype = arguments.dtype or (settings.dtype if device == "gpu" else "float32")
         with tempfile.TemporaryDirectory() as directory:
-            head: Head = "lm" if role in ("actor", "teacher") else "score"
+            head: Head = "lm" if role in ("actor", "reference", "teacher") else "score"
             measured = replace(settings, dtype=dtype)
             found = verify_layout(values[role], head, measured, num_ranks[role], Path(directory, "model"), device)
         print(f"{role}:", _verdict(found, f"a small {values[role]['model_type']} in {dtype}"))

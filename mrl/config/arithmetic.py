@@ -45,7 +45,7 @@ def needs_old_log_probs(config: Config) -> bool:
 def has_reference(config: AnyConfig) -> bool:
     """Return whether a frozen copy of the actor is kept, on the host."""
     if isinstance(config, Config):
-        return config.algorithm.kl.where != "none"
+        return config.algorithm.kl.where != "none" and config.reference is None
     if not isinstance(config, DpoConfig) or config.preference.loss in WITHOUT_REFERENCE:
         return False
     return config.preference.reference == "in_place"

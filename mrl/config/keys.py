@@ -16,7 +16,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mrl.config import schema, verl_keys
-from mrl.config.values import UNUSABLE, KeyPath, Secrets, dotted
+from mrl.config.values import UNUSABLE, KeyPath, Secrets, dotted, leaves_of
 from mrl.errors import Problem, did_you_mean
 
 ENTRY = "NAME"  # stands for the names that users choose
@@ -75,6 +75,11 @@ def schema_keys(section: type = schema.Config, prefix: KeyPath = ()) -> Iterator
             yield from schema_keys(key.section, (*prefix, name))
         elif key.entries is not None:
             yield from schema_keys(key.entries, (*prefix, name, ENTRY))
+
+
+@cache
+def _annotations(root: type) -> Mapping[str, Any]:
+    return {dotted(key.path): key.annotation for key in schema_keys(root)}
 
 
 def nearest_key(section: type, path: KeyPath, root: type) -> str | None:
@@ -142,7 +147,7 @@ def convert(
     root: type[AnyTyped], values: Mapping[str, Any], secrets: Secrets, origin: Callable[[KeyPath], str]
 ) -> tuple[AnyTyped | None, list[Problem]]:
     """Return the configuration typed as `root`, or None and what is wrong; `origin` says where a key stands."""
-    conversion = _Conversion(root, secrets, origin)
+    conversion = _Conversion(root, values, secrets, origin)
     config = conversion.section(root, values, ())
     return (None if config is UNUSABLE else config), conversion.problems
 
@@ -150,9 +155,12 @@ def convert(
 class _Conversion:
     """One pass over the values; each method returns the typed value, or UNUSABLE after reporting why."""
 
-    def __init__(self, root: type, secrets: Secrets, origin: Callable[[KeyPath], str]) -> None:
+    def __init__(
+        self, root: type, values: Mapping[str, Any], secrets: Secrets, origin: Callable[[KeyPath], str]
+    ) -> None:
         self.problems: list[Problem] = []
         self._root = root
+        self._values = values
         self._secrets = secrets
         self._origin = origin
 
@@ -162,11 +170,10 @@ class _Conversion:
         known = fields_of(section)
         unknown = {name: nearest_key(section, (*path, name), self._root) for name in values if name not in known}
         for name, meant in unknown.items():
-            here = {leaf: self._name_here(leaf) for leaf in _leaves((*path, name), values[name])}
-            if any(here.values()):
-                for leaf, its_name in here.items():
-                    fix = f"verl's; here it is {its_name}" if its_name else "verl's: see docs/coming-from-verl.md"
-                    self._report(leaf, "unknown key", fix)
+            answers = {leaf: self._answer(leaf, value) for leaf, value in leaves_of(values[name], (*path, name))}
+            if any(answers.values()):
+                for leaf, answer in answers.items():
+                    self._report(leaf, "unknown key", answer or "verl's: see docs/coming-from-verl.md")
             else:
                 self._report((*path, name), "unknown key", _unknown_key_fix(name, meant, (*path, name), known))
         given = {}
@@ -182,12 +189,14 @@ class _Conversion:
                 given[name] = self._report(inner, "is required and missing", key.doc.split(". ")[0].rstrip("."))
         return UNUSABLE if unknown or any(value is UNUSABLE for value in given.values()) else section(**given)
 
-    def _name_here(self, path: KeyPath) -> str | None:
-        """Return what a key of verl is called in this kind of configuration, if it has one like it."""
-        if (here := verl_keys.key_for(path)) is None:
-            return None
-        known, first = {dotted(key.path) for key in schema_keys(self._root)}, here.partition(",")[0]
-        return here if first in known or first.rpartition(".")[0] in known else None
+    def _answer(self, path: KeyPath, value: Any) -> str:
+        """Return what to write in place of verl's key; empty if this kind of configuration has nothing like it."""
+        if (found := verl_keys.name_for(path)) is not None:
+            known = _annotations(self._root)
+            name = re.split("[,=]", found[0])[0]
+            if name not in known and known.get(name.rpartition(".")[0]) != dict[str, Any]:
+                return ""
+        return verl_keys.answer(path, self._secrets.shown(path, value), self._values)
 
     def _value(self, annotation: Any, value: Any, path: KeyPath) -> Any:
         if value is UNUSABLE:
@@ -278,14 +287,6 @@ _REFUSED = {
     "rollout.min_tokens": f"refused: {_SAMPLED}, without end tokens at first; charge short responses in the reward",
 }
 """What the field has and mrl has not, and why."""
-
-
-def _leaves(path: KeyPath, value: Any) -> Iterator[KeyPath]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _leaves((*path, name), inner)
-    else:
-        yield path
 
 
 def _unknown_key_fix(name: str, meant: str | None, path: KeyPath, known: Iterable[str]) -> str:

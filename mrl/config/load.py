@@ -33,6 +33,7 @@ VERBS: Mapping[AnyKind, str] = {Config: "train", SftConfig: "sft", RmConfig: "rm
 """Which command trains by which kind of configuration."""
 MODELS_FILE = "models.json"
 """In the directory of a run: which models it began with."""
+_FROM_ACTOR = ("parallel", "dtype", "max_tokens_per_device", "megatron")
 _TOLD_BY = {"rm": "reward", "dpo": "preference"}
 """The section by which their configurations differ from that of `mrl sft`."""
 
@@ -116,6 +117,9 @@ def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved
     values, unresolved, secrets = interpolate(layer, path)
     problems += unresolved
 
+    if root is Config:
+        values = _with_reference(values)
+
     def origin(key: KeyPath) -> str:
         return layer.origin(key, path)
 
@@ -136,6 +140,20 @@ def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved
         _check_fallback(root, path, given)
     hidden = tuple(secrets.hide(warning) for warning in warnings)
     return Resolved(path, config, hidden, secrets, ConfigLayer(values, layer.origins))
+
+
+def _with_reference(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with the section of a reference model that has a pool; it takes from the actor each key that it
+    is not given."""
+    placement, reference, actor = (values.get(name) for name in ("placement", "reference", "actor"))
+    roles = placement.get("roles") if isinstance(placement, dict) else None
+    if reference is None and isinstance(roles, dict) and roles.get("reference") is not None:
+        reference = {}
+    if not isinstance(reference, dict) or not isinstance(actor, dict):
+        return values  # there is none, or the schema says what is wrong
+    own = {name: value for name, value in reference.items() if value is not None}
+    of_actor = {name: actor[name] for name in _FROM_ACTOR if name in actor}
+    return values | merge(ConfigLayer({"reference": of_actor}), ConfigLayer({"reference": own})).values
 
 
 def _check(config: AnyConfig) -> tuple[list[Problem], list[str]]:
@@ -219,6 +237,8 @@ def rename_models(config: AnyTyped, names: Mapping[str, str]) -> AnyTyped:
         }
         changes["reward_model"] = renamed.pop("reward_model", None)
         changes["reward_models"] = {role.partition(".")[2]: model for role, model in renamed.items()}
+        if config.reference is not None and "reference.path" in names:
+            changes["reference"] = dataclasses.replace(config.reference, path=names["reference.path"])
         if config.teacher is not None and "teacher.path" in names:
             changes["teacher"] = dataclasses.replace(config.teacher, path=names["teacher.path"])
     if isinstance(config, Config) and config.judge is not None and "judge.path" in names:

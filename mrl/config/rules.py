@@ -16,7 +16,7 @@ from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.errors import Problem, did_you_mean
 
-_ROLES = ("actor", "critic", "reward_model", "teacher", "rollout", JUDGE)
+_ROLES = ("actor", "critic", "reference", "reward_model", "teacher", "rollout", JUDGE)
 
 
 def near_multiples(value: int, step: int) -> list[int]:
@@ -85,7 +85,8 @@ def _roles_have_pools(config: AnyConfig) -> Iterator[Problem]:
         if role not in _ROLES and role not in models:
             yield problem(key, "unknown role", did_you_mean(role, _ROLES))
         elif role not in models and (role != "rollout" or isinstance(config, SftConfig)):
-            yield problem(key, f"there is no {role} section", f"add one, or set {key}=null")
+            fix = f"set {key}=null" if isinstance(config, SftConfig) else f"add one, or set {key}=null"
+            yield problem(key, f"there is no {role} section", fix)
         if pool not in placement.pools:
             yield problem(key, f'there is no pool "{pool}"', did_you_mean(pool, placement.pools))
     for role in models:
@@ -230,6 +231,10 @@ def _settings(config: Config) -> Iterator[Problem]:
         yield problem(key, "there is no critic to warm up", f"{key}=0")
     if kl.target is not None and kl.where not in ("reward", "both"):
         yield problem("algorithm.kl.target", "steers the KL in the reward, and there is none", "kl.where=reward")
+    if config.reference is not None and kl.where == "none":
+        what = "algorithm.kl.where is none: nothing reads the reference model"
+        fix = "algorithm.kl.where=loss, or placement.roles.reference=null and reference=null"
+        yield problem("reference", what, fix)
     if algorithm.dynamic_sampling is not None and config.batch.samples_per_prompt == 1:
         key = "algorithm.dynamic_sampling"
         yield problem(key, "compares the samples of a prompt, and there is one", "batch.samples_per_prompt=8")

@@ -77,8 +77,9 @@ class PlacementConfig:
     pools: dict[PlainName, Count]
     """Name of each pool -> its number of devices."""
     roles: dict[str, Text]
-    """Role -> its pool. The reference model lives with the actor, and so do the rollout engines, unless `rollout` is
-    given a pool of its own: then weights go over the network, and the two memories need not take turns."""
+    """Role -> its pool. The reference model is the actor's frozen copy unless `reference` has a pool. The engines are
+    on the actor's devices unless `rollout` has a pool of its own: then weights go over the network, and the two
+    memories need not take turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +189,15 @@ class TeacherConfig(MegatronModelConfig):
 
     path: Text
     """A directory or a name on the hub, as in `model.path`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig(MegatronModelConfig):
+    """The reference model as a role with workers of its own, which `placement.roles.reference` turns on. Its layout,
+    dtype, `max_tokens_per_device` and `megatron` are the actor's unless they are set here."""
+
+    path: Text | None = None
+    """A directory or a name on the hub, as in `model.path`, with the tokens of the policy; null takes `model.path`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,6 +331,8 @@ class Config:
     """A model that scores responses, beside the reward functions or in their place; null where these suffice."""
     reward_models: dict[PlainName, RewardModelConfig] = field(default_factory=dict)
     """More of them: what metrics call each -> the model, whose role in placement.roles is `reward_models.NAME`."""
+    reference: ReferenceConfig | None = None
+    """The reference model on devices of its own; null keeps it as the actor's frozen copy."""
     teacher: TeacherConfig | None = None
     """A model that the policy learns from, token by token."""
     judge: JudgeConfig | None = None
@@ -348,8 +360,9 @@ class Config:
 
     def model_roles(self) -> dict[str, MegatronModelConfig]:
         """Return the roles that Megatron runs, trained or frozen, by name."""
+        reference = {"reference": self.reference} if self.reference is not None else {}
         teacher = {"teacher": self.teacher} if self.teacher is not None else {}
-        return {**self.trained_roles(), **self.scoring_models(), **teacher}
+        return {**self.trained_roles(), **reference, **self.scoring_models(), **teacher}
 
     def scoring_models(self) -> dict[str, RewardModelConfig]:
         """Return the reward models by their roles."""
@@ -360,6 +373,8 @@ class Config:
         """Return the key that says which model a role begins with, and what it says."""
         if isinstance(model := self.model_roles().get(role), RewardModelConfig | TeacherConfig):
             return f"{role}.path", model.path
+        if role == "reference" and self.reference is not None and self.reference.path is not None:
+            return "reference.path", self.reference.path
         if role == "critic" and self.model.critic is not None:
             return "model.critic", self.model.critic
         return "model.path", self.model.path

@@ -22,7 +22,7 @@ OPTIONAL_SAMPLE_COLUMNS: Columns = ("baseline_scores", "response_mask", "stalene
 class StepCall:
     """A method of a role's workers."""
 
-    role: Literal["actor", "critic", "reward_model", "teacher"]
+    role: Literal["actor", "critic", "reference", "reward_model", "teacher"]
     method: str
     when: str
     """`is_made` in words."""
@@ -107,8 +107,15 @@ LOG_PROB = StepCall(
 REF_LOG_PROB = StepCall(
     role="actor",
     method="compute_ref_log_prob",
-    when="`algorithm.kl.where` is not `none`",
+    when="`algorithm.kl.where` is not `none`, and the reference is the actor's frozen copy",
     is_made=has_reference,
+    writes=("ref_log_probs",),
+)
+REFERENCE_LOG_PROB = StepCall(
+    role="reference",
+    method="compute_ref_log_prob",
+    when="`algorithm.kl.where` is not `none`, and the reference has a pool",
+    is_made=lambda config: config.reference is not None,
     writes=("ref_log_probs",),
 )
 VALUES = StepCall(
@@ -162,6 +169,7 @@ STEP = (
     TEACHER_HIDDEN,
     LOG_PROB,
     REF_LOG_PROB,
+    REFERENCE_LOG_PROB,
     VALUES,
     CRITIC_ADVANTAGES,
     ACTOR_ADVANTAGES,

@@ -45,7 +45,7 @@ _ORIGINS = {
 
 
 def head_of(role: str) -> Head:
-    return "lm" if role in ("actor", "teacher") else "score"
+    return "lm" if role in ("actor", "reference", "teacher") else "score"
 
 
 def scoring_phase(role: str) -> str:

@@ -73,7 +73,7 @@ class Planned(Generic[AnyTyped]):
                 removed = dict.fromkeys(present or {})
                 pairs = ", ".join(f"{name}: {_yaml(each)}" for name, each in {**removed, **value}.items())
                 words += [f'"{key}={{{pairs}}}"'] if value != present else []
-            elif value != present:
+            elif value != present or key.startswith("reference."):  # which it may have from another key, that changes
                 words.append(f"{key}={_yaml(value)}")
         return " ".join(words)
 

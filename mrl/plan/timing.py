@@ -153,7 +153,7 @@ def plan_time(subject: PlanInput, lengths: Lengths) -> TimePlan:
 def role_phases(subject: PlanInput, role: str, lengths: Lengths) -> Iterator[TimedPhase]:
     config = subject.config
     forward = partial(_work, subject, role, lengths, trains=False)
-    if role in config.scoring_models() or role == "teacher":
+    if role not in config.trained_roles():
         yield TimedPhase(scoring_phase(role), forward())
         return
     if role == "critic":

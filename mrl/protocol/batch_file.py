@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mrl.errors import WireError
-from mrl.protocol.columns import RemoteColumn
-from mrl.protocol.data_proto import DataProto, Table
+from mrl import files
+from mrl.errors import BatchError, WireError
+from mrl.protocol.columns import AnyColumn, Column, Index, RemoteColumn
 from mrl.protocol.wire import Wire, decode, encode
 
 _LENGTH = struct.Struct("<Q")
+_FORMAT = b"mrl batch 1\n"
+_HASHED_FROM = len(_FORMAT) + hashlib.sha256().digest_size
 
 
-def batch_to_bytes(batch: Table, told: Any) -> bytes:
+def batch_to_bytes(columns: Mapping[str, AnyColumn], row_ids: Index, told: Any) -> bytes:
     """Return the bytes that stand for a batch on this machine, and for what is told beside it, which is JSON."""
     wires = {}
-    for name, column in batch.columns().items():
+    for name, column in columns.items():
         assert not isinstance(column, RemoteColumn), "what is written is here"
         wires[name] = encode(column, name)
     header = {
-        "rows": len(batch.row_ids),
+        "rows": len(row_ids),
         "columns": [[name, len(wire.head), len(wire.body)] for name, wire in wires.items()],
         "told": told,
     }
     text = json.dumps(header).encode()
     parts = [part for wire in wires.values() for part in (wire.head, bytes(wire.body))]
-    return b"".join([_LENGTH.pack(len(text)), text, batch.row_ids.astype("<i8").tobytes(), *parts])
+    return b"".join([_LENGTH.pack(len(text)), text, row_ids.astype("<i8").tobytes(), *parts])
 
 
-def batch_from_bytes(data: bytes) -> tuple[DataProto, Any]:
-    """Return the batch and what was told beside it."""
+def batch_from_bytes(data: bytes) -> tuple[dict[str, Column], Index, Any]:
+    """Return the columns of the batch, its row ids, and what was told beside it."""
     try:
         (size,) = _LENGTH.unpack_from(data)
         header = json.loads(data[_LENGTH.size : _LENGTH.size + size])
@@ -48,6 +53,32 @@ def batch_from_bytes(data: bytes) -> tuple[DataProto, Any]:
             raise ValueError(
                 f"{len(data)} bytes are there, {at} are told of, or columns of other lengths than the rows"
             )
-        return DataProto(columns, row_ids, {}), header["told"]
+        return columns, row_ids, header["told"]
     except (struct.error, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise WireError(f"this is not a batch: {error}") from error
+
+
+def write_batch(path: Path, columns: Mapping[str, AnyColumn], row_ids: Index, meta_info: Mapping[str, Any]) -> None:
+    """Write a batch with its hash into a file, which is whole or not there."""
+    content = batch_to_bytes(columns, row_ids, meta_info)
+    try:
+        files.write_bytes(path, _FORMAT + hashlib.sha256(content).digest() + content)
+    except OSError as error:
+        what = f"the batch of {len(content):,} bytes cannot be written: {error.strerror}"
+        raise BatchError(what, where=str(path), fix="name a file in a directory that exists and has space") from error
+
+
+def read_batch(path: Path) -> tuple[dict[str, Column], Index, dict[str, Any]]:
+    """Return the columns, the row ids and the meta_info of a batch that `write_batch` wrote."""
+    fix = "name a file that DataProto.save_to_disk wrote, or save the batch again"
+    try:
+        data = files.read_bytes(path, path.stat().st_size)
+    except OSError as error:
+        raise WireError(f"the batch cannot be read: {error.strerror or error}", where=str(path), fix=fix) from error
+    content = data[_HASHED_FROM:]
+    if not data.startswith(_FORMAT):
+        raise WireError("this file is not a batch of mrl", where=str(path), fix=fix)
+    if data[len(_FORMAT) : _HASHED_FROM] != hashlib.sha256(content).digest():
+        what = f"the file is damaged: the hash of its {len(content):,} bytes is not the hash that was written"
+        raise WireError(what, where=str(path), fix=fix)
+    return batch_from_bytes(content)

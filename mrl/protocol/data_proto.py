@@ -10,8 +10,10 @@ shared read-only memory. Clone a column before writing to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mrl.errors import BatchError, did_you_mean
+from mrl.protocol.batch_file import read_batch, write_batch
 from mrl.protocol.columns import (
     AnyColumn,
     Index,
@@ -116,6 +119,12 @@ class Table:
             raise BatchError(f"only a jagged column has row lengths and values; `{name}` is {describe(column)}")
         return column
 
+    def _expect_here(self, names: Iterable[str], what: str) -> None:
+        for name in names:
+            if (column := self.stored.get(name)) is not None:
+                fix = "fetch the batch first (mrl.controller.transport.fetch)"
+                raise BatchError(f"column `{name}` is not here ({column.describe()}) and cannot {what}", fix=fix)
+
     def _drop(self, name: str) -> None:
         for columns in (self._tensors, self.non_tensor_batch, self.stored):
             columns.pop(name, None)
@@ -139,6 +148,22 @@ class DataProto(Table):
         if row_ids is None:
             row_ids = np.arange(len(next(iter(columns.values()))) if columns else 0)
         return cls(columns, np.asarray(row_ids, dtype=np.int64), dict(meta_info or {}))
+
+    @classmethod
+    def from_single_dict(
+        cls,
+        data: Mapping[str, Tensor | Jagged | Sequence[Any]],
+        meta_info: Mapping[str, Any] | None = None,
+        row_ids: npt.ArrayLike | None = None,
+    ) -> DataProto:
+        """Return a batch of these columns: tensors stay tensors, arrays and lists become columns of objects."""
+        for name, values in data.items():
+            if isinstance(values, str | bytes) or not isinstance(values, Tensor | Jagged | np.ndarray | Sequence):
+                what = f"column `{name}` is a {type(values).__name__}, not one value per row"
+                raise BatchError(what, fix="pass a tensor, an array or a list; meta_info takes what is not per row")
+        tensors = {name: values for name, values in data.items() if isinstance(values, Tensor | Jagged)}
+        others = {name: values for name, values in data.items() if not isinstance(values, Tensor | Jagged)}
+        return cls.from_dict(tensors, others, meta_info, row_ids)
 
     def with_column(self, name: str, values: Tensor | Jagged | Sequence[Any]) -> DataProto:
         """Return these rows with this column, one entry per row in their order; it replaces one of that name."""
@@ -170,6 +195,22 @@ class DataProto(Table):
         for name in names:
             self._drop(name)
         return popped
+
+    def rename(self, old: str | Sequence[str], new: str | Sequence[str]) -> DataProto:
+        """Return these rows with other names for some columns, which may be exchanged."""
+        before, after = [[names] if isinstance(names, str) else list(names) for names in (old, new)]
+        columns = self.columns()
+        if len(before) != len(after):
+            raise BatchError(f"{len(before)} columns cannot get {len(after)} names: {before} and {after}")
+        for name in before:
+            if name not in columns:
+                raise BatchError(f"no column `{name}` to rename", fix=did_you_mean(name, columns))
+        self._expect_here(before, "be renamed: it is stored under its name")
+        names = dict(zip(before, after, strict=True))
+        renamed = [names.get(name, name) for name in columns]
+        if twice := next((name for name in renamed if renamed.count(name) > 1), None):
+            raise BatchError(f"two columns would be called `{twice}`", fix=f'pop("{twice}") first')
+        return DataProto(dict(zip(renamed, columns.values(), strict=True)), self.row_ids, dict(self.meta_info))
 
     def take(self, rows: npt.ArrayLike) -> DataProto:
         """Return the rows at these positions, in this order; their ids go with them."""
@@ -209,6 +250,37 @@ class DataProto(Table):
             )
         small, extra = divmod(len(self), num_chunks)
         return self.split([small + (piece < extra) for piece in range(num_chunks)])
+
+    def make_iterator(
+        self, mini_batch_size: int, epochs: int, seed: int | None = None, *, shuffle: bool = False
+    ) -> Iterator[DataProto]:
+        """Return the mini-batches of so many epochs. With `shuffle` each epoch has an order of its own, by `seed`."""
+        if mini_batch_size < 1 or epochs < 1 or len(self) % mini_batch_size:
+            what = f"{len(self)} rows are no whole number of mini-batches of {mini_batch_size}, over {epochs} epochs"
+            raise BatchError(what, fix="use a divisor of the number of rows, and at least one epoch")
+        if shuffle and seed is None:
+            raise BatchError("shuffled mini-batches need a seed", fix="pass seed=0, or any other number")
+        chance, size = np.random.default_rng(seed), mini_batch_size
+        orders = (chance.permutation(len(self)) if shuffle else np.arange(len(self)) for _ in range(epochs))
+        return (self.take(order[at : at + size]) for order in orders for at in range(0, len(self), size))
+
+    def save_to_disk(self, path: str | Path) -> None:
+        """Write columns, row ids and meta_info into a file that `load_from_disk` reads; it holds no code."""
+        self._expect_here(self.columns(), "be written")
+        try:
+            is_json = json.loads(json.dumps(self.meta_info)) == self.meta_info
+        except (TypeError, ValueError):
+            is_json = False
+        if not is_json:
+            fix = "keep strings, numbers, booleans, lists and dicts with text as keys"
+            raise BatchError(f"meta_info is not JSON: {self.meta_info!r:.200}", where=str(path), fix=fix)
+        write_batch(Path(path), self.columns(), self.row_ids, self.meta_info)
+
+    @classmethod
+    def load_from_disk(cls, path: str | Path) -> DataProto:
+        """Return the batch that `save_to_disk` wrote; a missing or damaged file is a `WireError`."""
+        columns, row_ids, meta_info = read_batch(Path(path))
+        return cls(columns, row_ids, meta_info)
 
     @classmethod
     def concat(cls, batches: Sequence[DataProto]) -> DataProto:

@@ -32,6 +32,13 @@ def check_reward_models(config: Config, tokenizer: ChatTokenizer) -> Iterator[tu
         _check_vocab(config, path, "a reward model that was made from a model of the policy's family")
 
 
+def check_reference(config: Config, tokenizer: ChatTokenizer) -> Iterator[str]:
+    """Refuse a reference model that cannot read the policy's token ids; yield what to warn of."""
+    if config.reference is not None and config.reference.path is not None:
+        yield from compare_tokenizer(tokenizer, config.reference.path)
+        _check_vocab(config, config.reference.path, "a model of the policy's family, or reference.path=null")
+
+
 def check_teacher(config: Config, tokenizer: ChatTokenizer) -> Iterator[str]:
     """Refuse a teacher that cannot read the policy's token ids, or says less of them than is asked for; what else there
     is to be warned of."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from mrl.agents.loop import has_stops, open_dialogs
 from mrl.algos.kl import KLController
-from mrl.config.arithmetic import role_mesh
+from mrl.config.arithmetic import has_reference, role_mesh
 from mrl.config.load import in_directories
 from mrl.config.mesh import Mesh
 from mrl.config.reward import JUDGE, KEY_VARIABLE, URLS_VARIABLE, JudgeConfig, RewardConfig
@@ -31,14 +31,21 @@ from mrl.observe.metrics import StepTimer
 from mrl.registry import load_attribute
 from mrl.rewards.manager import RewardManager
 from mrl.rollout.hybrid_engine import HybridEngine
-from mrl.trainer.checks import check_reward_models, check_reward_sources, check_teacher
+from mrl.trainer.checks import check_reference, check_reward_models, check_reward_sources, check_teacher
 from mrl.trainer.collector import Collector
 from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator
 from mrl.trainer.model_probe import ModelProbe
 from mrl.trainer.model_scores import ModelScores, scoring_models
 from mrl.trainer.nodes import placed_run
-from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, RoleClient, TeacherClient
+from mrl.trainer.role_client import (
+    ActorClient,
+    CriticClient,
+    ReferenceClient,
+    RewardModelClient,
+    RoleClient,
+    TeacherClient,
+)
 from mrl.trainer.sample_stream import SampleStream, open_stream
 from mrl.trainer.validation import Validator, check_best
 from mrl.workers.messages import ModelSetup
@@ -46,12 +53,14 @@ from mrl.workers.messages import ModelSetup
 _WORKERS = {
     "actor": "mrl.workers.actor:ActorRolloutRefWorker",
     "critic": "mrl.workers.critic:CriticWorker",
+    "reference": "mrl.workers.frozen:ReferenceWorker",
     "reward_model": "mrl.workers.frozen:RewardModelWorker",
     "teacher": "mrl.workers.frozen:TeacherWorker",
 }
 _CLIENTS = {
     "actor": ActorClient,
     "critic": CriticClient,
+    "reference": ReferenceClient,
     "reward_model": RewardModelClient,
     "teacher": TeacherClient,
 }
@@ -75,6 +84,8 @@ class Components:
     stream: SampleStream
     validator: Validator
     kl: KLController
+    reference: ReferenceClient | None = None
+    """None where the actor keeps the reference, or no KL is charged."""
     teacher: TeacherClient | None = None
 
     @property
@@ -102,6 +113,8 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             check_model(model_setup(name, config))
         for role, warning in check_reward_models(config, tokenizer):
             events.write(Warned(role, warning))
+        for warning in check_reference(config, tokenizer):
+            events.write(Warned("reference", warning))
         for warning in check_teacher(config, tokenizer):
             events.write(Warned("teacher", warning))
         for warning in check_reward_sources(config):
@@ -145,6 +158,7 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             stream=stream,
             validator=validator,
             kl=kl_controller(config),
+            reference=roles.get("reference"),
             teacher=roles.get("teacher"),
         )
 
@@ -181,14 +195,14 @@ def model_setup(role: str, config: Config) -> ModelSetup:
     is_taught = role == "actor" and distillation is not None and distillation.form == "full"
     return ModelSetup(
         path=config.model_of(role)[1],
-        head="lm" if role in ("actor", "teacher") else "score",
+        head="lm" if role in ("actor", "reference", "teacher") else "score",
         settings=config.model_roles()[role],
         seed=config.training.seed,
         timeout_s=config.deadlines.call_s,
         new_head=role == "critic" and config.model.critic is None,
-        keeps_reference=role == "actor" and config.algorithm.kl.where != "none",
+        keeps_reference=role == "actor" and has_reference(config),
         teacher=config.model_of("teacher")[1] if is_taught else None,
-        vocab=read_spec(config.model.path).vocab if role == "teacher" else None,
+        vocab=read_spec(config.model.path).vocab if role in ("reference", "teacher") else None,
         shares_device=config.cluster.device == "cpu" or list(pools.values()).count(pools[role]) > 1,
     )
 
@@ -215,6 +229,7 @@ def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
     arguments: dict[str, list[Any]] = {
         "actor": [config.algorithm, config.rollout.temperature, horizon],
         "critic": [config.algorithm, horizon],
+        "reference": [config.rollout.temperature],
         "reward_model": [],
         "teacher": [distillation.top_k if distillation is not None else 0, config.rollout.temperature],
     }

@@ -120,9 +120,9 @@ class RayPPOTrainer:
             with self.clock("old_log_prob"):
                 old_log_probs, mismatch = self.actor.compute_log_prob(batch)
                 batch, metrics = batch.union(old_log_probs), metrics | mismatch
-        if step_calls.REF_LOG_PROB in self.calls:
+        if {step_calls.REF_LOG_PROB, step_calls.REFERENCE_LOG_PROB} & {*self.calls}:
             with self.clock("ref_log_prob"):
-                batch = batch.union(self.actor.compute_ref_log_prob(batch))
+                batch = batch.union((self.components.reference or self.actor).compute_ref_log_prob(batch))
         for call in self.calls:
             if call.role == "teacher":
                 with self.clock("teacher"):

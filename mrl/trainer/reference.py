@@ -82,7 +82,8 @@ class ReferenceLogProbs:
         """Write the file anew, whole or not at all."""
         told = {"said_by": self.said_by, "layout": self.layout, "num_read": self.num_read, "reader": self.reader}
         columns = {"log_probs": from_rows(list(self._groups.values()))}
-        content = batch_to_bytes(DataProto.from_dict(columns, {"group": list(self._groups)}), told)
+        batch = DataProto.from_dict(columns, {"group": list(self._groups)})
+        content = batch_to_bytes(batch.columns(), batch.row_ids, told)
         try:
             files.write_bytes(self.path, _FORMAT + hashlib.sha256(content).digest() + content, mode=0o600)
         except OSError as error:
@@ -95,7 +96,8 @@ class ReferenceLogProbs:
             content = data[_HASHED_FROM:]
             if data[:_HASHED_FROM] != _FORMAT + hashlib.sha256(content).digest():
                 raise ValueError(f"these {len(data)} bytes are not what was written")
-            batch, told = batch_from_bytes(content)
+            columns, row_ids, told = batch_from_bytes(content)
+            batch = DataProto(columns, row_ids, {})
             self._groups = dict(zip(batch["group"], batch["log_probs"].rows(), strict=True))
             then, self.layout_then = told["said_by"], told["layout"]
             self.num_read, self.reader = told["num_read"], told["reader"]

@@ -85,6 +85,12 @@ class RoleClient:
         return shards, [[len(rows) for rows in batches] for batches in plan]
 
 
+class ReferenceClient(RoleClient):
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """Return `ref_log_probs` by the policy as it was before training."""
+        return self._forward(step_calls.REFERENCE_LOG_PROB, batch)[0]
+
+
 class ActorClient(RoleClient):
     def compute_log_prob(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Return `old_log_probs` by the policy as it is, and how far the engines' are from them."""

@@ -278,7 +278,8 @@ def drawn_to_bytes(drawn: Mapping[int, ScoredBatch], version: int) -> bytes:
         batch = scored.batch
         if "other_segments" in batch.columns():
             batch = batch.with_column("other_segments", [segments_to_json(each) for each in batch["other_segments"]])
-        data = batch_to_bytes(batch, {"number": number, "version": version, "metrics": scored.metrics})
+        told = {"number": number, "version": version, "metrics": scored.metrics}
+        data = batch_to_bytes(batch.columns(), batch.row_ids, told)
         parts += [_LENGTH.pack(len(data)), data]
     return b"".join(parts)
 
@@ -296,7 +297,8 @@ def drawn_from_bytes(content: bytes) -> tuple[dict[int, ScoredBatch], int | None
             at += _LENGTH.size
             if size > len(content) - at:
                 raise ValueError(f"a batch of {size} bytes is told of, and {len(content) - at} are left")
-            batch, told = batch_from_bytes(content[at : at + size])
+            columns, row_ids, told = batch_from_bytes(content[at : at + size])
+            batch = DataProto(columns, row_ids, {})
             at += size
             if "other_segments" in batch.columns():
                 segments = [segments_from_json(each) for each in batch["other_segments"]]

@@ -1,4 +1,4 @@
-"""Ranks of models that are frozen: `TeacherWorker`, which the policy learns from, and `RewardModelWorker`."""
+"""Ranks of models that are frozen: `ReferenceWorker`, `TeacherWorker` and `RewardModelWorker`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,21 @@ from mrl.engine.scores import ScoreRequest
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.workers.messages import MicroBatchSizes, ModelSetup
-from mrl.workers.model_worker import ModelWorker, last_tokens, score_column, token_rows
+from mrl.workers.model_worker import ModelWorker, last_tokens, response_column, score_column, token_rows
+
+
+class ReferenceWorker(ModelWorker):
+    """Holds the policy as it was before training, where the actor keeps no copy of it."""
+
+    def __init__(self, place: RankInfo, setup: ModelSetup, temperature: float) -> None:
+        super().__init__(place, setup)
+        self._temperature = temperature
+
+    @register_call(step_calls.REFERENCE_LOG_PROB)
+    def compute_ref_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        request = ScoreRequest(self._temperature, vocab=self.setup.vocab)
+        scores = self.forward(token_rows(batch, {}), sizes, request)
+        return None if scores is None else response_column(batch, "ref_log_probs", scores.log_probs_T)
 
 
 class TeacherWorker(ModelWorker):

@@ -151,10 +151,10 @@ def test_workers_register_the_calls_of_the_table() -> None:
     from mrl.controller.worker import registered_methods
     from mrl.workers.actor import ActorRolloutRefWorker
     from mrl.workers.critic import CriticWorker
-    from mrl.workers.frozen import RewardModelWorker, TeacherWorker
+    from mrl.workers.frozen import ReferenceWorker, RewardModelWorker, TeacherWorker
 
     workers = {"actor": ActorRolloutRefWorker, "critic": CriticWorker}
-    workers |= {"reward_model": RewardModelWorker, "teacher": TeacherWorker}
+    workers |= {"reference": ReferenceWorker, "reward_model": RewardModelWorker, "teacher": TeacherWorker}
     for role, worker in workers.items():
         registered = {name: spec for name, spec in registered_methods(worker).items() if spec.reads}
         registered.pop("probe")  # before the first step, of a model that has just loaded

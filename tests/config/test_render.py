@@ -168,6 +168,7 @@ actor:
 critic: null                                     # command line
 reward_model: null                               # default
 reward_models: {}                                # default
+reference: null                                  # default
 teacher: null                                    # default
 judge: null                                      # default
 rollout:
@@ -280,7 +281,7 @@ def test_schema_lists_every_key_once_with_its_meaning() -> None:
     assert "  device: cpu | gpu; required\n" in text
     assert "  ray_address: one line of text | null; default null\n" in text
     assert "    Its keys are those of actor.\n" in text
-    assert text.count("max_tokens_per_device:") == 3, "of actor and critic, of the reward model and of the teacher"
+    assert text.count("max_tokens_per_device:") == 4, "of actor and critic, reference, reward model and teacher"
 
 
 def test_every_key_of_the_schema_has_a_meaning() -> None:

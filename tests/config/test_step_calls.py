@@ -28,5 +28,11 @@ def test_the_kl_is_charged_where_it_is_wanted(where: str, by_advantages: set[str
     config = config_of(f"algorithm.kl.where={where}")
     made = step_calls.step_calls(config)
     assert (step_calls.REF_LOG_PROB in made) == (where != "none")
+    if where != "none":
+        apart = step_calls.step_calls(
+            config_of(f"algorithm.kl.where={where}", "placement={pools: {laptop: 2, r: 2}, roles: {reference: r}}")
+        )
+        assert step_calls.REFERENCE_LOG_PROB in apart
+        assert step_calls.REF_LOG_PROB not in apart
     assert {*step_calls.CRITIC_ADVANTAGES.needs(config)} == by_advantages | {"values"}
     assert {*step_calls.UPDATE_ACTOR.needs(config)} - {"old_log_probs"} == by_actor

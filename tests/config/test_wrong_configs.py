@@ -209,26 +209,6 @@ def test_unreadable_file_still_reports_the_command_line(write: Callable[..., str
     ]
 
 
-def test_keys_of_verl_are_answered_with_their_names_here(valid: str, write: Callable[..., str]) -> None:
-    of_verl = {
-        "actor_rollout_ref.rollout.n=8": "batch.samples_per_prompt",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2": "rollout.tp",
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2": "actor.parallel.tp",
-        "actor_rollout_ref.actor.clip_ratio=0.2": "algorithm.loss.clip_low, algorithm.loss.clip_high",
-        "critic.optim.lr=1e-5": "critic.optimizer.lr",
-        "data.train_batch_size=64": "batch.prompts_per_step",
-        "algorithm.adv_estimator=grpo": "algorithm.advantage",
-        "trainer.n_gpus_per_node=8": "cluster.devices_per_node",
-    }
-    problems = problems_of(write(valid), [*of_verl, "trainer.project_name=x"])
-    expected = {
-        f"command line: {key.partition('=')[0]}: unknown key (verl's; here it is {here})"
-        for key, here in of_verl.items()
-    }
-    more = "command line: trainer.project_name: unknown key (verl's: see docs/coming-from-verl.md)"
-    assert {*problems} == expected | {more}
-
-
 def test_a_chain_of_thousands_of_files_ends_soon(write: Callable[..., str]) -> None:
     for number in range(3000):
         write(f"extends: c{number + 1}.yaml\n", f"c{number}.yaml")

@@ -30,6 +30,7 @@ from mrl.config.sft import DpoLossConfig, RewardLossConfig, SftConfig
 from mrl.config.sources import read_chain
 from mrl.config.step_calls import STEP
 from mrl.config.values import KeyPath, dotted
+from mrl.config.verl_keys import REASONS
 from mrl.data.prompt_loader import SAMPLERS
 from mrl.data.toy import TOY_TASKS
 from mrl.launch.slurm import SiteConfig
@@ -50,7 +51,7 @@ from tests.sweep import RECORD
 
 _MADE = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _FROM_ELSEWHERE = {
-    "response_mask": "the rows of `mrl sft`",
+    "response_mask": "conversations of environments, and the rows of `mrl sft`",
     "baseline_scores": "rollout and rewards, of a greedy answer",
     "position": "the trainer",
 }
@@ -452,6 +453,18 @@ def _command(report: dict[str, Any]) -> str:
     return said + (" (simulated)" if report["benchmark"] in SIMULATED else "")
 
 
+# --- coming-from-verl.md ----------------------------------------------------------------------------------------
+
+
+def verl_reasons() -> str:
+    """verl's keys that mrl does not have, by reason."""
+    keys_of: dict[str, list[str]] = {}
+    for key, reason in REASONS.items():
+        keys_of.setdefault(reason, []).append(f"`{key}`")
+    rows = sorted((", ".join(keys), reason.replace("ROLE", "actor")) for reason, keys in keys_of.items())
+    return table(("verl", "reason"), iter(rows))
+
+
 MAKERS: dict[str, Callable[[], str]] = {
     maker.__name__: maker
     for maker in (
@@ -470,6 +483,7 @@ MAKERS: dict[str, Callable[[], str]] = {
         figures,
         compare,
         goals,
+        verl_reasons,
         tables,
         sweep,
     )

@@ -17,6 +17,7 @@ from mrl.cli.main import VERBS, main
 from mrl.config.keys import schema_keys
 from mrl.config.load import VERBS as TRAINED_BY
 from mrl.config.load import load_config_of
+from mrl.config.names import ADVANTAGES, POLICY_LOSSES
 from mrl.config.sft import SftConfig
 from mrl.config.values import dotted
 from mrl.config.verl_keys import NAMES
@@ -166,6 +167,17 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     assert links + paths == []
 
 
+@pytest.mark.parametrize("page", pages(), ids=named)
+def test_no_row_stands_outside_its_table(page: Path) -> None:
+    lines = ["", *BLOCK.sub("", page.read_text(encoding="utf-8")).splitlines(), ""]
+    heads = [
+        (line, below)
+        for above, line, below in zip(lines, lines[1:], lines[2:], strict=False)
+        if line[:1] == "|" != above[:1]
+    ]
+    assert [line for line, below in heads if not re.match(r"\| *:?-{3}", below)] == []
+
+
 def test_the_readme_begins_with_a_command_and_has_every_verb() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert next(blocks_of(ROOT / "README.md")).line < 25
@@ -221,20 +233,30 @@ def test_every_key_that_answers_one_of_verl_exists() -> None:
     known = {dotted(key.path) for key in (*schema_keys(), *schema_keys(SftConfig))}
     keys = [cell.partition(":")[0].partition("=")[0] for cell in cells_below("Configuration keys")]
     assert len(keys) > 60
-    free = re.compile(r"(actor|critic)\.(megatron|ddp|optimizer)\.\w+|rollout\.vllm\.\w+")
+    free = re.compile(r"(actor|critic)\.(megatron|ddp|optimizer)\.\w+|rollout\.vllm\.\w+|agent\.\S+\.options\.\w+")
     assert [key for key in keys if key not in known and not free.fullmatch(key)] == []
 
 
 def test_errors_call_the_keys_of_verl_as_the_page_does() -> None:
     section = VERL.partition("\n## Configuration keys\n")[2].partition("\n## ")[0]
-    rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
-    said = {
-        code.rpartition(".")[2].partition("=")[0]: {key.replace("actor.", "ROLE.") for key in CODE.findall(row[2])}
-        for row in reversed(rows)
-        for code in CODE.findall(row[1])
+    said: dict[str, set[str]] = {}
+    for row in (line.split("|") for line in section.splitlines() if line.startswith("| `")):
+        for code in CODE.findall(row[1]):
+            said.setdefault(code.rpartition(".")[2], set()).update(CODE.findall(row[2]))
+    wrong = {
+        key: name
+        for key, (name, _) in NAMES.items()
+        if not set(name.replace("ROLE", "actor").split(", ")) <= said.get(key.rpartition(".")[2], set())
     }
-    wrong = {name: key for name, key in NAMES.items() if not set(key.split(", ")) <= said.get(name, set())}
     assert wrong == {}
+
+
+def test_new_names_of_verl_that_mrl_lacks_are_not_known_here() -> None:
+    section = VERL.partition("\n### Names since 2026\n")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
+    lacking = {name for row in rows if row[2].strip() == "no" for name in CODE.findall(row[1])}
+    assert {"dppo_tv", "sapo", "gdpo", "optimal_token_baseline", "grpo_passk"} <= lacking
+    assert lacking & {*ADVANTAGES, *POLICY_LOSSES} == set()
 
 
 def test_every_name_that_answers_one_of_verl_exists() -> None:
@@ -259,7 +281,7 @@ def is_there(name: str) -> bool:
 
 def _names_of(statement: ast.stmt) -> set[str]:
     match statement:
-        case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
             return {name}
         case ast.AnnAssign(target=ast.Name(id=name)):
             return {name}

@@ -17,6 +17,7 @@ from mrl.plan.known_models import model_spec
 from mrl.plan.memory import RESERVE, MemoryPlan, Phase, plan_memory, role_stages
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.search import _recomputations, advise
+from mrl.plan.timing import assumed_lengths, plan_time
 from mrl.plan.weights import buffers
 from tests.plan.planning import PRESETS, REWARD_MODEL, subject_of
 
@@ -235,6 +236,21 @@ def test_a_teacher_has_parameters_alone_and_a_divergence_from_it_takes_memory_of
     assert taken["advantage"] == 0 < taken["top_k"]
     matrix, hidden = 152_064 // 2 * 8192 * 2, 16_384 * 8192 * 2
     assert taken["full"] - taken["top_k"] > matrix + hidden
+
+
+def test_reference_on_its_own_devices_takes_no_memory_of_the_actors_machines() -> None:
+    kept = plan_memory(subject_of("grpo-qwen2.5-72b-8n8g", algorithm__kl__where="loss"))
+    apart = {"cluster__nodes": 10, "placement__pools": "{all: 64, frozen: 16}", "placement__roles__reference": "frozen"}
+    subject = subject_of("grpo-qwen2.5-72b-8n8g", algorithm__kl__where="loss", **apart)
+    plan = plan_memory(subject)
+    reading = phase(plan, "reference")
+    assert size(reading, "reference", "parameters") > 2 * 72e9 / 16
+    assert {item.what for item in reading.items if item.role == "reference"} & {"gradients", "optimizer"} == set()
+    assert {item.role for item in reading.items} == {"reference"}
+    assert plan.host_bytes_per_node < kept.host_bytes_per_node, "the actor keeps no copy"
+    times = {each.name for each in plan_time(subject, assumed_lengths(subject.config)).phases}
+    assert {"reference", "train actor"} <= times
+    assert "train reference" not in times
 
 
 def test_a_reward_model_has_parameters_alone_and_leaves_for_the_rollout() -> None:

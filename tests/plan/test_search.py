@@ -82,6 +82,24 @@ def test_what_is_found_can_be_typed_and_is_what_was_promised() -> None:
         assert plan_time(again, lengths).seconds == pytest.approx(one.time.seconds)
 
 
+def test_layout_of_the_reference_can_be_typed_though_it_follows_the_actor() -> None:
+    """What the search leaves as it is must be written as well: another actor would give it another layout."""
+    given = ("cluster.nodes=2", "cluster.ray_address=auto", "algorithm.kl.where=loss")
+    given += ("placement={pools: {all: 8, frozen: 8}, roles: {reference: frozen}}",)
+    file = str(CONFIGS / "grpo-qwen2.5-7b-1n8g.yaml")
+    subject = make_plan_input(load_config(file, given), "h100")
+    lengths, layouts = assumed_lengths(subject.config), set()
+    for one in search(subject, lengths).found:
+        again = make_plan_input(load_config(file, [*given, *shlex.split(subject.overrides(one.changes))]), "h100")
+        found = subject.with_changes_unchecked(one.changes).config
+        assert found.reference is not None
+        assert again.config.reference is not None
+        assert again.config.reference.parallel == found.reference.parallel
+        assert plan_time(again, lengths).seconds == pytest.approx(one.time.seconds)
+        layouts.add((found.actor.parallel, found.reference.parallel))
+    assert any(actor != reference for actor, reference in layouts)
+
+
 def test_the_judge_keeps_its_devices() -> None:
     asking = "reward.functions.judged={name: judge, options: {service: {max_tokens: 9}, template: '{response}'}}"
     pools = "placement={pools: {all: 4, judges: 4}, roles: {judge: judges}}"

@@ -62,7 +62,7 @@ def training_twin(config: AnyConfig, role: str) -> TrainingTwin:
         settings = replace(settings, schedule=ScheduleConfig())
     num_ranks = fewest_ranks(parallel, min(role_mesh(config, role).dp, MAX_SIZE))
     values = small_config(model_values(config.model_of(role)[1]), parallel)
-    is_policy = role in ("actor", "teacher") and not isinstance(config, RmConfig)
+    is_policy = role in ("actor", "reference", "teacher") and not isinstance(config, RmConfig)
     return TrainingTwin(values, "lm" if is_policy else "score", settings, num_ranks)
 
 

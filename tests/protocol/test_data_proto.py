@@ -159,6 +159,51 @@ def test_repeat_keeps_copies_together_and_numbers_them() -> None:
     assert batch["uid"].tolist() == ["row 5"] * 3 + ["row 6"] * 3
 
 
+def test_single_dict_keeps_tensors_and_takes_all_else_as_objects() -> None:
+    batch = DataProto.from_single_dict(
+        {
+            "scores": torch.tensor([1.0, 2.0]),
+            "ids": from_rows([[1], [2, 3]]),
+            "uid": np.array(["a", "b"]),
+            "tag": [1, {}],
+        },
+        {"step": 1},
+        row_ids=[5, 3],
+    )
+    assert [*batch.batch.keys()] == ["scores", "ids"]
+    assert [*batch.non_tensor_batch] == ["uid", "tag"]
+    assert batch.row_ids.tolist() == [5, 3]
+    assert batch.meta_info == {"step": 1}
+
+
+def test_rename_keeps_rows_and_may_exchange_names() -> None:
+    batch = make_batch(3, first_id=4)
+    renamed = batch.rename("scores", "rewards")
+    assert [*renamed.columns()] == ["responses", "rewards", "uid"]
+    assert renamed["rewards"] is batch["scores"]
+    assert renamed.row_ids.tolist() == [4, 5, 6]
+    assert "scores" in batch.columns()
+    exchanged = batch.rename(["scores", "uid"], ["uid", "scores"])
+    assert exchanged["uid"].tolist() == batch["scores"].tolist()
+    assert rows_of(exchanged.rename(["scores", "uid"], ["uid", "scores"])) == rows_of(batch)
+
+
+def test_rename_leaves_stored_columns_beside_it() -> None:
+    batch = stored(make_batch(), "responses", "p").rename("uid", "name")
+    assert "responses" in batch.stored
+
+
+def test_mini_batches_go_through_every_row_of_every_epoch() -> None:
+    batch = stored(make_batch(6, first_id=10), "responses", "p")
+    plain = [part.row_ids.tolist() for part in batch.make_iterator(2, epochs=2)]
+    assert plain == [[10, 11], [12, 13], [14, 15]] * 2
+    shuffled = [part.row_ids.tolist() for part in batch.make_iterator(3, epochs=2, seed=1, shuffle=True)]
+    first, second = shuffled[0] + shuffled[1], shuffled[2] + shuffled[3]
+    assert sorted(first) == sorted(second) == [*range(10, 16)]
+    assert first != second
+    assert shuffled == [part.row_ids.tolist() for part in batch.make_iterator(3, 2, 1, shuffle=True)]
+
+
 def test_operations_leave_their_input_alone() -> None:
     batch = make_batch()
     before = rows_of(batch)
@@ -237,6 +282,21 @@ def test_float_rows_stay_floats_beside_empty_ones() -> None:
         (lambda: make_batch().take([4]), "row 4 was asked for, but there are 4 rows"),
         (lambda: make_batch().split([1, 2]), "sizes [1, 2] add up to 3, but there are 4 rows"),
         (lambda: make_batch().chunk(5), "4 rows cannot be split over 5 shards: each needs at least one"),
+        (
+            lambda: DataProto.from_single_dict({"a": torch.zeros(2), "temperature": 1.0}),  # type: ignore[dict-item]
+            "column `temperature` is a float, not one value per row\n  fix: pass a tensor",
+        ),
+        (lambda: DataProto.from_single_dict({"a": "ab"}), "column `a` is a str, not one value per row"),
+        (lambda: make_batch().rename("score", "x"), 'no column `score` to rename\n  fix: did you mean "scores"?'),
+        (lambda: make_batch().rename("scores", ["x", "y"]), "1 columns cannot get 2 names: ['scores'] and ['x', 'y']"),
+        (lambda: make_batch().rename("scores", "uid"), 'two columns would be called `uid`\n  fix: pop("uid") first'),
+        (
+            lambda: stored(make_batch(), "responses", "p").rename("responses", "x"),
+            "column `responses` is not here (stored, 4 rows, 10 values in 1 parts) and cannot be renamed",
+        ),
+        (lambda: make_batch().make_iterator(3, 1), "4 rows are no whole number of mini-batches of 3, over 1 epochs"),
+        (lambda: make_batch().make_iterator(2, 0), "at least one epoch"),
+        (lambda: make_batch().make_iterator(2, 1, shuffle=True), "shuffled mini-batches need a seed"),
         (lambda: make_batch().repeat(0), "rows cannot be repeated 0 times"),
         (lambda: DataProto.concat([]), "nothing to concatenate"),
         (lambda: DataProto.concat([make_batch(), make_batch()]), "some rows are in more than one batch"),

@@ -18,6 +18,7 @@ def config_of(dtype: str = "float32", **loss: Any) -> Any:
         actor=SimpleNamespace(dtype=dtype),
         batch=SimpleNamespace(epochs_per_step=2),
         algorithm=SimpleNamespace(loss=LossConfig(**loss)),
+        reference=None,
     )
 
 
@@ -25,6 +26,15 @@ CONFIG = config_of()
 METRICS = {"reward/kl": 0.0}
 FIRST = {"ppo_kl": 1e-7, "pg_clipfrac": 0.0, "tokens": 60.0}
 LATER = {"ppo_kl": 0.3, "pg_clipfrac": 0.2, "tokens": 60.0}
+
+
+def test_only_a_reference_that_is_another_model_differs_before_training() -> None:
+    config, apart = config_of(), METRICS | {"reward/kl": 0.5}
+    config.reference = SimpleNamespace(path="another/model")
+    check_invariants(config, 1, apart, [FIRST, LATER], 60)
+    config.reference.path = None
+    with pytest.raises(AuditFailed, match="the KL to the reference is 0 before training"):
+        check_invariants(config, 1, apart, [FIRST, LATER], 60)
 
 
 def test_a_right_step_passes() -> None:

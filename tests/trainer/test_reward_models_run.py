@@ -68,11 +68,13 @@ def test_four_roles_give_the_same_numbers_in_every_placement(config: Path) -> No
     assert together[2]["reward/kl"] != 0, "there is a reference"
     where = {"hybrid": "value", "split": "training", "standalone": "scoring"}
     for name, (pools, roles) in PLACEMENTS.items():
-        more = ", scoring: 2" if where[name] == "scoring" else ""
+        more = ", scoring: 2, frozen: 2" if where[name] == "scoring" else ""
+        reference = ", reference: frozen" if more else ""
         placement = (
-            f"placement={{pools: {{all: null, {pools}{more}}}, roles: {{{roles}, reward_model: {where[name]}}}}}"
+            f"placement={{pools: {{all: null, {pools}{more}}}, "
+            f"roles: {{{roles}, reward_model: {where[name]}{reference}}}}}"
         )
-        other = train(config, f"rm-{name}", *common, placement, "cluster.devices_per_node=7")
+        other = train(config, f"rm-{name}", *common, placement, "cluster.devices_per_node=9")
         assert [without_sync(line) for line in other] == [without_sync(line) for line in together], name
 
 

@@ -14,7 +14,14 @@ from mrl.config.step_calls import STEP
 from mrl.data.packing import PackingRules, RowCost
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
-from mrl.trainer.role_client import ActorClient, CriticClient, RewardModelClient, TeacherClient, mean_of
+from mrl.trainer.role_client import (
+    ActorClient,
+    CriticClient,
+    ReferenceClient,
+    RewardModelClient,
+    TeacherClient,
+    mean_of,
+)
 from mrl.workers.messages import ModelFacts, UpdateReport, WholeBatch
 
 LENGTHS = {20: (3, 2), 21: (1, 7), 22: (4, 4), 23: (2, 1), 24: (1, 1)}
@@ -142,6 +149,7 @@ def test_each_call_of_a_step_has_a_method_of_its_role() -> None:
     clients = {
         "actor": ActorClient,
         "critic": CriticClient,
+        "reference": ReferenceClient,
         "reward_model": RewardModelClient,
         "teacher": TeacherClient,
     }
