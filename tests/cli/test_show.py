@@ -111,8 +111,8 @@ def test_all_mistakes_of_a_file_come_at_once(verb: str, tmp_path: Path) -> None:
     assert shown.stderr.splitlines() == [
         "6 problems in the configuration:",
         "  - command line: nonsense: unknown key (known: actor, agent, algorithm, asynchrony, batch, cluster, "
-        "critic, data, deadlines, judge, model, placement, reward, reward_model, reward_models, rollout, run, sync, "
-        "teacher, training, validation)",
+        "critic, data, deadlines, judge, model, placement, reference, reward, reward_model, reward_models, rollout, "
+        "run, sync, teacher, training, validation)",
         f'  - {path}:3: cluster.device: "tpu" is not one of cpu, gpu (did you mean "gpu"?)',
         f'  - {path}:12: batch.promts_per_step: unknown key (did you mean "batch.prompts_per_step"?)',
         f'  - {path}:16: actor.parallel.tp: must be a whole number, not "two"',

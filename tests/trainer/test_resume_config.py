@@ -12,7 +12,7 @@ from mrl.trainer.run import describe_changes, resume_config
 from tests.trainer.fakes import CRITIC, make_config
 
 LEARNT = {"model", "algorithm", "data", "batch", "actor", "critic", "reward_model", "reward_models", "teacher"}
-LEARNT |= {"rollout", "agent", "asynchrony"}
+LEARNT |= {"reference", "rollout", "agent", "asynchrony"}
 MAY_CHANGE = {"run", "cluster", "deadlines", "placement", "training", "validation", "sync", "reward", "judge"}
 
 
