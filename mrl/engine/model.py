@@ -21,6 +21,7 @@ from mrl.dtypes import torch_dtype
 from mrl.engine.layer_spec import block_spec, has_transformer_engine
 from mrl.engine.packed_rows import MicroBatch
 from mrl.engine.parallel import ParallelGroups
+from mrl.errors import EngineError
 from mrl.models.parameters import padded_vocab
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
@@ -39,6 +40,9 @@ class ModelRequest:
 def transformer_config(request: ModelRequest, groups: ParallelGroups) -> TransformerConfig:
     """Megatron's configuration of the model on this layout; the user's settings, which `config` has looked at, win."""
     parallel, dtype = groups.parallel, torch_dtype(request.dtype)
+    if has_transformer_engine() and parallel.cp > 1 and request.spec.sliding_window:
+        what = f"a sliding window of {request.spec.sliding_window} tokens with cp={parallel.cp}"
+        raise EngineError(f"Transformer Engine's fused attention does not compute {what}", fix="set parallel.cp=1")
     settings = request.spec.transformer_config() | {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,

@@ -19,6 +19,7 @@ from mrl.engine.layer_spec import RmsNorm, _has_experts
 from mrl.engine.model import ModelRequest, _ScoreHead, transformer_config
 from mrl.engine.packed_rows import SequenceSharding
 from mrl.engine.parallel import ParallelGroups, model_parallel
+from mrl.errors import EngineError
 from mrl.models.families import read_spec
 from mrl.models.spec import ModelSpec
 from mrl.verify.spawn import run_distributed
@@ -111,6 +112,16 @@ def test_kernels_are_fused_where_transformer_engine_is_and_each_can_be_switched_
     assert fused(config_of(moe, LARGE)) == DENSE_KERNELS | EXPERT_KERNELS
     for name in DENSE_KERNELS | EXPERT_KERNELS:
         assert fused(config_of(moe, LARGE, **{name: False})) == (DENSE_KERNELS | EXPERT_KERNELS) - {name}
+
+
+def test_transformer_engine_is_not_asked_for_a_window_over_context_ranks(
+    tiny_spec: dict[str, ModelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over_two = ParallelConfig(cp=2)
+    assert config_of(tiny_spec["mistral"], over_two).window_size, "our own attention computes it"
+    monkeypatch.setattr("mrl.engine.model.has_transformer_engine", lambda: True)
+    with pytest.raises(EngineError, match=r"sliding window of \d+ tokens with cp=2\s+fix: set parallel.cp=1"):
+        config_of(tiny_spec["mistral"], over_two)
 
 
 @pytest.mark.parametrize("wanted", [True, False])
