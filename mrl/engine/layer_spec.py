@@ -8,7 +8,6 @@ on the CPU dense blocks of rows of similar length.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -30,13 +29,14 @@ from torch import Tensor
 from mrl.engine.packed_rows import PackedParams
 from mrl.engine.segments import Lengths, Segments
 from mrl.errors import EngineError
+from mrl.libraries import transformer_engine_extension
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 
 
 def has_transformer_engine() -> bool:
-    """Return whether layers come from Transformer Engine: it is installed, and there is a GPU for it."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    """Return whether layers come from Transformer Engine: its extension is installed, and there is a GPU for it."""
+    return torch.cuda.is_available() and transformer_engine_extension() is not None
 
 
 class RmsNorm(torch.nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.engine.layer_spec import _in_blocks, _varlen
+from mrl.engine.layer_spec import _in_blocks, _varlen, has_transformer_engine
 from mrl.engine.segments import Segments
 
 STORED = np.array([4, 12, 8])
@@ -20,7 +21,7 @@ HEADS, GROUPS, DIM = 4, 2, 8
 def attend(
     qkv: tuple[Tensor, ...], ends: tuple[Tensor, Tensor], scale: float | None, window: tuple[int, int]
 ) -> Tensor:
-    """Compute the kernel's definition: a segment's last query stands at its last key, and sees `window` to each side."""
+    """Compute the kernel's definition: a segment's last query stands at its last key."""
     results = []
     bounds = list(zip(*(end.tolist() for end in ends), strict=True))
     for (q0, k0), (q1, k1) in pairwise(bounds):
@@ -62,3 +63,19 @@ def test_the_kernel_of_each_torch_is_called_as_it_wants_and_attends_as_on_the_cp
         query = torch.randn(int(STORED.sum()) // cp, HEADS, DIM)
         qkv = (query, key, value)
         torch.testing.assert_close(_varlen(qkv, segments, None, reach), _in_blocks(qkv, segments, None, reach))
+
+
+def test_layers_of_transformer_engine_need_its_extension_and_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert not has_transformer_engine(), "the package alone has no kernels"
+    (package / "wheel_lib").mkdir()
+    (package / "wheel_lib" / "transformer_engine_torch.cpython-312-x86_64-linux-gnu.so").touch()
+    assert has_transformer_engine()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert not has_transformer_engine()
