@@ -35,7 +35,13 @@ class Entry:
 
     @property
     def library(self) -> str:
+        """The library, and after `@` its version where that is not the pinned one."""
         return self.file.partition("/")[0]
+
+    @property
+    def member(self) -> str:
+        """The file in the library's wheel."""
+        return self.file.replace(self.library, self.library.partition("@")[0], 1)
 
     def complaint(self, source: str) -> str:
         """Return why the library's source is not as relied on; empty where it is."""
