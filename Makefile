@@ -1,7 +1,7 @@
 # Everything a developer runs. A fresh clone needs Python 3.11 or 3.12 and nothing else: each target first makes
 # .venv (a few minutes, once). `make PYTHON=/path/to/python3.12 install` chooses another Python.
 .DEFAULT_GOAL := help
-.PHONY: help install install-cuda demo unit types test test-slow test-presets test-hosts sweep sweep-part test-extras test-py312 test-contracts lint bench docs clean
+.PHONY: help install install-cuda demo unit types test test-slow test-presets test-hosts sweep sweep-part test-extras test-py312 test-contracts refresh-contracts lint bench docs clean
 
 # An environment that stands keeps its Python; otherwise the first that really runs and can make environments.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
@@ -68,6 +68,9 @@ test-py312: ## parity table, engine and twins of presets once more: Python 3.12,
 
 test-contracts: install ## what CUDA needs of its libraries, looked up in their sources, which are read from the package index
 	$(BIN)/python -m pytest tests/contracts
+
+refresh-contracts: install ## look all of that up again, and store it for where the package index does not answer
+	$(BIN)/python -m tests.contracts.refresh
 
 lint: ## style and the rules of the house, in an environment of their own
 	$(call environment,.venv-lint)

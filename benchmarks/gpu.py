@@ -1,40 +1,55 @@
-"""What only a GPU can show, in one command of less than ten minutes; without one, a dry run of the same on the CPU.
+"""What only a GPU can show, in calls of less than ten minutes; without one, a dry run of the same on the CPU.
 
-    python benchmarks/gpu.py [--parts parity,run] [--json FILE]
+    python benchmarks/gpu.py [--parts kernels,head] [--limit-s 540] [--json FILE] [--dry]
 
 Needs torch (2.11 or later), transformers and megatron-core beside this repository. Transformer Engine and vLLM are used
-where they are; what cannot be done without them is a row that says so. A part that fails is a goal missed, with its
-error, and the next part begins.
+where they are; a part that cannot be done without them is a row that says so. docs/first-gpu.md has the order of calls.
 
-parity    log-probs in bfloat16 against transformers in float32, packed, two micro-batch budgets, three families
+Each row is printed, and written to FILE, as it comes. A part, a model or a set of kernels that fails is a row with its
+error and a missed goal, and the next one begins. What would not end within the limit is skipped, and says so.
+
+kernels   attention (grouped heads, windows, two segments of a context rank), products in float32, the head and digests,
+          each against its definition
 head      seconds of the log-prob head beside its matrix products at the rate of a large one, and its memory
 copies    pinned memory of its own size beside torch's, there and back; digests per second
-training  updates at 0.5 and 1.5 B, with fused kernels and without: tokens per second, share of the rate of a large
-          product and of the device's; the ways to the host and back
-sharing   train, leave the device to another process that takes 85 % of it, send it the weights by CUDA IPC with every
-          digest checked, train on to the same losses; twice
+parity    log-probs in bfloat16 against transformers in float32, packed, two micro-batch budgets, three families
+sharing   train, leave the device to two other processes, send one the weights by CUDA IPC with every digest checked,
+          train on to the same losses; twice
+memory    what a process keeps after offload, by cause; the peak of an update against the plan, with three kinds of
+          recomputation; the same, and CUDA IPC, with segments that grow
+rounding  log-probs of two packings, and of logits in bfloat16, at the entropies of trained policies
+training  updates at 0.5 and 1.5 B, with plain, with fused SwiGLU and with all fused kernels: tokens per second, share
+          of the rate of a large product and of the device's, where a step's time is; the ways to the host and back
 run       with vLLM: three steps of GRPO with an engine that starts, sleeps, wakes, takes weights in and is compared
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+if "--dry" in sys.argv:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for GPUs
+
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.gpu_kernels import kernels
+from benchmarks.gpu_memory import memory
+from benchmarks.gpu_rounding import rounding
 from benchmarks.gpu_run import whole_run
-from benchmarks.gpu_training import DEVICE, ON_GPU, be_guest, matrix_rate, once, parity, sharing, timed, training
-from benchmarks.harness import Benchmark, Timing, parser
+from benchmarks.gpu_session import DEVICE, ON_GPU, GpuBenchmark, matrix_rate, once, timed
+from benchmarks.gpu_sharing import be_guest, sharing
+from benchmarks.gpu_training import parity, training
+from benchmarks.harness import Timing, parser
 from mrl.engine.offload import pinned_memory
 from mrl.engine.vocab_head import EntropyUse, HeadOptions, token_log_probs
 from mrl.weight_sync.digest import digest
@@ -42,10 +57,10 @@ from mrl.weight_sync.digest import digest
 HEAD = (16_384, 3584, 152_064) if ON_GPU else (128, 64, 1024)
 """Tokens, hidden size and vocabulary: a micro-batch of a 7B model."""
 COPIED_BYTES = 3 << 30 if ON_GPU else 3 << 20  # no power of two
-Part = Callable[[Benchmark, Path], None]
+Part = Callable[[GpuBenchmark, Path], None]
 
 
-def head(bench: Benchmark, _: Path) -> None:
+def head(bench: GpuBenchmark, _: Path) -> None:
     """Forward and backward, with the entropy and without."""
     num_tokens, hidden_size, vocab = HEAD
     products_s = 2 * num_tokens * hidden_size * vocab / matrix_rate()
@@ -68,7 +83,6 @@ def head(bench: Benchmark, _: Path) -> None:
             backward.append(once(total.backward))
         of_forward, of_backward = Timing(tuple(forward[1:])).median_s, Timing(tuple(backward[1:])).median_s
         bench.row(
-            part="head",
             what=f"entropy: {entropy}",
             forward_s=of_forward,
             backward_s=of_backward,
@@ -83,57 +97,67 @@ def _head(
     found += [x for x in token_log_probs(hidden_TH, weight_VH, labels_T, options) if x is not None]
 
 
-def copies(bench: Benchmark, _: Path) -> None:
+def copies(bench: GpuBenchmark, _: Path) -> None:
     """Pinned memory and digests."""
     there = torch.randint(0, 256, (COPIED_BYTES,), dtype=torch.uint8, device=DEVICE)
     hosts = {"torch's": torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=ON_GPU)}
     if ON_GPU:
         began = time.perf_counter()
         hosts["of its own size"] = pinned_memory(COPIED_BYTES)
-        bench.row(part="copies", what="to pin memory", gb_per_s=COPIED_BYTES / 1e9 / (time.perf_counter() - began))
+        bench.row(what="to pin memory", gb_per_s=COPIED_BYTES / 1e9 / (time.perf_counter() - began))
     else:
-        bench.row(part="copies", what="of its own size", skipped="there is no CUDA to pin memory with")
+        bench.row(what="of its own size", skipped="there is no CUDA to pin memory with")
     rates = {}
     for name, host in hosts.items():
         out = timed(partial(host.copy_, there, non_blocking=True), 5).median_s
         back = timed(partial(there.copy_, host, non_blocking=True), 5).median_s
         rates[name] = COPIED_BYTES / max(out, back)
-        bench.row(part="copies", what=f"pinned memory, {name}", out_gb_per_s=COPIED_BYTES / out / 1e9,
+        bench.row(what=f"pinned memory, {name}", out_gb_per_s=COPIED_BYTES / out / 1e9,
                   back_gb_per_s=COPIED_BYTES / back / 1e9, is_pinned=host.is_pinned() if ON_GPU else False)  # fmt: skip
         bench.goal(f"bytes that came back otherwise, {name}", int((host.to(DEVICE) != there).sum()), at_most=0)
     if ON_GPU:
         bench.goal("pinned memory beside torch's", rates["of its own size"] / rates["torch's"], at_least=0.9)
     weights = there.view(torch.bfloat16)
-    bench.row(part="copies", what="digests", gb_per_s=COPIED_BYTES / timed(lambda: digest(weights), 5).median_s / 1e9)
+    bench.row(what="digests", gb_per_s=COPIED_BYTES / timed(lambda: digest(weights), 5).median_s / 1e9)
 
 
 PARTS: dict[str, Part] = {
-    "parity": parity, "head": head, "copies": copies, "training": training, "sharing": sharing, "run": whole_run,
+    "kernels": kernels, "head": head, "copies": copies, "parity": parity, "sharing": sharing, "memory": memory,
+    "rounding": rounding, "training": training, "run": whole_run,
 }  # fmt: skip
+SECONDS = {
+    "kernels": 20.0, "head": 20.0, "copies": 20.0, "parity": 40.0, "sharing": 60.0, "memory": 60.0, "rounding": 40.0,
+    "training": 60.0, "run": 240.0,
+}  # fmt: skip
+"""What must be left for a part to begin on a GPU. Long parts look at the clock themselves between their pieces."""
+_DRY_SECONDS = 5.0
 
 
 def main() -> int:
     """Everything, one after another."""
     options = parser("What only a GPU can show.")
     options.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)} (default: all)")
+    options.add_argument("--limit-s", type=float, default=540.0, help="skip what would not end by then (default 540)")
+    options.add_argument("--dry", action="store_true", help="small, on the CPU, even where there is a GPU")
     options.add_argument("--guest", type=Path, help=argparse.SUPPRESS)
+    options.add_argument("--share", type=float, help=argparse.SUPPRESS)
     arguments = options.parse_args()
     if arguments.guest:
-        be_guest(arguments.guest)
+        be_guest(arguments.guest, arguments.share)
         return 0
+    if unknown := sorted({*arguments.parts.split(",")} - PARTS.keys()):
+        options.error(f"there is no part {', '.join(unknown)}: choose from {', '.join(PARTS)}")
     print("on a GPU" if ON_GPU else "no GPU here: a dry run on the CPU, whose figures say nothing of one", flush=True)
-    bench = Benchmark("gpu")
+    bench = GpuBenchmark(arguments.json, arguments.limit_s)
+    bench.watch()
     for name in arguments.parts.split(","):
+        bench.part = name
+        if not bench.has_time(SECONDS[name] if ON_GPU else _DRY_SECONDS, "the whole part"):
+            continue
         began = time.perf_counter()
-        with tempfile.TemporaryDirectory() as directory:
-            try:
-                PARTS[name](bench, Path(directory))
-            except Exception:  # on a machine that is lent for minutes, the other parts still count
-                traceback.print_exc()
-                bench.goal(f"{name}: errors", 1, at_most=0)
-        bench.row(part=name, what="all of it", seconds=time.perf_counter() - began)
-        if ON_GPU:
-            torch.cuda.empty_cache()
+        with tempfile.TemporaryDirectory() as directory, bench.attempt():
+            PARTS[name](bench, Path(directory))
+        bench.row(what="all of it", seconds=time.perf_counter() - began)
     return bench.finish(arguments)
 
 

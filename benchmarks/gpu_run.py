@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_training import ON_GPU
-from benchmarks.harness import Benchmark
+from benchmarks.gpu_session import ON_GPU, GpuBenchmark
 from mrl.demo.model import make_model, save_toy_tokenizer
 from mrl.observe.metrics import read_metrics
 from mrl.plan.known_models import model_values
@@ -50,21 +49,24 @@ def run_model(directory: Path) -> Path:
     return make_random(values, "lm", directory / "model", torch.bfloat16)
 
 
-def whole_run(bench: Benchmark, directory: Path) -> None:
+def whole_run(bench: GpuBenchmark, directory: Path) -> None:
     """Engines start, sleep, wake, take weights in and are compared with the trainer, in each of three steps of GRPO."""
     for module in ("vllm", "ray"):
         if importlib.util.find_spec(module) is None:
-            bench.row(part="run", what="three steps of GRPO", skipped=f"{module} is not here")
+            bench.row(what="three steps of GRPO", skipped=f"{module} is not here")
             return
     settings: dict[str, Any] = GPU if ON_GPU else CPU
     config = directory / "run.yaml"
     model, engine = run_model(directory), GPU_ENGINE if ON_GPU else CPU_ENGINE
     config.write_text(CONFIG.format(**settings, directory=directory, model=model, steps=STEPS, vllm=engine))
     run = subprocess.run(
-        [sys.executable, "-c", MAIN, "train", str(config)], capture_output=True, text=True, timeout=LIMIT_S
+        [sys.executable, "-c", MAIN, "train", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=max(1.0, min(LIMIT_S, bench.seconds_left)),
     )
     print("\n".join((run.stdout + run.stderr).splitlines()[-40:]), flush=True)
     lines = read_metrics(directory / "run" / "metrics.jsonl") if run.returncode == 0 else []
     for line in lines:
-        bench.row(part="run", what=f"step {line['step']}", **{name: line[name] for name in SHOWN if name in line})
+        bench.row(what=f"step {line['step']}", **{name: line[name] for name in SHOWN if name in line})
     bench.goal("steps of GRPO, each with synced weights proven and log-probs compared", len(lines), at_least=STEPS)

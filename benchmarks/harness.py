@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -98,31 +99,39 @@ class Benchmark:
 
     def report(self) -> dict[str, Any]:
         """Everything that the JSON file holds. The machine is described, not named."""
-        described = {
+        load = {"load_average_before": self._load_before, "load_average_after": os.getloadavg()}
+        return {
+            "benchmark": self.name,
+            "command": command(sys.argv),
+            "machine": self._machine | load,
+            "versions": self._versions,
+            "rows": self.rows,
+            "goals": self.goals,
+        }
+
+    @cached_property
+    def _machine(self) -> dict[str, Any]:
+        return {
             "cpu": node_facts.cpu_model(),
             "cores": node_facts.usable_cpus(),
             "memory_bytes": memory_bytes(),
             "gpus": node_facts.gpus(),
-            "load_average_before": self._load_before,
-            "load_average_after": os.getloadavg(),
         }
-        versions = node_facts.versions()
-        return {
-            "benchmark": self.name,
-            "command": command(sys.argv),
-            "machine": described,
-            "versions": versions,
-            "rows": self.rows,
-            "goals": self.goals,
-        }
+
+    @cached_property
+    def _versions(self) -> dict[str, str | None]:
+        return node_facts.versions()
+
+    @staticmethod
+    def verdict(goal: Mapping[str, Any]) -> str:
+        """Return a goal as one line."""
+        return f"{'met   ' if goal['met'] else 'MISSED'}  {goal['name']}: {shown(goal['value'])}, goal {goal['goal']}"
 
     def finish(self, arguments: argparse.Namespace) -> int:
         """Print the table and the goals, write the JSON file, and return the exit status."""
         print("\n".join(table(self.rows)))
         for goal in self.goals:
-            print(
-                f"{'met   ' if goal['met'] else 'MISSED'}  {goal['name']}: {shown(goal['value'])}, goal {goal['goal']}"
-            )
+            print(self.verdict(goal))
         if arguments.json:
             arguments.json.write_text(json.dumps(self.report(), indent=2) + "\n")
         return 0 if all(goal["met"] for goal in self.goals) else 1

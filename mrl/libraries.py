@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 IMPORT_TRANSFORMER_ENGINE = "import torch, transformer_engine.pytorch"  # by itself it does not find torch's NCCL
 TRANSFORMER_ENGINE_FIX = "make install-cuda, which builds it against this torch; or pip uninstall transformer_engine"
@@ -24,12 +25,28 @@ def failure(code: str, timeout_s: float = _TIMEOUT_S) -> str:
     return lines[-1][:_MAX_REASON_LENGTH] if lines else f"exit status {tried.returncode}"
 
 
+def transformer_engine_extension() -> Path | None:
+    """Return the file of Transformer Engine's extension for torch, which has its kernels; None where there is none.
+
+    `find_spec` does not find it: pip puts it below the package, which loads it from there by its path.
+    """
+    package = importlib.util.find_spec("transformer_engine")
+    for location in package.submodule_search_locations or () if package else ():
+        inner = Path(location)
+        for directory in (inner.parent, inner, inner / "wheel_lib"):
+            if found := sorted(directory.glob("transformer_engine_torch*.so")):
+                return found[0]
+    return None
+
+
 def transformer_engine_fault() -> str:
     """Return why Transformer Engine cannot be loaded though it is installed; empty where it can, or is not there.
 
-    Of its packages one may be there without the extension that it needs, or with that of another torch.
+    The package can be installed without its extension, or with an extension that was built for another torch.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return ""
+    if transformer_engine_extension() is None:
+        return "Transformer Engine is installed without its extension for torch, transformer_engine_torch"
     why = failure(IMPORT_TRANSFORMER_ENGINE)
     return f"Transformer Engine is installed and cannot be loaded: {why}" if why else ""

@@ -11,24 +11,25 @@ import torch
 
 from mrl.agents.retriever import Found
 from mrl.data.chat import load_tokenizer
-from mrl.errors import ModelError
+from mrl.errors import ModelError, SetupError
 
 _MAX_TOKENS, _BATCH = 256, 128
 
 
 class DenseIndex:
-    """Passages as vectors, in memory; on the GPU in float16 where there is one."""
+    """Passages as vectors, in memory; on a GPU in float16."""
 
-    def __init__(self, encoder: Path, texts: Sequence[str]) -> None:
+    def __init__(self, encoder: Path, texts: Sequence[str], device: str = "cpu") -> None:
+        """Encode the texts on a device: `cpu`, or `cuda` or `cuda:N`, of which a run on this machine may need all."""
         from transformers import AutoModel
 
+        self._device = _checked_device(device)
         self._tokenizer = _tokenizer_that_pads(encoder)
         try:
             model: Any = AutoModel.from_pretrained(encoder, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ModelError(f"no encoder of transformers: {error}", where=str(encoder)) from error
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = model.eval().to(self._device, torch.float16 if self._device == "cuda" else torch.float32)
+        self._model = model.eval().to(self._device, torch.float32 if device == "cpu" else torch.float16)
         self._lock = threading.Lock()  # one batch at a time is faster than many that share the device
         self._vectors = self._encoded([f"passage: {text}" for text in texts])
 
@@ -54,6 +55,16 @@ class DenseIndex:
         hidden = self._model(**inputs).last_hidden_state * mask
         mean = hidden.sum(1, dtype=torch.float32) / mask.sum(1)
         return torch.nn.functional.normalize(mean, dim=-1).to(hidden.dtype)
+
+
+def _checked_device(name: str) -> torch.device:
+    kind, _, number = name.partition(":")
+    num_gpus = torch.cuda.device_count()
+    known = ["cpu", *(["cuda"] if num_gpus else []), *(f"cuda:{index}" for index in range(num_gpus))]
+    if name not in known:
+        what = f'device is "{name}", and this machine has {num_gpus} GPUs'
+        raise SetupError(what, where="retriever", fix=f"one of {', '.join(known)}")
+    return torch.device(kind, int(number)) if number else torch.device(kind)
 
 
 def _tokenizer_that_pads(encoder: Path) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mrl.errors import SetupError
+
 EXAMPLE = "mrl retriever corpus.jsonl --port 8000"
 
 
@@ -16,11 +18,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--encoder", metavar="DIRECTORY", type=Path, help="of a model such as E5, whose vectors find passages, not BM25"
     )
+    parser.add_argument(
+        "--device", default="cpu", help="of the encoder: cpu, cuda or cuda:N, which a run may need too (default cpu)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     from mrl.agents.retriever import Bm25, Retriever, read_corpus  # loads numpy
 
+    if arguments.encoder is None and arguments.device != "cpu":
+        what = f'--device is "{arguments.device}", but without --encoder passages are found by BM25, on the CPU'
+        raise SetupError(what, where="retriever", fix="name an encoder, or leave --device out")
     corpus = read_corpus(arguments.corpus)
     texts = [passage["contents"] for passage in corpus]
     if arguments.encoder is None:
@@ -28,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         from mrl.agents.dense import DenseIndex  # loads torch
 
-        find = DenseIndex(arguments.encoder, texts).find
+        find = DenseIndex(arguments.encoder, texts, arguments.device).find
     with Retriever(arguments.host, arguments.port, corpus, find, arguments.topk) as retriever:
         print(f"{len(corpus)} passages of {arguments.corpus} at {retriever.url}", flush=True)
         retriever.serve_forever()

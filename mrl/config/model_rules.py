@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mrl import files
 from mrl.config.arithmetic import longest_sample_tokens
@@ -32,6 +33,8 @@ class ModelShape:
     kv_heads: int | None = None
     experts: int | None = None
     positions: int | None = None
+    window: int | None = None
+    """Tokens that attention sees at most; None where layers see all of them."""
 
 
 def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
@@ -54,7 +57,19 @@ def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
     found = {field: next((sizes[name] for name in names if name in sizes), None) for field, names in _NAMES.items()}
     if sizes.get("rope_scaling") or (sizes.get("rope_parameters") or {}).get("factor"):
         found["positions"] = None  # there are more of them, as many as the kind of scaling says
+    found["window"] = sizes.get("sliding_window") if _has_windows(sizes) else None
     return ModelShape(**{field: size if isinstance(size, int) and size > 0 else None for field, size in found.items()})
+
+
+def _has_windows(sizes: dict[str, Any]) -> bool:
+    """Return whether some layer uses the window: files of Qwen name one also where it is switched off."""
+    is_qwen = str(sizes.get("model_type")).startswith("qwen")
+    if not sizes.get("use_sliding_window", not is_qwen):
+        return False
+    if isinstance(kinds := sizes.get("layer_types"), list):
+        return "sliding_attention" in kinds
+    first, layers = sizes.get("max_window_layers", 0), sizes.get("num_hidden_layers")
+    return not (isinstance(first, int) and isinstance(layers, int) and first >= layers)
 
 
 def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape) -> Iterator[Problem]:
@@ -63,6 +78,8 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
         yield from _layers(role, model, shape)
         yield from _heads(f"{role}.parallel.tp", model.parallel.tp, shape)
         yield from _experts(role, model, shape)
+        if config.cluster.device == "gpu":
+            yield from _window(f"{role}.parallel.cp", model.parallel.cp, shape)
     if isinstance(config, Config) and "actor" in roles:
         yield from _heads("rollout.tp", config.rollout.tp, shape)
         yield from _positions(config, shape)
@@ -123,6 +140,15 @@ def _heads(key: str, tp: int, shape: ModelShape) -> Iterator[Problem]:
     elif shape.kv_heads is not None and shape.kv_heads % tp and tp % shape.kv_heads:
         what = f"{tp} is neither a divisor nor a multiple of {shape.kv_heads} key-value heads"
         yield problem(key, what, nearest(key, near_divisors(tp, shape.kv_heads)))
+
+
+def _window(key: str, cp: int, shape: ModelShape) -> Iterator[Problem]:
+    if cp > 1 and shape.window is not None:
+        what = (
+            f"{cp}, but the model has a sliding window of {shape.window} tokens: Transformer Engine's fused attention "
+            "does not compute a window over several context ranks"
+        )
+        yield problem(key, what, f"{key}=1")
 
 
 def _experts(role: str, model: MegatronModelConfig, shape: ModelShape) -> Iterator[Problem]:

@@ -7,7 +7,9 @@ on the CPU dense blocks of rows of similar length.
 
 from __future__ import annotations
 
-import importlib.util
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,13 +29,14 @@ from torch import Tensor
 from mrl.engine.packed_rows import PackedParams
 from mrl.engine.segments import Lengths, Segments
 from mrl.errors import EngineError
+from mrl.libraries import transformer_engine_extension
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 
 
 def has_transformer_engine() -> bool:
-    """Return whether layers come from Transformer Engine: it is installed, and there is a GPU for it."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    """Return whether layers come from Transformer Engine: its extension is installed, and there is a GPU for it."""
+    return torch.cuda.is_available() and transformer_engine_extension() is not None
 
 
 class RmsNorm(torch.nn.Module):
@@ -167,6 +170,7 @@ def _varlen(qkv: Qkv, segments: Segments, scale: float | None, reach: int | None
             ]
         )
         key, value = key[wanted], value[wanted]
+    announced: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
     attended = varlen_attn(
         query,
         key,
@@ -177,10 +181,16 @@ def _varlen(qkv: Qkv, segments: Segments, scale: float | None, reach: int | None
         int(segments.key_lengths.max()),
         scale=scale,
         window_size=(-1 if reach is None else reach, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **(announced if _takes_enable_gqa(varlen_attn) else {}),
     )
     assert isinstance(attended, Tensor), "nothing else was asked of the kernel"
     return attended
+
+
+@functools.cache
+def _takes_enable_gqa(kernel: Callable[..., Any]) -> bool:
+    """Return whether the kernel asks for fewer heads of keys to be announced; up to torch 2.11 it takes them as is."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def _ends(lengths: Lengths, device: torch.device) -> Tensor:

@@ -43,6 +43,9 @@ def transformer_config(request: ModelRequest, groups: ParallelGroups) -> Transfo
     A setting of the user never replaces what the model's file or the layout says: `config` refuses such keys.
     """
     parallel, dtype = groups.parallel, torch_dtype(request.dtype)
+    if has_transformer_engine() and parallel.cp > 1 and request.spec.sliding_window:
+        what = f"a sliding window of {request.spec.sliding_window} tokens with cp={parallel.cp}"
+        raise EngineError(f"Transformer Engine's fused attention does not compute {what}", fix="set parallel.cp=1")
     settings = request.spec.transformer_config() | {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,

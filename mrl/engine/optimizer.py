@@ -75,9 +75,7 @@ class Optimizer:
             raise EngineError("the optimizer has no learning rate", fix="set optimizer.lr")
         # Megatron's schedule takes this from the optimizer's groups, where null is not "none given".
         self.config.min_lr = self.config.lr * settings.schedule.min_lr_ratio
-        self.optimizer = get_megatron_optimizer(
-            self.config, self.chunks, use_gloo_process_groups=torch.cuda.is_available()
-        )
+        self.optimizer = get_megatron_optimizer(self.config, self.chunks, use_gloo_process_groups=False)
         self.schedule = _schedule(self.optimizer, self.config, settings.schedule)
         self.num_skipped = 0
         self.num_skipped_in_a_row = 0

@@ -75,7 +75,7 @@ def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[ParallelGrou
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
-        create_gloo_process_groups=on_gpu,
+        create_gloo_process_groups=False,  # Megatron's own checkpoints alone read them
     )
     try:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)

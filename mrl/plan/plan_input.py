@@ -36,7 +36,8 @@ class Planned(Generic[AnyTyped]):
         yield from check_rules(self.config)
         for role, spec in self.specs.items():
             num_experts = spec.moe.num_experts if spec.moe else None
-            shape = ModelShape(spec.num_layers, spec.num_heads, spec.num_kv_heads, num_experts)
+            heads = (spec.num_heads, spec.num_kv_heads)
+            shape = ModelShape(spec.num_layers, *heads, num_experts, window=spec.sliding_window)
             yield from check_model_rules(self.config, [role], shape)
 
     def check_layouts(self) -> None:

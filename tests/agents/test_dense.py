@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mrl.agents.dense import DenseIndex
+from mrl.errors import SetupError
 from tests.data.chat_templates import save_tokenizer
 
 TEXTS = ["Ada\nShe wrote notes.", "Rome\nA city.", "A much longer passage of many words, so that others are padded."]
@@ -37,6 +38,19 @@ def vector(encoder: Path, text: str) -> np.ndarray:
     with torch.inference_mode():
         mean = BertModel.from_pretrained(encoder).eval()(ids).last_hidden_state[0].double().mean(0).numpy()
     return mean / np.linalg.norm(mean)  # type: ignore[no-any-return]
+
+
+def test_the_cpu_is_used_unless_a_device_is_named(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs of the machine may be those of a run."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert [place for place, _ in DenseIndex(encoder, TEXTS).find(["city"], 1)[0]] == [1]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", "gpu", "cuda:x", "meta"])
+def test_a_device_that_is_not_there_is_a_message(encoder: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(SetupError, match=f'device is "{device}", and this machine has 0 GPUs'):
+        DenseIndex(encoder, TEXTS, device)
 
 
 def test_passages_are_ranked_by_the_inner_product_of_unit_vectors(encoder: Path) -> None:

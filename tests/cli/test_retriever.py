@@ -63,3 +63,12 @@ def test_an_encoder_that_is_none_is_a_message(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "corpus.jsonl").write_text('{"contents": "a"}\n')
     assert main(["retriever", str(tmp_path / "corpus.jsonl"), "--encoder", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_a_device_without_an_encoder_is_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"contents": "a"}\n')
+    assert main(["retriever", str(tmp_path / "corpus.jsonl"), "--device", "cuda"]) == 1
+    assert capsys.readouterr().err == (
+        'retriever: --device is "cuda", but without --encoder passages are found by BM25, on the CPU\n'
+        "  fix: name an encoder, or leave --device out\n"
+    )

@@ -285,6 +285,37 @@ def test_every_name_of_the_number_of_experts_is_known(name: str, tmp_path: Path)
     assert shape.experts == 8
 
 
+QWEN = {"model_type": "qwen2", "num_hidden_layers": 4, "sliding_window": 64}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "window"),
+    [
+        ({"model_type": "mistral", "sliding_window": 64}, 64),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "llama"}, None),
+        (QWEN, None),
+        (QWEN | {"use_sliding_window": False}, None),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 0}, 64),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 4}, None),
+        (QWEN | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 4}, 64),
+        (QWEN | {"use_sliding_window": True, "layer_types": ["full_attention"] * 4}, None),
+    ],
+    ids=str,
+)
+def test_a_window_counts_where_layers_use_it(sizes: dict[str, object], window: int | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    shape = read_model_shape("model.path", str(tmp_path))
+    assert isinstance(shape, ModelShape)
+    assert shape.window == window
+
+
+def test_a_cpu_computes_windows_with_context_parallelism(valid: str, write: Write) -> None:
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "model_type": "mistral", "sliding_window": 64}
+    write(json.dumps(sizes), "tiny/model/config.json")
+    load_config(write(valid), ["actor.parallel={tp: 1, cp: 2}"])
+
+
 @pytest.mark.parametrize(
     ("more", "positions"),
     [({}, 300), ({"rope_scaling": {"factor": 4.0}}, None), ({"rope_parameters": {"factor": 4.0}}, None)],

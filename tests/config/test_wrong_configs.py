@@ -23,6 +23,7 @@ MODELS = {
     "short": {"num_hidden_layers": 6, "num_attention_heads": 12, "max_position_embeddings": 300},
     "model": {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 2},
     "moe": {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 12, "num_experts": 6},
+    "windowed": {"num_hidden_layers": 6, "num_attention_heads": 12, "model_type": "mistral", "sliding_window": 4096},
 }
 
 

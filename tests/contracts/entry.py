@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Literal, get_args
 import yaml
 
 Kind = Literal["name", "signature", "field", "default", "member", "outline", "statement"]
+Fact = str | list[str] | None
+_LETTERS = 12
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -35,14 +38,29 @@ class Entry:
 
     @property
     def library(self) -> str:
+        """The library, and after `@` its version where that is not the pinned one."""
         return self.file.partition("/")[0]
 
-    def complaint(self, source: str) -> str:
-        """Return why the library's source is not as relied on; empty where it is."""
+    @property
+    def member(self) -> str:
+        """The file in the library's wheel."""
+        return self.file.replace(self.library, self.library.partition("@")[0], 1)
+
+    def look_up(self, source: str) -> Fact:
+        """Return what the library's source says of this thing, in a form that can be stored; None where it has none."""
         found = resolve(ast.parse(source), self.name.split("."))
-        if found is None:
+        return None if found is None else _fact(self.kind, found)
+
+    def complaint(self, fact: Fact) -> str:
+        """Return why a library with this fact is not as relied on; empty where it is."""
+        if fact is None:
             return f"{self.file} has no {self.name}"
-        return next((f"{self.file}: {self.name} {why}" for why in _complaints(self.kind, self.relied, found)), "")
+        return next((f"{self.file}: {self.name} {why}" for why in _complaints(self.kind, self.relied, fact)), "")
+
+    @property
+    def question(self) -> str:
+        """What is looked up, whatever is relied on of it."""
+        return f"{self.kind} {self.file} {self.name}"
 
 
 def read_table(file: Path) -> list[Entry]:
@@ -58,25 +76,53 @@ def read_table(file: Path) -> list[Entry]:
     return entries
 
 
-def _complaints(kind: Kind, relied: str, found: ast.AST) -> Iterator[str]:
+def _fact(kind: Kind, found: ast.AST) -> Fact:
+    """Return the looked-up part alone: parameters, a type, a value, lines, or the digests of all statements.
+
+    What is not of its kind is empty.
+    """
     value = found.value if isinstance(found, (ast.AnnAssign, ast.Assign)) else found
     text = ast.unparse(value) if isinstance(value, ast.expr) else "nothing"
     function = resolve(found, ["__init__"]) if isinstance(found, ast.ClassDef) else found
-    if kind in ("signature", "outline", "statement") and not isinstance(function, Function):
+    if kind == "field":
+        return ast.unparse(found.annotation) if isinstance(found, ast.AnnAssign) else ""
+    if kind == "default":
+        return text
+    if kind == "member":
+        return text if isinstance(found, ast.Assign) else ""
+    if kind == "name":
+        return "there"
+    if not isinstance(function, Function):
+        return ""
+    if kind == "signature":
+        return f"({ast.unparse(function.args)})"
+    if kind == "outline":
+        return "\n".join(outline(function))
+    return sorted({_digest(node) for node in ast.walk(function) if isinstance(node, ast.stmt)})
+
+
+def _digest(statement: ast.stmt) -> str:
+    return hashlib.sha256(ast.unparse(statement).encode()).hexdigest()[:_LETTERS]
+
+
+def _complaints(kind: Kind, relied: str, fact: str | list[str]) -> Iterator[str]:
+    if kind in ("signature", "outline", "statement") and not fact:
         yield "is no function"
     elif kind == "signature":
-        yield from _misfits(function.args, relied)
-    elif kind == "field" and not isinstance(found, ast.AnnAssign):
+        call = ast.parse(f"def f{fact}: 0").body[0]
+        assert isinstance(call, ast.FunctionDef), "it was made of a function"
+        yield from _misfits(call.args, relied)
+    elif kind == "field" and not fact:
         yield "is no annotated field"
-    elif kind == "field" and (annotation := ast.unparse(found.annotation)) != relied:
-        yield f"is of type {annotation}, not {relied}"
-    elif kind == "default" and text != relied:
-        yield f"is {text}, not {relied}"
-    elif kind == "member" and not (isinstance(found, ast.Assign) and text == relied):
-        yield f"is {text}, not a member of value {relied}"
-    elif kind == "outline" and (lines := outline(function)) != relied.splitlines():
-        yield f"has changed: {' | '.join(lines)}"
-    elif kind == "statement" and not _has_statement(function, relied):
+    elif kind == "field" and fact != relied:
+        yield f"is of type {fact}, not {relied}"
+    elif kind == "default" and fact != relied:
+        yield f"is {fact}, not {relied}"
+    elif kind == "member" and fact != relied:
+        yield f"is {fact or 'nothing'}, not a member of value {relied}"
+    elif kind == "outline" and fact != relied.rstrip("\n"):
+        yield f"has changed: {str(fact).replace(chr(10), ' | ')}"
+    elif kind == "statement" and _digest(ast.parse(relied).body[0]) not in fact:
         yield f"has no statement `{relied}`"
 
 
@@ -153,8 +199,3 @@ def outline(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
         else:
             lines += ast.unparse(node).splitlines()
     return lines
-
-
-def _has_statement(function: ast.AST, relied: str) -> bool:
-    (wanted,) = ast.parse(relied).body
-    return any(isinstance(node, ast.stmt) and ast.dump(node) == ast.dump(wanted) for node in ast.walk(function))

@@ -12,11 +12,13 @@ import zipfile
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
-
 _FOUND = re.compile(r"Found link (\S+/([^/\s#]+)\S*) \(from ")
 _FOR_LINUX = r"-(py3-none-any|(py3-none|cp312-cp312|cp38-abi3)-\S*manylinux\S*x86_64)\.whl"
 _TIMEOUT_S = 120
+
+
+class IndexSilent(Exception):
+    """The package index does not answer, for this reason."""
 
 
 class _Remote(io.RawIOBase):
@@ -45,7 +47,14 @@ class _Remote(io.RawIOBase):
 
 
 def _open(url: str, part: str) -> Any:
-    return urllib.request.urlopen(urllib.request.Request(url, headers={"Range": part}), timeout=_TIMEOUT_S)
+    return _answer(urllib.request.Request(url, headers={"Range": part}))
+
+
+def _answer(request: str | urllib.request.Request) -> Any:
+    try:
+        return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
+    except OSError as error:
+        raise IndexSilent(str(error)) from error
 
 
 def _open_parts(url: str) -> Any:
@@ -58,9 +67,12 @@ def _open_parts(url: str) -> Any:
 def url_of(name: str, version: str) -> str:
     """Return where the file is that Python 3.12 on Linux takes: a wheel, or the source where there is none."""
     asked = [sys.executable, "-m", "pip", "index", "versions", name, "-vv", "--python-version=3.12", "--retries=1"]
-    said = subprocess.run(asked, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise IndexSilent(f"no answer within {error.timeout:g} s") from error
     if said.returncode:
-        pytest.skip(f"the package index does not answer: {said.stderr.strip().splitlines()[-1]}")
+        raise IndexSilent(said.stderr.strip().splitlines()[-1])
     urls = {file: url for url, file in _FOUND.findall(said.stdout)}
     begin = rf"{name.replace('-', '[-_]')}-{re.escape(version)}"
     wanted = [re.compile(begin + _FOR_LINUX), re.compile(begin + r"\.tar\.gz")]
@@ -79,7 +91,7 @@ def read_wheel(url: str, members: Iterable[str]) -> dict[str, str]:
 def read_archive(url: str) -> dict[str, str]:
     """Return the text files of a small source archive, below its own directory."""
     with (
-        urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer,
+        _answer(url) as answer,
         tarfile.open(fileobj=io.BytesIO(answer.read())) as archive,
     ):
         files = {member.name.partition("/")[2]: archive.extractfile(member) for member in archive if member.isfile()}

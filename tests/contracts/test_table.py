@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
 from tests.contracts.branches import MRL, cuda_branches, cuda_scopes
-from tests.contracts.entry import Entry, Kind, read_table, resolve
+from tests.contracts.entry import Entry, Kind, resolve
+from tests.contracts.stored import ENTRIES, PINS, REFRESH, Stored
 
-ENTRIES = read_table(Path(__file__).with_name("table.yaml"))
 LIBRARY = """
 from enum import Enum
 try:
@@ -54,8 +53,32 @@ RIGHT_AND_WRONG: list[tuple[Kind, str, str, str, str]] = [
 
 @pytest.mark.parametrize(("kind", "name", "relied", "wrong_name", "wrong"), RIGHT_AND_WRONG)
 def test_a_wrong_entry_of_each_kind_is_caught(kind: Kind, name: str, relied: str, wrong_name: str, wrong: str) -> None:
-    assert Entry("a.py:f", kind, "library.py", name, relied).complaint(LIBRARY) == ""
-    assert Entry("a.py:f", kind, "library.py", wrong_name, wrong).complaint(LIBRARY).startswith("library.py")
+    right, other = (Entry("a.py:f", kind, "library.py", *each) for each in ((name, relied), (wrong_name, wrong)))
+    assert right.complaint(right.look_up(LIBRARY)) == ""
+    assert other.complaint(other.look_up(LIBRARY)).startswith("library.py")
+
+
+def test_the_stored_copy_answers_every_question_as_mrl_relies_on_it() -> None:
+    """Without any index: an entry that was added or changed has to be looked up again, and the copy stored."""
+    stored = Stored.read()
+    assert [str(why) for entry in ENTRIES if (why := stored.complaint(entry))] == []
+
+
+def test_the_stored_copy_has_nothing_that_nobody_asks() -> None:
+    stored = Stored.read()
+    for library in {entry.library for entry in ENTRIES} | stored.facts.keys():
+        questions = {entry.question for entry in ENTRIES if entry.library == library}
+        assert stored.facts[library].keys() == questions, f"{library}: {REFRESH}"
+
+
+def test_a_question_or_a_version_that_was_never_looked_up_is_a_complaint() -> None:
+    entry = Entry("a.py:f", "name", "torch/cuda/__init__.py", "no_such_name")
+    stored = Stored.read()
+    assert REFRESH in stored.complaint(entry)
+    known = next(entry for entry in ENTRIES if entry.library == "torch")
+    assert stored.complaint(known) == ""
+    stored.versions["torch"] = "1.0"
+    assert stored.complaint(known) == f"the stored copy is of torch 1.0, not {PINS['torch']}: {REFRESH}"
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,16 @@ def test_kernels_are_fused_where_transformer_engine_is_and_each_can_be_switched_
         assert fused(config_of(moe, LARGE, **{name: False})) == (DENSE_KERNELS | EXPERT_KERNELS) - {name}
 
 
+def test_transformer_engine_is_not_asked_for_a_window_over_context_ranks(
+    tiny_spec: dict[str, ModelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over_two = ParallelConfig(cp=2)
+    assert config_of(tiny_spec["mistral"], over_two).window_size, "our own attention computes it"
+    monkeypatch.setattr("mrl.engine.model.has_transformer_engine", lambda: True)
+    with pytest.raises(EngineError, match=r"sliding window of \d+ tokens with cp=2\s+fix: set parallel.cp=1"):
+        config_of(tiny_spec["mistral"], over_two)
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_linear_layers_add_to_gradients_themselves_and_the_output_layer_asks_for_no_apex(
     tmp_path: Path, wanted: bool

@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from mrl.engine.parallel import take_device
+from mrl.config.schema import ParallelConfig
+from mrl.engine.parallel import model_parallel, take_device
 
 
 @pytest.mark.parametrize(("local_rank", "visible", "taken"), [(0, 8, 0), (3, 8, 3), (3, 1, 0)])
@@ -31,3 +32,18 @@ def test_without_cuda_a_rank_has_one_thread() -> None:
     ):
         assert take_device(3) == "gloo"
     set_num_threads.assert_called_once_with(1)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_nobody_reads_groups_of_gloo_so_megatron_makes_none(on_gpu: bool) -> None:
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=on_gpu),
+        mock.patch.object(torch.distributed, "is_initialized", return_value=True),
+        mock.patch.object(torch.distributed, "get_world_size", return_value=1),
+        mock.patch("mrl.engine.cpu_shim.install"),
+        mock.patch("megatron.core.parallel_state.initialize_model_parallel", side_effect=KeyboardInterrupt) as made,
+        pytest.raises(KeyboardInterrupt),
+        model_parallel(ParallelConfig(), seed=1),
+    ):
+        pass
+    assert made.call_args.kwargs["create_gloo_process_groups"] is False
