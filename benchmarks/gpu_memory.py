@@ -136,11 +136,14 @@ def planned_bytes(model: str, megatron: dict[str, Any], num_tokens: int) -> int:
     spec = read_spec(model)
     fused = spec.fused_kernels() if HAS_FUSED else {}
     settings = TrainedModelConfig(max_tokens_per_device=num_tokens, megatron=fused | megatron)
-    layers = stage_activations(spec, settings, 0, 1) / (1 + ASSUMPTIONS.allocator_share)
+    taken = stage_activations(spec, settings, 0, 1, "gpu" if HAS_FUSED else "cpu")  # whose norms are apart
+    share = 1 + ASSUMPTIONS.allocator_share
+    layers, at_work = taken.kept / share, taken.at_work / share
     if not HAS_FUSED:
         num_layers = 1 if megatron.get("recompute_granularity") == "full" else spec.num_layers
         layers += 2 * 4 * spec.hidden * num_layers * num_tokens
-    return int(layers) + head_bytes(spec, settings, "lm", backward=True, device="gpu" if ON_GPU else "cpu")
+    head = head_bytes(spec, settings, "lm", backward=True, device="gpu" if ON_GPU else "cpu")
+    return int(layers + max(at_work, head))  # the head is done before backward enters a layer
 
 
 def report_peaks(bench: GpuBenchmark, recomputed: str, model: str, found: list[tuple[int, int | None]]) -> None:

@@ -45,12 +45,12 @@ def test_reference_may_have_a_layout_and_a_model_of_its_own(valid: str, write: C
 
 
 def test_reference_takes_from_the_actor_each_key_that_it_is_not_given(valid: str, write: Callable[..., str]) -> None:
-    more = ("reference.parallel.sequence_parallel=true", "reference.megatron.bias_dropout_fusion=true")
+    more = ("reference.parallel.sequence_parallel=true", "reference.megatron.bias_activation_fusion=true")
     of_actor = ("actor.megatron.bias_dropout_fusion=false", "reference.dtype=null", "actor.dtype=float32")
     config = load_config(write(valid), [*APART, *more, *of_actor]).config
     assert config.reference is not None
     assert config.reference.parallel == ParallelConfig(tp=2, sequence_parallel=True)
-    assert config.reference.megatron == {"bias_dropout_fusion": False, "bias_dropout_fusion": True}
+    assert config.reference.megatron == {"bias_dropout_fusion": False, "bias_activation_fusion": True}
     assert config.reference.dtype == "float32"
     assert config.actor.parallel == ParallelConfig(tp=2)
 

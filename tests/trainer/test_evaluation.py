@@ -52,6 +52,7 @@ def test_each_setting_is_sampled_as_it_was_asked_for(tmp_path: Path, monkeypatch
         "open_dataset": lambda *_, **__: Rows(3),
         "check_model": lambda *_: None,
         "placed_run": nothing,
+        "model_probe": nothing,
         "started_groups": nothing,
         "with_models": lambda *_: {},
     }
