@@ -105,7 +105,7 @@ def report_kept(bench: GpuBenchmark, what: str, found: dict[str, Any]) -> None:
     for action, seconds in found["seconds"].items():
         bench.row(what=f"{action}{what}", seconds=seconds, much_gb=LARGE_BYTES / 1e9)
     if ON_GPU:
-        held, planned = found["stages"]["offload"]["held_gb"], ASSUMPTIONS.trainer_reserve_bytes / 1e9
+        held, planned = found["stages"]["offload"]["held_gb"], ASSUMPTIONS.process_bytes / 1e9
         bench.goal(f"GB that a process holds after offload{what}", held, at_most=planned)
 
 

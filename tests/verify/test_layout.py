@@ -148,7 +148,10 @@ def test_a_wrong_layout_has_an_exit_code(measured: mock.Mock, capsys: pytest.Cap
     ("options", "said"),
     [
         ([], "64 GPUs, one for each rank, and this machine has 8; a smaller pp shows the same, or --device=cpu,"),
-        (["actor.parallel.tp=8", "actor.parallel.pp=1", "actor.parallel.vpp=1"], "16 GPUs, one for each rank, and this machine has 8; --device=cpu,"),
+        (
+            ["actor.parallel={tp: 8, pp: 1, vpp: 1}"],
+            "16 GPUs, one for each rank, and this machine has 8; --device=cpu,",
+        ),
         (["--device=cpu"], "64 processes, and --max-ranks=16; a smaller pp shows the same, or --max-ranks=64"),
     ],
 )
