@@ -34,6 +34,7 @@ from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.trainer.audit import EngineProbe
 from mrl.trainer.checks import check_reward_models, check_reward_sources, check_teacher
 from mrl.trainer.collector import Collector
+from mrl.trainer.device_turns import DeviceTurns
 from mrl.trainer.generation import Generator
 from mrl.trainer.model_scores import ModelScores, scoring_models
 from mrl.trainer.nodes import placed_run
@@ -74,6 +75,7 @@ class Components:
     stream: SampleStream
     validator: Validator
     kl: KLController
+    turns: DeviceTurns
     teacher: TeacherClient | None = None
 
     @property
@@ -118,7 +120,8 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             groups = stack.enter_context(started_groups(config, context, list(config.model_roles())))
             hybrid = HybridEngine(config, groups, context, reads_text=has_stops(config.agent))
             stack.callback(hybrid.close)
-            roles = with_models(config, groups, events)
+            turns = DeviceTurns(config)
+            roles = with_models(config, groups, events, turns)
             hybrid.connect()
             if config.judge is not None:
                 asked = stack.enter_context(judge_served(config.judge, config.cluster.device, context))
@@ -143,6 +146,7 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             stream=stream,
             validator=validator,
             kl=kl_controller(config),
+            turns=turns,
             teacher=roles.get("teacher"),
         )
 
@@ -175,7 +179,7 @@ def check_model(setup: ModelSetup) -> None:
 
 
 def model_setup(role: str, config: Config) -> ModelSetup:
-    pools, distillation = config.placement.roles, config.algorithm.distillation
+    distillation = config.algorithm.distillation
     is_taught = role == "actor" and distillation is not None and distillation.form == "full"
     return ModelSetup(
         path=config.model_of(role)[1],
@@ -187,7 +191,6 @@ def model_setup(role: str, config: Config) -> ModelSetup:
         keeps_reference=role == "actor" and config.algorithm.kl.where != "none",
         teacher=config.model_of("teacher")[1] if is_taught else None,
         vocab=read_spec(config.model.path).vocab if role == "teacher" else None,
-        shares_device=config.cluster.device == "cpu" or list(pools.values()).count(pools[role]) > 1,
     )
 
 
@@ -222,14 +225,16 @@ def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
     return RayWorkerGroup(role, worker, role_mesh(config, role), context)
 
 
-def with_models(config: Config, groups: Mapping[str, Future[RayWorkerGroup]], events: EventLog) -> dict[str, Any]:
+def with_models(
+    config: Config, groups: Mapping[str, Future[RayWorkerGroup]], events: EventLog, turns: DeviceTurns
+) -> dict[str, Any]:
     """Load the models side by side, but on one GPU in turn: loading takes memory of its own."""
 
     def load(names: Sequence[str]) -> dict[str, RoleClient]:
         loaded: dict[str, RoleClient] = {}
         for name in names:
             group, began = groups[name].result(), time.monotonic()
-            loaded[name] = _CLIENTS[kind_of(name)](group, config.model_roles()[name])
+            loaded[name] = _CLIENTS[kind_of(name)](group, config.model_roles()[name], turns)
             events.write(ModelLoaded(name, loaded[name].num_parameters, time.monotonic() - began))
         return loaded
 

@@ -19,6 +19,7 @@ from mrl.events import EventLog
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.trainer.checks import check_reward_models
 from mrl.trainer.components import check_model, judge_served, manager_class, model_setup, started_groups, with_models
+from mrl.trainer.device_turns import DeviceTurns
 from mrl.trainer.generation import Generator
 from mrl.trainer.model_scores import ModelScores, scoring_models
 from mrl.trainer.nodes import placed_run
@@ -75,7 +76,9 @@ def evaluate(
                 say(f"{number} of {len(settings)} done")
         ending.close()  # reward models may be given their devices
         groups = stack.enter_context(started_groups(config, context, list(config.scoring_models())))
-        models = ModelScores(scoring_models(config, with_models(config, groups, events), tokenizer))
+        models = ModelScores(
+            scoring_models(config, with_models(config, groups, events, DeviceTurns(config)), tokenizer)
+        )
         found = [validator.measure(0, of_it, models) for validator, of_it in zip(validators, sampled, strict=True)]
         for message in (message for validator in validators for message in validator.warnings):
             say(message)
