@@ -33,6 +33,7 @@ from mrl.rewards.manager import RewardManager
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.trainer.checks import check_reference, check_reward_models, check_reward_sources, check_teacher
 from mrl.trainer.collector import Collector
+from mrl.trainer.device_turns import DeviceTurns
 from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator
 from mrl.trainer.model_probe import ModelProbe
@@ -84,6 +85,7 @@ class Components:
     stream: SampleStream
     validator: Validator
     kl: KLController
+    turns: DeviceTurns
     reference: ReferenceClient | None = None
     """None where the actor keeps the reference, or no KL is charged."""
     teacher: TeacherClient | None = None
@@ -133,7 +135,8 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             groups = stack.enter_context(started_groups(config, context, list(config.model_roles())))
             hybrid = HybridEngine(config, groups, context, reads_text=has_stops(config.agent))
             stack.callback(hybrid.close)
-            roles = with_models(config, groups, events, probe)
+            turns = DeviceTurns(config)
+            roles = with_models(config, groups, events, probe, turns)
             hybrid.connect()
             if config.judge is not None:
                 asked = stack.enter_context(judge_served(config.judge, config.cluster.device, context))
@@ -158,6 +161,7 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             stream=stream,
             validator=validator,
             kl=kl_controller(config),
+            turns=turns,
             reference=roles.get("reference"),
             teacher=roles.get("teacher"),
         )
@@ -191,7 +195,7 @@ def check_model(setup: ModelSetup) -> None:
 
 
 def model_setup(role: str, config: Config) -> ModelSetup:
-    pools, distillation = config.placement.roles, config.algorithm.distillation
+    distillation = config.algorithm.distillation
     is_taught = role == "actor" and distillation is not None and distillation.form == "full"
     return ModelSetup(
         path=config.model_of(role)[1],
@@ -203,7 +207,6 @@ def model_setup(role: str, config: Config) -> ModelSetup:
         keeps_reference=role == "actor" and has_reference(config),
         teacher=config.model_of("teacher")[1] if is_taught else None,
         vocab=read_spec(config.model.path).vocab if role in ("reference", "teacher") else None,
-        shares_device=config.cluster.device == "cpu" or list(pools.values()).count(pools[role]) > 1,
     )
 
 
@@ -250,7 +253,11 @@ def model_probe(
 
 
 def with_models(
-    config: Config, groups: Mapping[str, Future[RayWorkerGroup]], events: EventLog, probe: ModelProbe
+    config: Config,
+    groups: Mapping[str, Future[RayWorkerGroup]],
+    events: EventLog,
+    probe: ModelProbe,
+    turns: DeviceTurns,
 ) -> dict[str, Any]:
     """Load the models side by side, but on one GPU in turn: loading takes memory of its own."""
 
@@ -258,7 +265,7 @@ def with_models(
         loaded: dict[str, RoleClient] = {}
         for name in names:
             group, began = groups[name].result(), time.monotonic()
-            loaded[name] = _CLIENTS[kind_of(name)](group, config.model_roles()[name])
+            loaded[name] = _CLIENTS[kind_of(name)](group, config.model_roles()[name], turns)
             events.write(ModelLoaded(name, loaded[name].num_parameters, time.monotonic() - began))
             probe.compare(name, loaded[name])
         return loaded

@@ -27,6 +27,7 @@ from mrl.trainer.components import (
     started_groups,
     with_models,
 )
+from mrl.trainer.device_turns import DeviceTurns
 from mrl.trainer.generation import Generator
 from mrl.trainer.model_scores import ModelScores, scoring_models
 from mrl.trainer.nodes import placed_run
@@ -85,7 +86,8 @@ def evaluate(
         names = list(config.scoring_models())
         probe = stack.enter_context(model_probe(config, names, tokenizer, events))
         groups = stack.enter_context(started_groups(config, context, names))
-        models = ModelScores(scoring_models(config, with_models(config, groups, events, probe), tokenizer))
+        roles = with_models(config, groups, events, probe, DeviceTurns(config))
+        models = ModelScores(scoring_models(config, roles, tokenizer))
         found = [validator.measure(0, of_it, models) for validator, of_it in zip(validators, sampled, strict=True)]
         for message in (message for validator in validators for message in validator.warnings):
             say(message)

@@ -147,6 +147,7 @@ class RayPPOTrainer:
             with self.clock("update_actor"):
                 updates["actor"] = self.train(self.actor.update_actor, batch, len(samples.batch))
             self.hybrid.weights_changed()
+        self.components.turns.end()
         for name, of_role in updates.items():
             metrics |= mean_of(of_role, name)
         metrics |= step_metrics.distillation_share(metrics)
@@ -196,6 +197,7 @@ class RayPPOTrainer:
             with self.clock("validation"):
                 samples = self.components.validator.samples
                 figures["val/teacher_kl"] = validated_kl(self.actor, teacher, samples, _FETCH_S)
+            self.components.turns.end()
         while self.components.validator.warnings:
             self.run.warn("validation", self.components.validator.warnings.pop(0))
         self.compare_engines(self.num_steps_done, answers)

@@ -18,6 +18,7 @@ from mrl.controller import RayWorkerGroup
 from mrl.data.packing import PackingRules, plan_step
 from mrl.protocol import DataProto
 from mrl.rounding import round_up
+from mrl.trainer.device_turns import DeviceTurns
 from mrl.workers.messages import UpdateReport, WholeBatch
 
 Metrics = dict[str, float]
@@ -26,8 +27,11 @@ Metrics = dict[str, float]
 class RoleClient:
     """Calls one role's workers. Rows go where the work is even; they come back in any order, with their ids."""
 
-    def __init__(self, group: RayWorkerGroup, settings: MegatronModelConfig) -> None:
-        self.group = group
+    _takes_turns = True
+
+    def __init__(self, group: RayWorkerGroup, settings: MegatronModelConfig, turns: DeviceTurns | None = None) -> None:
+        """Load the model; without turns its devices are nobody else's."""
+        self.group, self._turns = group, turns
         self._max_tokens = settings.max_tokens_per_device
         facts = group.init_model()[0]
         self._packing: PackingRules = facts.packing
@@ -50,9 +54,15 @@ class RoleClient:
         """The tokens of the longest row that fits into a micro-batch."""
         return self.capacity // self._packing.row_multiple * self._packing.row_multiple
 
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Have the workers compute, in this role's turn on their devices."""
+        if self._turns is not None and self._takes_turns:
+            self._turns.begin(self.group)
+        return getattr(self.group, method)(*arguments)
+
     def _forward(self, call: StepCall, batch: DataProto, prefix: str = "") -> tuple[DataProto, Metrics]:
         """Return the columns that the model writes for these rows, and the metrics beside them."""
-        return _merged(getattr(self.group, call.method)(*self._shards(batch)), prefix)
+        return _merged(self._call(call.method, *self._shards(batch)), prefix)
 
     def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> tuple[DataProto, Metrics]:
         """Return the advantages, and figures of what they were made of. No model runs: rows are cut by number."""
@@ -65,11 +75,11 @@ class RoleClient:
         times = -(-num // len(batch))
         by_copy = np.arange(times * len(batch)).reshape(-1, times).T.ravel()  # each row once, then each again
         padded = batch.repeat(times).take(by_copy[:num])
-        written, _ = _merged(getattr(self.group, method)(*self._shards(padded)))
+        written, _ = _merged(self._call(method, *self._shards(padded)))
         return DataProto(padded.union(written).take(np.arange(len(batch))).columns(), batch.row_ids, {})
 
     def _update(self, method: str, shards: list[DataProto], sizes: list[list[int]]) -> Metrics:
-        reports: list[UpdateReport] = getattr(self.group, method)(shards, sizes)
+        reports: list[UpdateReport] = self._call(method, shards, sizes)
         names = dict.fromkeys(name for report in reports for name in report.parts)
         sums = {name: sum(report.parts.get(name, 0.0) for report in reports) for name in names}
         first = reports[0]
@@ -114,9 +124,16 @@ class CriticClient(RoleClient):
 
 
 class RewardModelClient(RoleClient):
+    """Scores may be wanted amid a rollout, in another thread than the turns of others: its own end at once."""
+
+    _takes_turns = False
+
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         """Return `rm_scores` of the responses, in their order."""
-        return self.score(step_calls.RM_SCORE.method, batch).select(*step_calls.RM_SCORE.writes)
+        scores = self.score(step_calls.RM_SCORE.method, batch).select(*step_calls.RM_SCORE.writes)
+        if self._turns is not None and self._turns.shares(self.group.role):
+            self.group.give_back()
+        return scores
 
 
 class TeacherClient(RoleClient):
@@ -135,7 +152,7 @@ class TeacherClient(RoleClient):
 class SupervisedClient(RoleClient):
     def score_groups(self, method: str, batch: DataProto) -> DataProto:
         """Return the rows with the columns that a method writes, in the micro-batches of an update on them."""
-        written, _ = _merged(getattr(self.group, method)(*self._shards(batch, group_sizes(batch))))
+        written, _ = _merged(self._call(method, *self._shards(batch, group_sizes(batch))))
         return batch.union(written)
 
     def update(self, method: str, batch: DataProto) -> Metrics:

@@ -27,8 +27,6 @@ class ModelSetup:
     new_head: bool = False
     keeps_reference: bool = False
     """Whether a copy of the weights as they were before training stays on the host."""
-    shares_device: bool = False
-    """Whether other processes work with the same memory between this role's phases."""
     teacher: str | None = None
     """Of a policy that learns over the full vocabulary: the model whose output matrix it needs."""
     vocab: int | None = None

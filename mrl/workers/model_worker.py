@@ -84,6 +84,11 @@ class ModelWorker(Worker):
         self.engine.memory.onload(*parts)
 
     @register(Dispatch.ONE_TO_ALL)
+    def give_back(self) -> None:
+        """Let other processes have the memory that passes have freed: this role's turn is over."""
+        self.engine.memory.give_back()
+
+    @register(Dispatch.ONE_TO_ALL)
     def device_memory(self) -> RoleMemory:
         return RoleMemory(torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
 
@@ -113,19 +118,11 @@ class ModelWorker(Worker):
 
     def forward(self, rows: TokenRows, sizes: MicroBatchSizes, scores: ScoreRequest) -> Scores | None:
         """Return scores of all response tokens; None on ranks that are not on the last stage."""
-        found = self.engine.forward(rows, self.micro_batches(sizes), scores)
-        self._make_room()
-        return found
+        return self.engine.forward(rows, self.micro_batches(sizes), scores)
 
     def update(self, rows: TokenRows, sizes: MicroBatchSizes, loss: LossFunction, scores: ScoreRequest) -> UpdateReport:
         reports, outcome = self.engine.update(rows, self.micro_batches(sizes), loss, scores)
-        self._make_room()
         return UpdateReport(reports, outcome.grad_norm, outcome.learning_rate, outcome.applied)
-
-    def _make_room(self) -> None:
-        """Free cached memory, where another role works on this device next."""
-        if self.setup.shares_device:
-            self.engine.memory.give_back()
 
 
 def _reduced(engine: MegatronEngine, x: Tensor, how: torch.distributed.ReduceOp.RedOpType) -> Tensor:

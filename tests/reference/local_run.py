@@ -42,6 +42,7 @@ from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer import components as team_module
 from mrl.trainer.collector import Collector
 from mrl.trainer.components import Components
+from mrl.trainer.device_turns import DeviceTurns
 from mrl.trainer.engine_probe import EngineProbe
 from mrl.trainer.generation import Generator, ScoredBatch
 from mrl.trainer.model_scores import ModelScores, scoring_models
@@ -188,6 +189,8 @@ def local_team(
     """What `build_components` makes, without Ray."""
     mesh, rank = groups.mesh, groups.at.rank
 
+    turns = DeviceTurns(config)
+
     def start(role: str) -> RoleClient:
         place = RankInfo(role, rank, rank, mesh, Rendezvous("", 0, mesh.world_size, None))
         setup, horizon = team_module.model_setup(role, config), config.rollout.max_response_tokens
@@ -201,7 +204,7 @@ def local_team(
             worker = _Critic(place, setup, config.algorithm, horizon)
         else:
             worker = _RewardModel(place, setup)
-        return team_module._CLIENTS[role](LocalGroup(role, worker, mesh), config.model_roles()[role])
+        return team_module._CLIENTS[role](LocalGroup(role, worker, mesh), config.model_roles()[role], turns)
 
     tokenizer = load_tokenizer(config.model.path)
     dataset = open_dataset(config.data.train, config.data, config.rollout, tokenizer)
@@ -228,6 +231,7 @@ def local_team(
         stream=open_stream(config, Collector(config, prompts, generator, models), hybrid, probe, clock),
         validator=Validator(config, validation, generator, Path(config.run.dir, config.run.name), events),
         kl=team_module.kl_controller(config),
+        turns=turns,
     )
 
 

@@ -47,6 +47,7 @@ from mrl.rollout.fleet import FollowUps
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer.collector import Collector
 from mrl.trainer.components import Components, kl_controller
+from mrl.trainer.device_turns import DeviceTurns
 from mrl.trainer.generation import Generator
 from mrl.trainer.model_scores import ModelScores, ScoringModel
 from mrl.trainer.ppo import RayPPOTrainer
@@ -436,6 +437,7 @@ def scene(
         open_stream(config, collector, hybrid, probe, run.clock),  # type: ignore[arg-type]
         Validations(journal, validations),  # type: ignore[arg-type]
         kl_controller(config),
+        DeviceTurns(config),
     )
 
     @contextmanager

@@ -25,6 +25,7 @@ from mrl.observe.metrics import StepTimer
 from mrl.trainer import components as made
 from mrl.trainer import nodes
 from mrl.trainer.components import Components, build_components, kl_controller, model_setup, with_models
+from mrl.trainer.device_turns import DeviceTurns
 from mrl.trainer.model_scores import ModelScores
 from mrl.workers.messages import ModelSetup
 from tests.trainer.fakes import CRITIC, SCORER, Prompts, Tokenizer, make_config
@@ -37,7 +38,7 @@ def team_of(kl: Any, critic: Any = None, drawn: int = 0, models: Any = ()) -> An
     prompts: Any = Prompts()
     prompts.num_drawn = drawn
     actor: Any = "the actor"
-    return Components(actor, critic, ModelScores(models), nothing, nothing, prompts, nothing, nothing, kl)
+    return Components(actor, critic, ModelScores(models), nothing, nothing, prompts, nothing, nothing, kl, nothing)
 
 
 def test_the_roles_of_a_team_are_those_that_learn() -> None:
@@ -82,14 +83,14 @@ def whole_config(directory: Path, **sections: Any) -> Config:
 
 def test_each_role_is_told_its_model_and_its_part(tmp_path: Path) -> None:
     config = whole_config(tmp_path, algorithm={"kl": KL})
-    assert model_setup("actor", config) == ModelSetup("policy", "lm", config.actor, 5, 77.0, False, True, True)
-    assert model_setup("critic", config) == ModelSetup("policy", "score", CRITIC, 5, 77.0, True, False, True)
-    assert model_setup("reward_model", config) == ModelSetup("scorer", "score", SCORER, 5, 77.0, False, False, True)
+    assert model_setup("actor", config) == ModelSetup("policy", "lm", config.actor, 5, 77.0, False, True)
+    assert model_setup("critic", config) == ModelSetup("policy", "score", CRITIC, 5, 77.0, True, False)
+    assert model_setup("reward_model", config) == ModelSetup("scorer", "score", SCORER, 5, 77.0, False, False)
 
 
 def test_a_critic_of_its_own_has_its_head(tmp_path: Path) -> None:
     config = whole_config(tmp_path, model={"critic": "values"})
-    assert model_setup("critic", config) == ModelSetup("values", "score", CRITIC, 5, 77.0, False, False, True)
+    assert model_setup("critic", config) == ModelSetup("values", "score", CRITIC, 5, 77.0, False, False)
     assert model_setup("actor", config).path == "policy"
 
 
@@ -98,19 +99,6 @@ def test_the_actor_keeps_its_reference_wherever_it_is_read(where: Any, keeps: bo
     config = whole_config(tmp_path, algorithm={"kl": KlConfig(where=where)})
     assert model_setup("actor", config).keeps_reference is keeps
     assert not model_setup("critic", config).keeps_reference
-
-
-def test_a_role_shares_its_device_with_others_of_its_pool_and_on_cpus_with_everybody(tmp_path: Path) -> None:
-    roles = {"actor": "a", "critic": "b", "reward_model": "b", "rollout": "c"}
-    apart = PlacementConfig(pools={"a": 2, "b": 2, "c": 2}, roles=roles)
-    config = replace(whole_config(tmp_path), placement=apart)
-    assert config.cluster.device == "cpu"
-    assert all(model_setup(role, config).shares_device for role in config.model_roles())
-    config = replace(config, cluster=replace(config.cluster, device="gpu"))
-    shared = [model_setup(role, config).shares_device for role in ("actor", "critic", "reward_model")]
-    assert shared == [False, True, True]
-    roles["rollout"] = "a"
-    assert model_setup("actor", config).shares_device
 
 
 class Stage:
@@ -207,7 +195,7 @@ class Stage:
             connect=lambda: self.journal.append("connect"), close=lambda: self.journal.append("close"), pause=None
         )
 
-    def _role(self, group: Any, settings: Any) -> Any:
+    def _role(self, group: Any, settings: Any, turns: Any) -> Any:
         self.journal.append(("model", group.role))
         return SimpleNamespace(name=group.role, settings=settings, num_parameters=7)
 
@@ -292,7 +280,7 @@ def test_models_load_side_by_side_but_for_those_of_one_gpu(
     present: list[str] = []
     most: list[int] = []
 
-    def load(group: str, settings: Any) -> Any:
+    def load(group: str, settings: Any, turns: Any) -> Any:
         present.append(group)
         time.sleep(0.2)
         most.append(len(present))
@@ -305,7 +293,7 @@ def test_models_load_side_by_side_but_for_those_of_one_gpu(
         group.set_result(role)
     events = EventLog(tmp_path / "events.jsonl")
     probe: Any = SimpleNamespace(compare=lambda role, client: None)
-    loaded = with_models(config, groups, events, probe)
+    loaded = with_models(config, groups, events, probe, DeviceTurns(config))
     assert {name: role.settings for name, role in loaded.items()} == config.model_roles()  # type: ignore[attr-defined]
     assert max(most) == together
     seen = [record.event for record in read_events(tmp_path / "events.jsonl")]

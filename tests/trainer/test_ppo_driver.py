@@ -70,6 +70,14 @@ def test_a_step_goes_through_its_phases_in_order(tmp_path: Path) -> None:
     assert updates == [(0, 4), (1, 4), (2, 4), (3, 4)] * 2, "each role tells how many of its updates are done"
 
 
+def test_turns_on_shared_devices_end_with_the_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with scene(with_everything(tmp_path), tmp_path) as found:
+        monkeypatch.setattr(found.components.turns, "end", lambda: found.journal.append("turns end"))
+        found.trainer.step()
+    assert found.journal[-2:] == ["weights changed", "turns end"]
+    assert found.journal.count("turns end") == 1
+
+
 def test_engines_are_compared_with_the_trainer_before_it_learns(tmp_path: Path) -> None:
     with scene(make_config(tmp_path), tmp_path) as found:
         for _ in range(3):

@@ -155,3 +155,42 @@ def test_each_call_of_a_step_has_a_method_of_its_role() -> None:
     }
     for call in STEP:
         assert callable(getattr(clients[call.role], call.method)), call.method
+
+
+class Turns:
+    """Notes whose turn begins."""
+
+    def __init__(self) -> None:
+        self.begun: list[Any] = []
+
+    def begin(self, group: Any) -> None:
+        self.begun.append(group)
+
+    def shares(self, role: str) -> bool:
+        return role == "reward_model"
+
+
+def test_what_computes_takes_its_turn_and_what_only_counts_does_not() -> None:
+    group, turns = Group(), Turns()
+    actor = ActorClient(group, TrainedModelConfig(max_tokens_per_device=8), turns)  # type: ignore[arg-type]
+    group.answer = batch_of(20, 21)
+    actor.compute_log_prob(batch_of(20, 21))
+    assert turns.begun == [group]
+    actor.compute_advantages(batch_of(20, 21), WholeBatch([], 0.0, []))
+    assert turns.begun == [group]
+    group.answer = [UpdateReport({}, 0.0, 0.0, True)]
+    actor.update_actor(batch_of(20, 21))
+    assert turns.begun == [group, group]
+
+
+def test_a_reward_model_gives_memory_back_at_once_for_its_thread_may_be_another() -> None:
+    group, turns = Group(batch_of(20, 21)), Turns()
+    group.role = "reward_model"  # type: ignore[attr-defined]
+    given_back: list[bool] = []
+    group.give_back = lambda: given_back.append(True)  # type: ignore[attr-defined]
+    client = RewardModelClient(group, TrainedModelConfig(max_tokens_per_device=8), turns)  # type: ignore[arg-type]
+    scored = batch_of(20, 21).with_column("rm_scores", torch.zeros(2)).select("rm_scores")
+    group.compute_rm_score = lambda *_: scored  # type: ignore[attr-defined]
+    client.compute_rm_score(batch_of(20, 21).select("prompts", "responses"))
+    assert given_back == [True]
+    assert turns.begun == []

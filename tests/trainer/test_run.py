@@ -84,7 +84,7 @@ def team_of(drawn: int = 0) -> Any:
     nothing: Any = None
     role: Any = Role("actor", [])
     models, kl = ModelScores([]), KLController(0.1)
-    return Components(role, None, models, nothing, nothing, prompts, nothing, nothing, kl)  # type: ignore[arg-type]
+    return Components(role, None, models, nothing, nothing, prompts, nothing, nothing, kl, nothing)  # type: ignore[arg-type]
 
 
 def events_of(run: Run) -> list[Event]:

@@ -110,24 +110,23 @@ def test_the_parts_that_leave_and_come_are_the_named_ones() -> None:
     assert engine.memory.asked == [("offload", ("gradients", "optimizer")), ("onload", ("parameters",))]
 
 
-@pytest.mark.parametrize("shares", [False, True])
-def test_what_a_phase_took_is_given_back_where_another_role_works_next(shares: bool) -> None:
+def test_memory_is_given_back_when_the_turn_ends_and_not_after_every_pass() -> None:
     made = make_rows("advantages", "old_log_probs")
-    worker = ModelWorker(make_place(), replace(SETUP, shares_device=shares))
-    worker.engine = engine = StubEngine(None)  # type: ignore[assignment]
+    worker = ModelWorker(make_place(), SETUP)
     rows, sizes = token_rows(batch_of(made), {}), [[len(made)]]
-    worker.forward(rows, sizes, ScoreRequest())
-    assert engine.memory.asked == [("give_back", ())] * shares
     worker.engine = engine = StubEngine(Scores(torch.zeros(rows.response_lengths.sum()), None))  # type: ignore[assignment]
+    worker.forward(rows, sizes, ScoreRequest())
     worker.update(rows, sizes, lambda _: LossOutput(torch.zeros((), requires_grad=True), {}), ScoreRequest())
-    assert engine.memory.asked == [("give_back", ())] * shares
+    assert engine.memory.asked == []
+    worker.give_back()
+    assert engine.memory.asked == [("give_back", ())]
 
 
 def test_every_rank_takes_part_in_what_concerns_the_whole_model() -> None:
     specs = registered_methods(ModelWorker)
     for name in (
         *("init_model", "begin_checkpoint", "checkpoint_is_written", "finish_checkpoint", "load_checkpoint"),
-        *("offload", "onload", "device_memory"),
+        *("offload", "onload", "give_back", "device_memory"),
     ):
         assert specs[name].dispatch is Dispatch.ONE_TO_ALL, name
 
