@@ -35,11 +35,12 @@ unit: ## the quick tests that need no Ray, Megatron or vLLM, in an environment w
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 MRL_ALGO_CASES=50 MRL_FUZZ_S=0.3 .venv-unit/bin/python -m pytest -q -n 2 -m "not slow and not needs" $(UNIT:%=tests/%)
 
 JOBS := 2
+PARALLEL = $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
 test: install ## all tests but the slow ones, two files at a time (JOBS=1: one), each package in its minutes
-	MRL_TEST_BUDGETS=1 $(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile) -m "not slow"
+	MRL_TEST_BUDGETS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
-test-slow: install ## the slow tests
-	$(BIN)/python -m pytest -m "slow and not on_demand"
+test-slow: install ## the slow tests, two files at a time (JOBS=1: one)
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not on_demand"
 
 test-presets: install ## every preset's twin: the same switches on a small model, beside a plain run
 	$(BIN)/python -m pytest tests/presets
@@ -52,8 +53,8 @@ sweep: install ## what no submission waits for: every ending at every moment, ev
 	$(BIN)/python -m tests.endings.endings
 
 PART := commit
-sweep-part: install ## a twelfth of the sweep, another one for each commit (PART=3/12: that one), in 15 minutes (MINUTES=15)
-	MRL_SWEEP_PART=$(PART) MRL_SWEEP_MINUTES=$(or $(MINUTES),15) MRL_SWEEP_RECORD=1 $(BIN)/python -m pytest -m on_demand --ignore=tests/contracts
+sweep-part: install ## a twelfth of the sweep, another one for each commit (PART=3/12: that one), in 10 minutes (MINUTES=10)
+	MRL_SWEEP_PART=$(PART) MRL_SWEEP_MINUTES=$(or $(MINUTES),10) MRL_SWEEP_RECORD=1 $(BIN)/python -m pytest -m on_demand --ignore=tests/contracts
 
 test-extras: install ## the tests of what is optional, with all of it installed into .venv-extras
 	@cmp -s requirements-extras.txt .venv-extras/complete || { rm -rf .venv-extras && $(BIN)/python -m pip install --quiet --no-deps \
