@@ -1,6 +1,6 @@
 """The sweep: cases marked `on_demand`, which take hours together. Each CI run takes a twelfth, chosen by its commit.
 
-`MRL_SWEEP_PART=commit` (or 3/12) keeps one part, and `MRL_SWEEP_MINUTES=10` skips the cases of which the turn comes
+`MRL_SWEEP_PART=commit` (or 3/12) keeps one part, and `MRL_SWEEP_MINUTES=6` skips the cases of which the turn comes
 later than that. `MRL_SWEEP_RECORD=1` writes into `tests/sweep.json` when each case last passed;
 docs/benchmarks.md shows it.
 """

@@ -217,12 +217,17 @@ def _target(run: subprocess.Popen[bytes], target: str) -> int:
     raise AssertionError(f"there is no {target}")
 
 
+OF_A_TEST = "test-"
+"""What begins so belongs to a test that runs at the same time."""
+
+
 def leftovers(seen: set[Process], temporary: Path, shared: set[str]) -> list[str]:
     deadline = time.monotonic() + GONE_S
     while True:
         left = [f"process {each[0]} stays: {_command(each[0])}" for each in seen if is_there(each)]
         left += [f"{path} stays" for path in temporary.iterdir()]
-        left += [f"/dev/shm/{name} stays" for name in set(os.listdir("/dev/shm")) - shared if not _is_mapped(name)]
+        new = {name for name in os.listdir("/dev/shm") if not name.startswith(OF_A_TEST)} - shared
+        left += [f"/dev/shm/{name} stays" for name in new if not _is_mapped(name)]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.1)

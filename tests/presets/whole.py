@@ -44,7 +44,7 @@ def num_devices(config: Config) -> int:
     """One copy of each model, two where a copy takes one device."""
     sizes = [cut(role.parallel) for role in config.model_roles().values()]
     least = 2 if config.placement.pools[config.placement.roles["actor"]] > 1 else 1
-    return max(least, *(size.tp * size.cp * size.pp for size in sizes))
+    return max(least, *(max(size.tp * size.cp, size.etp * size.ep) * size.pp for size in sizes))
 
 
 def overrides(config: Config) -> Iterator[str]:

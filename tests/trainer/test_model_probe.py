@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,20 @@ def test_a_critic_is_the_model_of_its_files(tmp_path: Path) -> None:
     assert compared(tmp_path).keys() == {"critic"}, "engines are held against the actor"
 
 
+RIGHT = [
+    ("{tp: 2, sequence_parallel: true}", "bfloat16"),
+    *(
+        pytest.param(layout, dtype, marks=pytest.mark.on_demand)
+        for layout, dtype in [
+            ("{tp: 2, sequence_parallel: true}", "float32"),
+            *product(("{pp: 2}", "{cp: 2}"), ("bfloat16", "float32")),
+        ]
+    ),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("layout", ["{tp: 2, sequence_parallel: true}", "{pp: 2}", "{cp: 2}"])
+@pytest.mark.parametrize(("layout", "dtype"), RIGHT)
 def test_a_right_model_is_trained_in_every_layout(layout: str, dtype: str, tmp_path: Path) -> None:
     status, said = ran(tmp_path, "sft", f"actor={{parallel: {layout}, dtype: {dtype}}}", *FEW)
     assert status == 0, said

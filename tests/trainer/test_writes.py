@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.endings.endings import OF_A_TEST
 from tests.system_calls import SystemCall, watched
 
 MAKES = ("openat", "mkdir", "rename")
@@ -31,7 +32,7 @@ LIMIT_S = 200.0
 @pytest.fixture
 def memory() -> Iterator[Path]:
     """A directory in memory: nothing here depends on how long a disk takes."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix=OF_A_TEST) as directory:
         yield Path(directory)
 
 
