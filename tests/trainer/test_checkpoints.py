@@ -62,6 +62,22 @@ def test_the_newest_comes_back_with_its_state(tmp_path: Path, events: EventLog) 
     assert [record.event.step for record in read_events(events.path) if isinstance(record.event, Saved)] == [1, 2, 10]
 
 
+def test_every_flipped_bit_of_the_batches_drawn_ahead_is_seen(tmp_path: Path, events: EventLog) -> None:
+    snapshots = CheckpointManager(tmp_path / "checkpoints", 2, events)
+    snapshots.begin(1, {"actor": Role()}, {}, False, b"drawn")  # type: ignore[dict-item]
+    snapshots.finish()
+    whole = snapshots.newest()
+    assert whole is not None
+    assert whole.drawn_ahead == b"drawn"
+    (file,) = whole.path.glob("drawn*")
+    for bit in range(8 * len(b"drawn")):
+        content = bytearray(b"drawn")
+        content[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match="is not what was saved"):
+            snapshots.newest()
+
+
 def test_the_best_is_kept_beside_the_newest(tmp_path: Path, events: EventLog) -> None:
     snapshots = CheckpointManager(tmp_path / "checkpoints", 1, events)
     for step in (1, 2, 3, 4):
