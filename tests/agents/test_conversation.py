@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.agents.conversation import Conversation, Ids, derived_seed
+from mrl.agents.loop import Dialog
 from mrl.errors import AgentError
 
 PROMPT = np.array([7, 8, 9], np.int32)
@@ -209,3 +210,13 @@ def test_nobody_else_can_change_what_was_said() -> None:
 def test_a_conversation_without_a_prompt_or_room_is_refused(prompt: list[int], max_tokens: int) -> None:
     with pytest.raises(AgentError, match="at least 1 of each"):
         Conversation("5", "uid", np.array(prompt, np.int32), max_tokens=max_tokens, seed=0)
+
+
+def test_what_the_model_wrote_is_each_turn_without_its_answer() -> None:
+    nobody: Any = None
+    spoken = conversation()
+    for turn, answer in (([5, 6], [7]), ([8], [9, 10])):
+        spoken.write(np.asarray(turn, np.int32), np.zeros(len(turn), np.float32), "stop")
+        spoken.observe(np.asarray(answer, np.int32))
+    dialog = Dialog(nobody, None, segments=[spoken], writers=[0, 0])
+    assert [ids.tolist() for ids, _ in dialog.written()] == [[5, 6], [8]]
