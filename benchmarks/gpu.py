@@ -1,4 +1,4 @@
-"""What only a GPU can show, in calls of less than ten minutes; without one, a dry run of the same on the CPU.
+"""Measure on a GPU in calls of less than ten minutes; without a GPU, run the same parts in small on the CPU.
 
     python benchmarks/gpu.py [--parts kernels,head] [--limit-s 540] [--json FILE] [--dry]
 
@@ -129,13 +129,13 @@ SECONDS = {
     "kernels": 20.0, "head": 20.0, "copies": 20.0, "parity": 40.0, "sharing": 60.0, "memory": 60.0, "rounding": 40.0,
     "training": 60.0, "run": 240.0,
 }  # fmt: skip
-"""What must be left for a part to begin on a GPU. Long parts look at the clock themselves between their pieces."""
+"""Seconds that must be left for a part to begin on a GPU. Long parts look at the clock between their pieces too."""
 _DRY_SECONDS = 5.0
 
 
 def main() -> int:
     """Everything, one after another."""
-    options = parser("What only a GPU can show.")
+    options = parser("Measure on a GPU what no CPU can show.")
     options.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)} (default: all)")
     options.add_argument("--limit-s", type=float, default=540.0, help="skip what would not end by then (default 540)")
     options.add_argument("--dry", action="store_true", help="small, on the CPU, even where there is a GPU")

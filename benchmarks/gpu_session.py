@@ -1,4 +1,4 @@
-"""What the parts of `gpu.py` share: the device, its timings, and rows that are printed and written as they come."""
+"""Shared by the parts of `gpu.py`: the device, its timings, and rows that are printed and written as they come."""
 
 from __future__ import annotations
 

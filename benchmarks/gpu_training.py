@@ -23,7 +23,7 @@ from mrl.verify.parity import ParityCase, measure, merge_ranks, transformers_sco
 FAMILIES = ("Llama-3.1-8B", "Qwen3-8B", "Qwen3-30B-A3B")
 TRAINED = ("Qwen2.5-0.5B", "Qwen2.5-1.5B")
 SECONDS = dict(zip(TRAINED, (50.0, 90.0) if ON_GPU else (5.0, 5.0), strict=True))
-"""What a model takes with one set of kernels, from a new process to its last update."""
+"""Seconds for a model with one set of kernels, from a new process to its last update."""
 HAS_FUSED = ON_GPU and transformer_engine_extension() is not None
 
 

@@ -1,4 +1,4 @@
-"""The process of a program, and whatever it starts: all of it ends with the program."""
+"""The process of a program and all processes that it starts, which end with the program."""
 
 from __future__ import annotations
 
