@@ -113,6 +113,8 @@ class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no typ
             if hasattr(layer, "fuse_wgrad_accumulation"):  # those of Transformer Engine
                 layer.fuse_wgrad_accumulation = fused
         self.rotary_pos_emb.inv_freq = spec.rope.inverse_frequencies().to(groups.device)
+        # Megatron makes a router's weights on the CPU and moves them in its first forward pass: too late for loading.
+        self.to(groups.device)
         self.head, self.vocab = request.head, spec.vocab
         self.sequence_parallel = config.sequence_parallel
         if last and request.head == "lm":

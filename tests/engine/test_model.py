@@ -16,7 +16,7 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import MegatronModelConfig, ParallelConfig
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.layer_spec import RmsNorm, _has_experts
-from mrl.engine.model import ModelRequest, _ScoreHead, transformer_config
+from mrl.engine.model import ModelRequest, TokenModel, _ScoreHead, transformer_config
 from mrl.engine.packed_rows import SequenceSharding
 from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.errors import EngineError
@@ -151,6 +151,20 @@ def fused_linear_layers(path: str, wanted: bool) -> tuple[bool, list[bool]]:
         engine = MegatronEngine(EngineRequest(read_spec(path), "lm", settings), groups)
         layers = [each for each in engine.models[0].decoder.modules() if hasattr(each, "fuse_wgrad_accumulation")]
         return engine.config.gradient_accumulation_fusion, [layer.fuse_wgrad_accumulation for layer in layers]
+
+
+def test_every_tensor_of_a_mixture_is_on_the_device_of_its_rank(tmp_path: Path) -> None:
+    model = str(make_tiny("qwen3_moe", tmp_path / "model"))
+    assert run_distributed(1, devices_of_a_model, model, timeout_s=120.0) == [{"meta"}]
+
+
+def devices_of_a_model(path: str) -> set[str]:
+    """Build the model for a device that is neither the CPU nor, on this machine, missing."""
+    with model_parallel(ParallelConfig(), seed=1) as groups:
+        elsewhere = replace(groups, device=torch.device("meta"))
+        request = ModelRequest(read_spec(path), "lm", "float32", {})
+        model = TokenModel(request, transformer_config(request, groups), elsewhere, 0)
+    return {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
 
 
 def test_experts_stand_in_the_layers_that_the_model_says(moe: ModelSpec, tiny_spec: dict[str, ModelSpec]) -> None:
