@@ -77,7 +77,13 @@ def kept(model: str, taken_before: int) -> dict[str, Any]:
 
     torch.zeros(1, device=DEVICE)
     note("a context")
+    square = torch.ones(1024, 1024, device=DEVICE, dtype=torch.bfloat16)
+    square @ square
+    note("a matrix product")
     with model_parallel(ParallelConfig(), seed=1) as groups:
+        for what, group in {"a communicator": groups.dp, "a second communicator": groups.tp}.items():
+            torch.distributed.all_reduce(torch.ones(1, device=DEVICE), group=group)
+            note(what)
         trainer = Trainer(model, groups, {})
         note("the optimizer built")
         seconds["first update"] = once(trainer.update)
@@ -87,10 +93,6 @@ def kept(model: str, taken_before: int) -> dict[str, Any]:
         gc.collect()
         free_unused_memory(DEVICE)
         note("offload, garbage collected")
-        if ON_GPU:
-            torch._C._cuda_clearCublasWorkspaces()
-            free_unused_memory(DEVICE)
-            note("offload, workspaces of cuBLAS freed")
         much = partial(torch.empty, LARGE_BYTES, dtype=torch.uint8, device=DEVICE)
         seconds["to take much"] = once(much)
         seconds["to take it from the allocator"] = once(much)

@@ -311,6 +311,7 @@ def free_unused_memory(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()  # 75 MB, which keep a segment of 0.6 GB from the other processes
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
     elif trim := getattr(_C, "malloc_trim", None):  # other C libraries have none, and keep little
