@@ -15,6 +15,7 @@ from benchmarks.gpu_session import ON_GPU, GpuBenchmark
 from mrl.demo.model import make_model, save_toy_tokenizer
 from mrl.observe.metrics import read_metrics
 from mrl.plan.known_models import model_values
+from mrl.rounding import round_up
 from mrl.verify.layout import make_random
 
 STEPS, LIMIT_S = 3, 420.0
@@ -49,10 +50,12 @@ SHOWN = (
 
 
 def run_model(directory: Path) -> Path:
-    """0.5 billion random parameters but for the vocabulary, which is the toy tokenizer's; on the CPU the demo's."""
+    """Make 0.5 billion random parameters with a vocabulary for the toy tokenizer; on the CPU the demo's model."""
     if not ON_GPU:
         return make_model(directory / "model", seed=1)
-    values = {**model_values("Qwen2.5-0.5B"), "vocab_size": save_toy_tokenizer(directory / "model")}
+    # As a Qwen2 tokenizer, transformers gives it a token that it was not saved with.
+    vocab = round_up(save_toy_tokenizer(directory / "model") + 1, 64)
+    values = {**model_values("Qwen2.5-0.5B"), "vocab_size": vocab}
     return make_random(values, "lm", directory / "model", torch.bfloat16)
 
 

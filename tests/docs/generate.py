@@ -366,7 +366,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 # --- docs/benchmarks.md -----------------------------------------------------------------------------------------
 
-MAX_ROWS = 40
+MAX_ROWS = 80
 
 
 @dataclass(frozen=True)
@@ -406,14 +406,24 @@ def _measured(reports: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str, st
     for report in reports:
         benchmark = report["benchmark"]
         called = f"`{benchmark}`" + (" (simulated)" if benchmark in SIMULATED else "")
-        if benchmark == "parity" and "versions" in report:
-            called += f", megatron-core {report['versions']['megatron-core']}"
+        called += _lane(report)
         if "not_run" in report:
             measured[benchmark, called, "not run", ""] = report["not_run"]
         for goal in report.get("goals", ()):
             verdict = "" if goal["met"] else " **missed**"
             measured[benchmark, called, goal["name"], goal["goal"]] = f"{shown(goal['value'])}{verdict}"
     return measured
+
+
+def _lane(report: dict[str, Any]) -> str:
+    """The library whose version or presence tells two results of one benchmark apart."""
+    versions = report.get("versions", {})
+    if report["benchmark"] == "parity" and versions:
+        return f", megatron-core {versions['megatron-core']}"
+    if report["benchmark"] == "gpu":
+        name = "transformer-engine"
+        return f", Transformer Engine {versions[name]}" if versions[name] else ", without Transformer Engine"
+    return ""
 
 
 def tables() -> str:
@@ -437,9 +447,15 @@ def _rows(report: dict[str, Any]) -> Iterator[str]:
     about, rows = report["machine"], report["rows"]
     yield f"### {_command(report)}\n"
     before, after = (about[f"load_average_{when}"][0] for when in ("before", "after"))
-    yield f"{about['cpu']}, {about['cores']} cores; load {before:.1f} before, {after:.1f} after.\n"
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    yield table(columns, ([shown(row.get(column, "")) for column in columns] for row in rows[:MAX_ROWS]))
+    gpus = "".join(f"{gpu['name']}, driver {gpu['driver']}; " for gpu in about.get("gpus", ()))
+    yield f"{gpus}{about['cpu']}, {about['cores']} cores; load {before:.1f} before, {after:.1f} after.\n"
+    parts = dict.fromkeys(row.get("part") for row in rows[:MAX_ROWS])
+    for part in parts:  # each has its own columns
+        of_part = [row for row in rows[:MAX_ROWS] if row.get("part") == part]
+        columns = list(dict.fromkeys(column for row in of_part for column in row))
+        yield table(columns, ([shown(row.get(column, "")) for column in columns] for row in of_part)) + "\n" * (
+            part != [*parts][-1]
+        )
     if len(rows) > MAX_ROWS:
         yield f"{len(rows) - MAX_ROWS} more rows are in the file of results.\n"
 
@@ -448,9 +464,7 @@ def _command(report: dict[str, Any]) -> str:
     said = f"`{report['command']}`"
     if "not_run" in report:
         return said
-    if report["benchmark"] == "parity":
-        said += f", megatron-core {report['versions']['megatron-core']}"
-    return said + (" (simulated)" if report["benchmark"] in SIMULATED else "")
+    return said + _lane(report) + (" (simulated)" if report["benchmark"] in SIMULATED else "")
 
 
 # --- coming-from-verl.md ----------------------------------------------------------------------------------------
