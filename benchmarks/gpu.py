@@ -126,7 +126,7 @@ PARTS: dict[str, Part] = {
     "rounding": rounding, "training": training, "run": whole_run,
 }  # fmt: skip
 SECONDS = {
-    "kernels": 20.0, "head": 20.0, "copies": 20.0, "parity": 40.0, "sharing": 60.0, "memory": 60.0, "rounding": 40.0,
+    "kernels": 20.0, "head": 20.0, "copies": 20.0, "parity": 80.0, "sharing": 115.0, "memory": 60.0, "rounding": 40.0,
     "training": 60.0, "run": 100.0,
 }  # fmt: skip
 """Seconds that must be left for a part to begin on a GPU. Long parts look at the clock between their pieces too."""

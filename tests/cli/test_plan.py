@@ -50,7 +50,7 @@ def test_every_number_has_an_origin(plan: Plan) -> None:
     assert "gpu_memory_utilization 0.85 of the device, less the above" in text
     assert "16384 tokens of a micro-batch on a device" in text
     assert "matrix products" in text
-    assert "Assumed (mrl/plan/assumptions.py): process_bytes 1.07374e+09, " in text
+    assert "Assumed (mrl/plan/assumptions.py): process_bytes 2.25444e+09, " in text
     assert "train_efficiency 0.42" in text
     assert "pipeline bubble" in text
 
