@@ -191,7 +191,7 @@ def test_a_scorer_with_other_tokens_is_given_texts_which_is_said(tmp_path: Path)
     tokenizer, config = load_tokenizer(str(policy)), config_of(policy, scorer)
     ((role, said),) = check_reward_models(config, tokenizer)
     assert role == "reward_model"
-    assert f"{scorer} reads texts, which are cut into its own tokens and put into its template: " in said
+    assert f"{scorer} reads texts, tokenized again with its own tokenizer and template: " in said
     (model,) = scoring_models(config, {"reward_model": None}, tokenizer)
     assert model.encoder is not None
     (same,) = scoring_models(config_of(policy, policy), {"reward_model": None}, tokenizer)
@@ -199,7 +199,7 @@ def test_a_scorer_with_other_tokens_is_given_texts_which_is_said(tmp_path: Path)
     agent = AgentConfig(environments={"shop": EnvironmentConfig(name="a:b")})
     with pytest.raises(ModelError, match="conversations with environments are token ids") as caught:
         list(check_reward_models(replace(config, agent=agent), tokenizer))
-    assert caught.value.fix == "a reward model with the policy's tokenizer"
+    assert caught.value.fix == "choose a reward model with the policy's tokenizer"
     (scorer / "chat_template.jinja").unlink()
     with pytest.raises(DataError, match="has no chat template"):
         list(check_reward_models(config, tokenizer))
@@ -223,12 +223,12 @@ def test_texts_go_over_by_rows_and_what_does_not_fit_is_named(tmp_path: Path) ->
     assert rows.lengths("responses").tolist() == [4, 3, 5], "the end is not there where it was cut"
     long = batch.with_column("response_text", ["one", "two and more", "three"])
     with pytest.raises(
-        RewardError, match=r"sample 8 of prompt a has 32 tokens by its tokenizer; .* holds 30"
+        RewardError, match=r"sample 8 of prompt a has 32 tokens with the reward model's tokenizer; .* holds 30"
     ) as caught:
         ModelScores([model]).add(replace(found, batch=long))
     assert (caught.value.where, caught.value.fix) == (
         "reward_models.x",
-        "a larger reward_models.x.max_tokens_per_device",
+        "increase reward_models.x.max_tokens_per_device",
     )
 
 

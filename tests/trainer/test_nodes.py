@@ -59,7 +59,7 @@ def test_nodes_that_have_the_models_are_asked_once(tmp_path: Path, monkeypatch: 
 
 def test_a_node_that_lacks_them_fetches_them_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = Nodes({"id2": "not here"}, {})
-    assert bring(tmp_path, monkeypatch, nodes) == [Warned("models", "1 of 2 nodes fetch what they lack: n2")]
+    assert bring(tmp_path, monkeypatch, nodes) == [Warned("models", "1 of 2 nodes download models: n2")]
     assert nodes.asked[1:] == [(["id2"], "mrl.hub:node_lacks", [["policy"], True], 7200.0)]
 
 

@@ -158,7 +158,7 @@ def test_what_was_preferred_has_become_less_likely() -> None:
     assert about(**{"log_prob/chosen_moved": -0.5}) == []
     assert about(**{"log_prob/chosen_moved": -0.62}) == ["preferred responses"]
     ((_, message),) = warnings_of({"val/log_prob/chosen_moved": -0.62})
-    assert "less likely: by 0.62 nats per token" in message
+    assert "less likely, by 0.62 nats per token" in message
     assert "preference.sft_weight=" in message
     assert list(warnings_of({"val/loss": 1.0})) == [], "other tasks have other figures"
 

@@ -203,9 +203,9 @@ def test_a_disk_that_is_full_for_a_while_costs_no_figure(config: Path, whole: tu
     assert untimed(run) == whole[0]
     assert {"checkpoints", "metrics.jsonl", "events.jsonl", "samples", "logs"} <= (+disk.refused).keys(), disk.refused
     for said in (
-        "checkpoint: not saved, which is tried again",
-        "metrics.jsonl cannot be written",
-        "samples: cannot be",
+        "checkpoint: not saved, retrying",
+        "cannot write metrics.jsonl",
+        "samples: cannot write",
     ):
         assert said in printed
     events = [record.event for record in read_events(run / "events.jsonl")]

@@ -134,7 +134,7 @@ def test_a_figure_that_is_missing_makes_no_best_and_is_said(tmp_path: Path) -> N
     config = config_of(tmp_path, validation={"every": 5, "best_metric": "val/solved/maj@1"})
     with scene(config, tmp_path, validations=[0.1, 0.2]) as found:
         found.trainer.fit()
-    said = "warning: validation: there is no val/solved/maj@1: no checkpoint of this step can be the best"
+    said = "warning: validation: the figure val/solved/maj@1 is missing: this checkpoint cannot become the best"
     assert found.screen.said == [said] * 2
     assert not (tmp_path / "checkpoints" / "best").exists()
 
@@ -146,7 +146,9 @@ def test_another_figure_is_not_compared_with_the_best_so_far(tmp_path: Path) -> 
         found.trainer.fit()
     later = {"every": 1, "keep_best": True, "best_mode": "min"}
     with scene(config_of(tmp_path, validation=later), tmp_path, validations=[0.7, 0.8, 0.6]) as found:
-        what = "the best was the max of val/score/mean@1; it begins anew as the min of val/score/mean@1"
+        what = (
+            "the best checkpoint was chosen by the max of val/score/mean@1; from now on, by the min of val/score/mean@1"
+        )
         assert f"warning: validation: {what}" in found.screen.said
         found.trainer.fit()
     assert saved_steps(tmp_path) == [2, 3, 5]

@@ -287,10 +287,10 @@ def test_a_damaged_file_of_batches_is_an_error(tmp_path: Path) -> None:
     assert drawn[2].metrics
     for length in (len(content) - 7, 1 << 40, (1 << 64) - 1):
         with pytest.raises(
-            CheckpointError, match=f"a batch of {length} bytes is told of, and {len(content) - 8} are left"
+            CheckpointError, match=f"a batch should have {length} bytes, but {len(content) - 8} are left"
         ):
             drawn_from_bytes(length.to_bytes(8, "little") + content[8:])
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="cannot read the batches"):
         drawn_from_bytes(drawn_to_bytes(drawn, float("inf")))  # type: ignore[arg-type]
     chance = random.Random(0)
     for _ in range(300):

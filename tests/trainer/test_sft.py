@@ -99,7 +99,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert run.returncode == EXIT_STOPPED, printed
     done = last_step(directory / "stopped")
     assert 1 <= done < 40
-    assert f"SIGTERM: saving and stopping\nstopped after {done} updates; the same command goes on\n" in printed
+    assert f"SIGTERM: saving and stopping\nstopped after {done} updates; run the same command to resume\n" in printed
     assert not (directory / "stopped" / "model").exists()
     return directory
 

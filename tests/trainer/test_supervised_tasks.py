@@ -107,7 +107,7 @@ def test_a_score_is_learned_only_where_padding_is_no_end(padding: int | None, tm
         load_config_of(verb, str(CONFIGS / f"laptop-{verb}.yaml"), [f"model.path={tmp_path}"]).config
         for verb in ("rm", "dpo")
     )
-    with pytest.raises(ModelError, match="no token stands for padding alone") as caught:
+    with pytest.raises(ModelError, match="the model has no separate padding token") as caught:
         supervised_setup(rm)
     assert caught.value.where == str(tmp_path)
     assert supervised_setup(dpo).head == "lm"

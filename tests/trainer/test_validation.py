@@ -233,7 +233,7 @@ def test_where_no_function_gives_an_answer_nobody_votes_which_is_said_once(tmp_p
         found = stage.validator.run(0, NO_MODELS)
         assert {name for name in found if "maj@" in name} == {"val/odd/solved/maj@2", "val/solved/maj@2"}
         assert found["val/solved/maj@2"] == 1.0
-    assert stage.validator.warnings == ["no maj@k of even: no reward function says which answer it judged"]
+    assert stage.validator.warnings == ["no maj@k for even: none of its reward functions returns the judged answer"]
 
 
 def test_where_no_response_has_an_answer_nothing_is_solved_by_votes(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_the_best_is_of_a_source_that_is_there(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         check_best(config, rows)
     assert caught.value.fix == 'did you mean "odd"?'
-    assert 'of the source "ood", of which data.validation has no row' in caught.value.what
+    assert 'refers to the source "ood", but data.validation has no row of it' in caught.value.what
 
 
 # --- what reward models say -------------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def fail_at_each_write(model: str, directory: Path, num_errors: int) -> None:
             is_there = trained.num in whole_steps(checkpoints)
             assert is_there or trained.num - 1 in whole_steps(checkpoints), f"the good one is lost: {what}"
             assert is_there or run.save_is_due(trained.num + 1), f"nobody makes it up: {what}"
-            said = any("not saved" in line or "cannot be" in line for line in run.console.said)
+            said = any("not saved" in line or "cannot " in line for line in run.console.said)
             assert said, f"nobody hears of it: {what}"
             run.console.said.clear()
             save(run, trained, Disk(run.directory))
