@@ -130,7 +130,7 @@ def test_other_layouts_go_on_as_well(outcome: Outcome) -> None:
             found = [resumed[number][0] for _, resumed in ranks]
             assert_goes_on([expected for expected, _ in ranks], found, tolerance)
             said = [warning for _, resumed in ranks for warning in resumed[number][1]]
-            assert said == ["the checkpoint is of another layout: random states are those of a fresh start"] * 4
+            assert said == ["the checkpoint has another layout: random states are not restored"] * 4
 
 
 def test_one_rank_goes_on_with_what_four_have_saved(outcome: Outcome) -> None:
@@ -207,7 +207,9 @@ def attempts(path: str, other: str, directory: str) -> dict[str, str]:
             (target / ".good.saving" / "half").mkdir(parents=True)
         torch.distributed.barrier()
         attempt("save before any step", checkpoint.save, target / "good", {})
-        said["leftover"] = ", ".join(str(x.message) for x in caught if "was left by a save" in str(x.message))
+        said["leftover"] = ", ".join(
+            str(x.message) for x in caught if "was left by an interrupted save" in str(x.message)
+        )
         attempt("load before any step", checkpoint.load, target / "good")
         attempt("save again", checkpoint.save, target / "good", {})
         attempt("extra", checkpoint.save, target / "extra", {"tensor": torch.ones(2)})
@@ -242,21 +244,19 @@ def test_what_is_refused_is_refused_on_all_ranks(outcome: Outcome) -> None:
     good = outcome.directory / "good"
     file = good / "rank-00001.safetensors"
     assert first["save before any step"] == first["load before any step"] == ""
-    assert first["save again"].startswith(f"{good}: exists already")
+    assert first["save again"].startswith(f"{good}: already exists")
     assert second["save again"] == f"saving failed on 1 of 4 ranks; rank 0: {first['save again']}"
-    assert (
-        first["extra"] == "JSON cannot hold what was given to be saved: Object of type Tensor is not JSON serializable"
-    )
-    assert "is no checkpoint" in first["nothing"]
+    assert first["extra"] == "`extra` cannot be saved as JSON: Object of type Tensor is not JSON serializable"
+    assert "is not a checkpoint" in first["nothing"]
     assert second["removed"] == f"{file}: is missing"
-    assert second["changed"] == f"{file}: is damaged: it is not what was written (sha256)"
+    assert second["changed"] == f"{file}: is damaged: its sha256 is wrong"
     assert first["changed"] == f"loading failed on 1 of 4 ranks; rank 1: {second['changed']}"
     size = file.stat().st_size
-    assert second["shortened"] == f"{file}: has {size - 1} bytes, not {size}"
+    assert second["shortened"] == f"{file}: has {size - 1} bytes instead of {size}"
     assert first["restored"] == second["restored"] == ""
     assert first["save after a step"] == ""
-    assert first["away"].startswith("the model's parameters left the device")
+    assert first["away"].startswith("the model's parameters are not on the device")
     assert second["away"] == first["away"]
-    assert first["leftover"] == f"{outcome.directory}/.good.saving was left by a save that did not end: it is removed"
-    assert first["other model"].startswith(f"{good}: is the checkpoint of another model: ")
+    assert first["leftover"] == f"{outcome.directory}/.good.saving was left by an interrupted save: it is removed"
+    assert first["other model"].startswith(f"{good}: is a checkpoint of another model: ")
     assert {path.name for path in outcome.directory.iterdir()} == {"good", "better"}

@@ -209,7 +209,7 @@ def staged(path: str) -> Found:
         rows, parts = share(engine)
         scores = engine.forward(rows, parts, ScoreRequest())
         reports = engine.forward_backward(rows, parts, negative_score, ScoreRequest())
-        with pytest.raises(EngineError, match="already holds Megatron groups"), model_parallel(layout, seed=1):
+        with pytest.raises(EngineError, match="already has Megatron groups"), model_parallel(layout, seed=1):
             pass
         return {
             "stage": (groups.is_first_stage, groups.is_last_stage),
@@ -333,14 +333,14 @@ def test_what_was_away_stays_away_and_a_failure_leaves_the_own_weights(ranks: li
         assert found["reference"]
         assert found["failed"] == ("EngineError", "in the middle")
         assert found["own again"]
-        assert found["wrong copy"][1].endswith("bytes is not of a model of this shape and layout")
+        assert found["wrong copy"][1].endswith("bytes does not fit a model of this shape and layout")
 
 
 def test_a_table_that_does_not_fit_the_model_is_refused(ranks: list[Found]) -> None:
     for found in (rank["tables"] for rank in ranks):
         fits, score, strange, short = (said for _, said in found)
         assert fits == ""
-        assert score == "the table gives this rank `score.weight` in chunk 0; Megatron has no such"
+        assert score == "the table has `score.weight` in chunk 0 of this rank, but Megatron does not"
         assert strange == "the table does not cover 1 of Megatron's parameters: `strange` in chunk 0"
         assert short == "`decoder.final_layernorm.weight` is (63,) in Megatron and (64,) in the table"
 

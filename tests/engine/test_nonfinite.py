@@ -94,7 +94,7 @@ def test_no_rank_takes_the_step_and_all_go_on(ranks: list[list[dict[str, Any]]])
 def test_the_third_in_a_row_stops_the_run_with_the_names_of_tensors(ranks: list[list[dict[str, Any]]]) -> None:
     data_parallel, pipeline = ranks
     for rank in (*data_parallel, *pipeline):
-        assert rank["error"].startswith("3 updates in a row had no finite gradient norm, the last nan; on this rank ")
+        assert rank["error"].startswith("3 updates in a row had no finite gradient norm (the last: nan); on this rank ")
     assert "embedding.word_embeddings.weight" in data_parallel[1]["error"]
     assert "embedding.word_embeddings.weight" in pipeline[0]["error"]
     assert "decoder.layers.0.self_attention.linear_qkv.weight" in pipeline[1]["error"]

@@ -180,10 +180,10 @@ def test_nothing_stays_on_the_device_and_nothing_is_moved_twice(found: Ways) -> 
 def test_what_cannot_work_is_refused(found: Ways) -> None:
     for _, moved, other in found:
         assert moved["refused"] == [
-            "the model's parameters left the device",
-            "the model's parameters left the device",
-            "another model's weights are in place: nothing can be trained before they are gone",
-            "another model's weights are in place: nothing can be offloaded before they are gone",
+            "the model's parameters are not on the device",
+            "the model's parameters are not on the device",
+            "another model's weights are loaded: nothing can be trained until they are removed",
+            "another model's weights are loaded: nothing can be offloaded until they are removed",
         ]
         assert other["refused"] == [
             "this engine is not trained: it has no gradients",
