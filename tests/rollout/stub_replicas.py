@@ -131,7 +131,7 @@ class Replica:
     def give(self, requests: Sequence[GenerationRequest], _: Any, version: int, __: float) -> Any:
         """The last of what waits, a sample at a time."""
         if self.held != version:
-            return RolloutError(f"replica {self.index} is stale: it holds weights {self.held}, not version {version}")
+            return RolloutError(f"replica {self.index} is stale: it has weights {self.held}, not version {version}")
         self.waiting += requests
         made = [sample(self.waiting.pop().key, version)] if self.waiting else []
         return self.world.spoil(self.index, made)

@@ -145,7 +145,7 @@ def test_late_replicas_get_their_weights_before_they_serve(fleet: Fleet) -> None
 
 
 def test_samples_are_those_of_one_engine(fleet: Fleet, alone: dict[str, Generated]) -> None:
-    assert "fuses nothing" in fleet.fleet.full_tensor_reason
+    assert "has no fused tensors" in fleet.fleet.full_tensor_reason
     fleet.fleet.update(1)
     assert_are(generate(fleet.fleet, WANTED, SAMPLING, version=1), alone)
 
@@ -158,7 +158,7 @@ def test_whoever_asks_for_no_more_leaves_idle_replicas(fleet: Fleet, alone: dict
 
 
 def test_what_does_not_fit_is_refused_before_any_replica_sees_it(fleet: Fleet) -> None:
-    with pytest.raises(RolloutError, match="do not fit into"):
+    with pytest.raises(RolloutError, match="exceed the limit of"):
         generate(fleet.fleet, [dataclasses.replace(WANTED[0], max_tokens=MAX_TOKENS)], SAMPLING, version=1)
     with pytest.raises(RolloutError, match="the same key"):
         generate(fleet.fleet, [WANTED[0], WANTED[0]], SAMPLING, version=1)
@@ -209,7 +209,7 @@ def test_a_replica_that_is_stopped_is_replaced(fleet: Fleet, alone: dict[str, Ge
 )
 def test_a_prompt_that_two_replicas_do_not_survive_is_named(fleet: Fleet, prompt: str, how: str) -> None:
     wrong = dataclasses.replace(WANTED[5], key=f"{prompt}/0", prompt=prompt)
-    with pytest.raises(RolloutError, match=rf"prompt {prompt}: .* when [23] replicas died, the last of them: .*{how}"):
+    with pytest.raises(RolloutError, match=rf"prompt {prompt}: [23] replicas died while .* the last error: .*{how}"):
         generate(fleet.fleet, [*WANTED, wrong], SAMPLING, version=1)
 
 

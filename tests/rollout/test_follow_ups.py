@@ -135,5 +135,5 @@ def test_a_turn_that_does_not_fit_is_refused(make: Made) -> None:
     stream = world.fleet.stream([request("p0/0")], PLAIN, 1, turns)
     turns.written(next(stream))
     turns.ready.append(request("long/0", max_tokens=4000))
-    with pytest.raises(RolloutError, match="3 prompt tokens and 4000 more do not fit into 40"):
+    with pytest.raises(RolloutError, match="3 prompt tokens and 4000 new tokens exceed the limit of 40"):
         list(stream)

@@ -242,7 +242,7 @@ def test_a_critic_with_a_pool_of_its_own_is_left_alone(make: Callable[..., Made]
 def test_the_modes_do_not_overlap(make: Callable[..., Made]) -> None:
     engine, stage = make()
     engine.connect()
-    with pytest.raises(RolloutError, match="the trainer has the devices: generate within rollout_mode"):
+    with pytest.raises(RolloutError, match="the trainer has the devices: call generate within rollout_mode"):
         engine.generate(requests("a"), Sampling())
     with engine.rollout_mode():
         stage.take()
@@ -452,7 +452,7 @@ def test_a_gpu_without_room_for_an_engine_ends_the_run_with_who_holds_it(make: C
     stage.answers["rollout-1", "wake"] = lambda part: rooms if part == "kv_cache" else []
     stage.take()
     with (
-        pytest.raises(DeviceFull, match=r"Held by actor 3\.0 GiB .*, critic 3\.0 GiB") as raised,
+        pytest.raises(DeviceFull, match=r"Reserved by actor 3\.0 GiB .*, critic 3\.0 GiB") as raised,
         engine.rollout_mode(),
     ):
         pass

@@ -203,4 +203,4 @@ def test_a_stream_of_another_thread_ends_when_it_is_told_to(world: World, traine
     world.fleet.is_closing = True
     thread.join(10)
     assert not thread.is_alive()
-    assert "the run ends" in str(errors[0])
+    assert "the run ended" in str(errors[0])

@@ -84,7 +84,7 @@ def test_what_was_not_asked_then_is_refused(recorded: Any) -> None:
     made.receive_weights(1)
     answer = made.submit_and_poll([request("other")], PLAIN, 1, 0.0)
     assert isinstance(answer, RolloutError)
-    asked = "the replay asks start other after 0 steps, and the run asked start a, b after 0 steps"
+    asked = "the replay calls start other after 0 steps, but the run called start a, b after 0 steps"
     assert f"{recorded[0]}/schedule/rollout-0.jsonl:3: {asked}" in str(answer)
 
 
@@ -93,10 +93,10 @@ def test_what_was_not_asked_then_is_refused(recorded: Any) -> None:
     [
         ("", "was started more than once"),
         ('[0, "begin"]\n[0, "weights", "1"]\n[0, "begin"]\n', "was started more than once"),
-        ('[0, "begin"]\n[0, "flee"]\n', "no call: .0, 'flee'."),
-        ('[0, "begin"]\n{"at": 1}\n', "no call"),
-        ('[0, "begin"]\n[0, "sta', "not the schedule of an engine"),
-        ("[" * 100_000, "not the schedule of an engine"),
+        ('[0, "begin"]\n[0, "flee"]\n', "not a call: .0, 'flee'."),
+        ('[0, "begin"]\n{"at": 1}\n', "not a call"),
+        ('[0, "begin"]\n[0, "sta', "not a schedule of an engine"),
+        ("[" * 100_000, "not a schedule of an engine"),
     ],
 )
 def test_what_is_no_whole_schedule_is_refused(text: str, says: str, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_what_is_no_whole_schedule_is_refused(text: str, says: str, tmp_path: Pa
 
 
 def test_a_run_without_one_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RolloutError, match=r"rollout-3.jsonl: there is no schedule of an engine: No such file"):
+    with pytest.raises(RolloutError, match=r"rollout-3.jsonl: an engine's schedule is missing: No such file"):
         Schedule(replays=tmp_path / "rollout-3.jsonl")
 
 

@@ -103,7 +103,7 @@ def test_a_trainer_that_vanishes_leaves_an_engine_that_can_be_updated(
             if source is whole:
                 force_whole_tensors(engine, patch)
             sending = InBackground(send, engine.settings, 1, half(source(small("qwen3_moe", 1))))
-            with pytest.raises(RolloutError, match="the trainer is gone"):
+            with pytest.raises(RolloutError, match=r"the trainer (has )?disconnected"):
                 engine.receive_weights(1)
             with pytest.raises(KeyError):
                 sending.result()

@@ -145,6 +145,6 @@ def wait_for(url: str) -> None:
 def test_a_server_that_cannot_start_says_where_its_log_is(run_context: RunContext, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", seed=1)
     (model / "config.json").write_text('{"model_type": "nothing-known"}')
-    expected = r"rank-0\.log: the judge's server ended before it answered"
+    expected = r"rank-0\.log: the judge server ended before it answered"
     with pytest.raises(WorkerRaised, match=expected), served(run_context, model):
         pass
