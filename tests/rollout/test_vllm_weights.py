@@ -60,9 +60,18 @@ QKV, EXPERTS = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.2.mlp.e
     ("spoil", "message"),
     [
         (lambda t: t.pop(EXPERTS), f"1 of the model's parameters were not sent: {EXPERTS}"),
-        (lambda t: t.update({"model.layers.1.self_attn.qkv.weight": t.pop(QKV)}), "model has no such parameter"),
-        (lambda t: t.update({QKV: t[QKV][:-1].clone()}), rf"{QKV}: sent as float32 \[255, 64\], but held as float32"),
-        (lambda t: t.update({QKV: t[QKV].bfloat16()}), r"sent as bfloat16 \[256, 64\], but held as float32"),
+        (
+            lambda t: t.update({"model.layers.1.self_attn.qkv.weight": t.pop(QKV)}),
+            "model has no parameter of this name",
+        ),
+        (
+            lambda t: t.update({QKV: t[QKV][:-1].clone()}),
+            rf"{QKV}: the trainer sends float32 \[255, 64\], but the model has float32",
+        ),
+        (
+            lambda t: t.update({QKV: t[QKV].bfloat16()}),
+            r"the trainer sends bfloat16 \[256, 64\], but the model has float32",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named_on_both_sides(
@@ -122,9 +131,9 @@ def test_a_whole_tensor_that_is_not_sent_is_noticed(
     sending = InBackground(
         send, engine.settings, 1, ((name, tensor) for name, tensor in whole(small("qwen3_moe")) if name != missing)
     )
-    with pytest.raises(RolloutError, match=r"1 of the model's modules were not sent whole: model\.layers\.[23]"):
+    with pytest.raises(RolloutError, match=r"1 of the model's modules are incomplete: model\.layers\.[23]"):
         engine.receive_weights(1)
-    with pytest.raises(RolloutError, match="not sent whole"):
+    with pytest.raises(RolloutError, match="are incomplete"):
         sending.result()
 
 

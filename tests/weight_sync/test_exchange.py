@@ -82,7 +82,7 @@ def test_runs_hold_every_element_once_in_order_and_no_more_than_fits(limit: int)
 
 
 def test_a_row_that_fits_into_no_message_is_a_bug() -> None:
-    with pytest.raises(AssertionError, match="a row of 4 elements in messages of 3"):
+    with pytest.raises(AssertionError, match="a row of 4 elements exceeds messages of 3"):
         split_messages([FUSED], 3)
 
 

@@ -94,7 +94,7 @@ def test_a_tensor_lies_in_its_buffer_to_the_last_byte(row: list[Any], lies_withi
         assert (placed.name, placed.shape, placed.offset) == (row[0], tuple(row[2]), row[3])
         assert placed.view(BUFFER).shape == tuple(row[2])
         return
-    with pytest.raises(RolloutError, match=f"does not lie in a buffer of {SLOT_BYTES} bytes"):
+    with pytest.raises(RolloutError, match=f"is not inside the buffer of {SLOT_BYTES} bytes"):
         _placed(row, BUFFER)
 
 
@@ -149,11 +149,11 @@ def test_another_protocol_is_refused_with_both_numbers(listen: Callable[..., tup
     path, listening = listen()
     line = spoken_to(path)
     line.send("hello", {"protocol": 2, "version": 1, "slots": []})
-    with pytest.raises(RolloutError, match="protocol 2 of the trainer is not the rollout worker's 1"):
+    with pytest.raises(RolloutError, match="the trainer has protocol 2, but the rollout worker has 1"):
         line.receive("welcome", LIMIT_S)
     line.close()
     listening.thread.join(LIMIT_S)
-    assert listening.errors == ["the trainer speaks protocol 2, not 1"]
+    assert listening.errors == ["the trainer has protocol 2, not 1"]
 
 
 def framed(frame: str) -> bytes:

@@ -207,9 +207,9 @@ def test_a_rank_of_the_largest_world_plans_within_a_second() -> None:
 @pytest.mark.parametrize(
     ("hosts", "nodes", "message"),
     [
-        ((0, 1, 2), (0,) * 4, "3 workers are no whole number of engines of tp 2"),
-        ((0, 0), (0,) * 4, "each needs one of 4 for itself"),
-        ((3, 4), (0,) * 4, "each needs one of 4 for itself"),
+        ((0, 1, 2), (0,) * 4, "3 workers are not divisible into engines of tp 2"),
+        ((0, 0), (0,) * 4, "each needs its own of the 4 ranks"),
+        ((3, 4), (0,) * 4, "each needs its own of the 4 ranks"),
         ((0, 1), (0,) * 3, "3 ranks have a node, but there are 4 trainer ranks"),
     ],
 )

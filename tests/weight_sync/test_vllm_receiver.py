@@ -30,7 +30,7 @@ def test_a_worker_refuses_weights_of_another_version(tmp_path: Path, monkeypatch
         for version in (4, 6):
             sending = InBackground(send, settings, version, [("only.weight", sent)])
             engine.receive_weights(vllm_receiver.UpdateInfo(version=5, full=False))
-            with pytest.raises(RolloutError, match=f"the trainer sends version {version}, but version 5 was asked for"):
+            with pytest.raises(RolloutError, match=f"the trainer sends version {version} instead of version 5"):
                 sending.result()
             assert engine.refused_because
             assert torch.equal(module.weight, before)

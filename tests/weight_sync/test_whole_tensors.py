@@ -22,7 +22,7 @@ def test_a_quantised_engine_follows_the_trainer_over_whole_tensors(tmp_path: Pat
     said = [event.message for event in events if isinstance(event, Warned) and event.about == "rollout"]
     assert len(said) == 1
     assert said[0].startswith("weights travel as whole tensors: ")
-    assert "is kept by Fp8" in said[0]
+    assert "is stored by Fp8" in said[0]
     assert printed.count("weights travel as whole tensors") == 1
     assert [event.weight_version for event in events if isinstance(event, ReplicaServes)] == [1, 2, 3]
     for line in lines:
