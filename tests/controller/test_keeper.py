@@ -123,7 +123,7 @@ def named(processes: set[Process], name: str) -> int:
 
 def test_ray_starts_while_libraries_change_the_environment(tmp_path: Path) -> None:
     """A copy is handed on: what the kernel reads of one that another thread grows may be gone (EFAULT)."""
-    assert "it said nothing" in run_python("-c", CHURN, TMPDIR=str(tmp_path))
+    assert "it printed nothing" in run_python("-c", CHURN, TMPDIR=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_ray_starts_while_libraries_change_the_environment(tmp_path: Path) -> No
         ("group", signal.SIGHUP, ""),
         pytest.param("raylet", signal.SIGKILL, "its raylet (pid {pid}) has died", marks=pytest.mark.slow),
         pytest.param(
-            *("raylet", signal.SIGSTOP, "its raylet (pid {pid}) is stopped: a signal or a debugger holds it"),
+            *("raylet", signal.SIGSTOP, "its raylet (pid {pid}) is stopped by a signal or a debugger"),
             marks=pytest.mark.slow,
         ),
         ("gcs_server", signal.SIGKILL, "its gcs_server (pid {pid}) has died"),
@@ -188,7 +188,7 @@ def test_a_ray_that_cannot_start_says_why(tmp_path: Path) -> None:
     )
     last, fix = ran.stderr.strip().splitlines()[-2:]
     assert last.startswith("mrl.errors.SetupError: Ray did not start on this machine: OSError: "), ran.stderr
-    assert fix.startswith("  fix: a TMPDIR whose name is shorter")
+    assert fix.startswith("  fix: use a shorter TMPDIR")
     assert not list(directory.iterdir())
 
 
@@ -236,20 +236,20 @@ def test_a_moments_stop_of_what_ray_needs_is_no_loss(monkeypatch: pytest.MonkeyP
 
     try:
         while needed.pid not in keeper._needed:  # it may have been forked and not become itself yet
-            assert keeper._what_is_lost() == ""
+            assert keeper._lost_process() == ""
         time.sleep(0.5)
-        assert keeper._what_is_lost() == ""
+        assert keeper._lost_process() == ""
         send(signal.SIGSTOP)
-        assert keeper._what_is_lost() == "", "it ran until just now"
+        assert keeper._lost_process() == "", "it ran until just now"
         send(signal.SIGCONT)
-        assert keeper._what_is_lost() == ""
+        assert keeper._lost_process() == ""
         send(signal.SIGSTOP)
         time.sleep(0.5)
-        assert keeper._what_is_lost() == f"its sleep (pid {needed.pid}) is stopped: a signal or a debugger holds it"
+        assert keeper._lost_process() == f"its sleep (pid {needed.pid}) is stopped by a signal or a debugger"
     finally:
         needed.kill()
         needed.wait()
-    assert keeper._what_is_lost() == f"its sleep (pid {needed.pid}) has died"
+    assert keeper._lost_process() == f"its sleep (pid {needed.pid}) has died"
 
 
 def test_who_is_told_to_end_is_asked_nothing_more() -> None:

@@ -61,5 +61,5 @@ def test_a_node_alone_has_no_links_and_one_under_a_foreign_address_is_named(run_
     with linked_nodes(offered_nodes("cpu")) as (node,):
         assert broken_links([node], 60) == []
         foreign: list[Any] = [node, LinkedNode("n9", "203.0.113.7", node.agent)]
-        with pytest.raises(PlacementError, match=r"Ray knows node n9 by 203\.0\.113\.7, which no interface there"):
+        with pytest.raises(PlacementError, match=r"Ray knows node n9 as 203\.0\.113\.7, but none of its interfaces"):
             broken_links(foreign, 60)

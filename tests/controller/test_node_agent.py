@@ -107,8 +107,8 @@ def test_native_frames_that_cannot_be_had_are_explained(
     spy = tmp_path / "py-spy"
     for script, said in {
         "echo 'Error: Permission denied' >&2; echo more >&2; exit 1": "py-spy: Error: Permission denied",
-        "exit 0": "py-spy: it says nothing",
-        "exec /bin/sleep 9": "py-spy: nothing within 0.5 s",
+        "exit 0": "py-spy: no output",
+        "exec /bin/sleep 9": "py-spy: no result within 0.5 s",
     }.items():
         spy.write_text(f"#!/bin/sh\n{script}\n")
         spy.chmod(0o700)
@@ -133,7 +133,7 @@ def test_a_process_that_has_no_log_yet_is_not_ended_by_the_question(
     sleeper: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     answer = NodeAgent().stack(id_of(sleeper), str(log_path(tmp_path, 0)))
-    assert answer == "none: it has not come to opening its log"
+    assert answer == "none: it has not opened its log yet"
     assert sleeper.poll() is None
 
 
@@ -247,7 +247,7 @@ def test_only_methods_that_take_batches_declare_columns() -> None:
     for dispatch in (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
         for columns in ({"reads": ("a",)}, {"writes": ("a",)}, {"optional": ("a",)}):
             with pytest.raises(
-                ValueError, match=f"only DATA_PARALLEL methods read and write columns, not {dispatch.name}"
+                ValueError, match=f"only DATA_PARALLEL methods can read and write columns, not {dispatch.name} methods"
             ):
                 register(dispatch, **columns)
 

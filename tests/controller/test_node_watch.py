@@ -56,7 +56,7 @@ def process_of(node: RayNode, name: str) -> int:
 @pytest.mark.parametrize(
     ("name", "number", "said", "limit_s"),
     [
-        ("gcs_server", signal.SIGSTOP, r"the head of the Ray cluster at {} is lost: no answer for \d s", 15),
+        ("gcs_server", signal.SIGSTOP, r"the head of the Ray cluster at {} is lost: it has not answered for \d s", 15),
         ("raylet", signal.SIGKILL, "the Ray of the cluster at {} has ended on this node", 5),
     ],
 )

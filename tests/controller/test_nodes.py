@@ -30,7 +30,7 @@ def test_nodes_that_are_absent_or_short_are_named(run_context: RunContext) -> No
 
 
 def test_a_node_that_cannot_answer_is_an_error(run_context: RunContext) -> None:
-    with pytest.raises(PlacementError, match="a node does not answer"):
+    with pytest.raises(PlacementError, match="a node did not answer"):
         run_on_nodes([offered_nodes("cpu")[0].node_id], "socket:gethostbyname", ["a..b"], 60)
 
 

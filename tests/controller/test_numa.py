@@ -58,13 +58,13 @@ def bound(machine: Path, visible: str) -> tuple[str, set[int]]:
 @pytest.mark.parametrize("visible", ["0", "GPU-aaaa"])
 def test_a_process_and_its_children_run_beside_their_gpu(machine: Path, visible: str) -> None:
     said, cpus = bound(machine, visible)
-    assert said == f"bound to 1 CPUs of NUMA node 0, beside GPU {visible}"
+    assert said == f"bound to 1 CPUs of NUMA node 0, next to GPU {visible}"
     assert cpus == {CPUS[0]}
 
 
 def test_a_job_that_was_given_other_cpus_is_left_alone_and_told_of(machine: Path) -> None:
     said, cpus = bound(machine, "1")
-    assert said == "not bound to NUMA node 1 of its GPUs: the job was given none of that node's CPUs"
+    assert said == "not bound to NUMA node 1 of its GPUs: the job has no CPUs of this node"
     assert cpus == set(CPUS)
 
 
@@ -84,7 +84,7 @@ def test_a_driver_that_does_not_answer_is_told_of(tmp_path: Path, monkeypatch: p
     path.write_text("#!/bin/sh\nexit 9\n")
     path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert "not bound to the CPUs beside its GPUs" in bind_to_gpus("0", tmp_path)
+    assert "not bound to the CPUs next to its GPUs" in bind_to_gpus("0", tmp_path)
     assert "exit status 9" in bind_to_gpus("0", tmp_path)
 
 
