@@ -92,7 +92,7 @@ def test_the_policy_before_its_first_update_is_the_reference() -> None:
 
 def test_a_policy_that_has_learned_is_no_reference() -> None:
     worker = worker_of(Scores(log_probs_T=MINE), num_steps=3)
-    with pytest.raises(EngineError, match=r"has made 3 updates: it is not the reference any more\n  fix: "):
+    with pytest.raises(EngineError, match=r"has made 3 updates: it is no longer the reference\n  fix: "):
         worker.compute_ref_log_prob(batch_of(), SIZES)
     assert not calls_of(worker)
 
