@@ -48,7 +48,7 @@ def test_a_run_without_steps_has_a_report() -> None:
 def test_phases_add_up_to_the_step() -> None:
     page = render_report("run", [line(step) for step in range(1, 11)], {}, "")
     assert "rollout: 75.0 %" in page
-    assert "nothing of these: 25.0 %" in page
+    assert "other: 25.0 %" in page
 
 
 def test_a_healthy_run_has_no_findings() -> None:
@@ -77,7 +77,7 @@ def test_what_never_changes_is_named_and_not_drawn() -> None:
     page = render_report("run", lines, {}, "")
     assert "<figcaption>score: 1.5</figcaption>" in page
     assert "<figcaption>KL to the reference" not in page
-    assert "The same in every step: KL to the reference 0." in page
+    assert "Equal in every step: KL to the reference 0." in page
     assert "explained variance" not in page, "nobody measured it"
 
 

@@ -61,9 +61,9 @@ def test_a_service_that_is_down_costs_a_warning(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         tracker.log(step, {"score": 0.5})
     name = f"{__name__}:Service"
-    why = "it does not start: ConnectionError: nobody answers"
-    assert tracker.close() == f"{name}: the figures of 3 steps did not arrive ({why})"
-    assert tracker.news() == f"{name}: {why}; the run goes on, metrics.jsonl has every figure"
+    why = "it failed to start: ConnectionError: nobody answers"
+    assert tracker.close() == f"{name}: the metrics of 3 steps were not delivered ({why})"
+    assert tracker.news() == f"{name}: {why}; the run continues, and metrics.jsonl has all metrics"
     assert tracker.news() == "", "said once"
 
 
@@ -71,7 +71,9 @@ def test_what_a_service_refuses_is_counted(tmp_path: Path) -> None:
     tracker, seen = begin("raising", tmp_path)
     for step in range(1, 6):
         tracker.log(step, {"score": 0.5})
-    assert "the figures of 3 steps did not arrive (step 1 was refused: OSError: [Errno 28] No space" in tracker.close()
+    assert (
+        "the metrics of 3 steps were not delivered (step 1 was refused: OSError: [Errno 28] No space" in tracker.close()
+    )
     assert [step for step, _ in seen["taken"]] == [2, 4], "the others arrive"
     assert seen["closed"].is_set()
 
@@ -84,9 +86,9 @@ def test_a_slow_service_delays_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         tracker.log(step, {"score": 0.5})
     said = tracker.close(limit_s=0.2)
     assert time.monotonic() - began < 5
-    assert "4 steps wait for it already" in said
-    assert "after 0.2 s it had not ended" in said
-    num_lost = int(said.partition("the figures of ")[2].split()[0])
+    assert "4 steps are waiting already" in said
+    assert "it had not ended after 0.2 s" in said
+    num_lost = int(said.partition("the metrics of ")[2].split()[0])
     assert num_lost in (9, 10), "all but the one that it works at, if it has begun"
     seen["gate"].set()
 
@@ -94,7 +96,7 @@ def test_a_slow_service_delays_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 def test_one_that_does_not_close_is_reported(tmp_path: Path) -> None:
     tracker, seen = begin("unclosable", tmp_path)
     tracker.log(1, {"score": 0.5})
-    assert "it does not close: RuntimeError: not now" in tracker.close()
+    assert "it failed to close: RuntimeError: not now" in tracker.close()
     assert len(seen["taken"]) == 1
 
 
