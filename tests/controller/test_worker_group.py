@@ -108,7 +108,7 @@ def test_a_call_costs_little(rank_workers: RayWorkerGroup) -> None:
         ),
         (
             lambda group: group.generate(prompts(1), extra=1),
-            "1 rows cannot be split over 2 shards: each needs at least one",
+            "1 rows cannot be split into 2 shards: each needs at least one row",
         ),
         (
             lambda group: group.generate([prompts()], extra=1),

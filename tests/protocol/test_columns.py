@@ -36,7 +36,7 @@ def test_ids_up_to_the_edge_of_32_bits_are_kept(value: int) -> None:
     assert column.values.dtype == torch.int32
     assert rows(column) == [[1, value], []]
     beyond = value + (1 if value > 0 else -1)
-    with pytest.raises(BatchError, match=rf"column `ids` holds {abs(beyond)}, which does not fit"):
+    with pytest.raises(BatchError, match=rf"column `ids` contains {abs(beyond)}, which exceeds"):
         compact(from_rows([torch.tensor([beyond])]), "ids")
 
 
