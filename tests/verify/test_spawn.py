@@ -57,7 +57,7 @@ def test_a_rank_has_the_environment_of_its_time(monkeypatch: pytest.MonkeyPatch)
     [
         ("raise", r"rank 0 of 1 failed:\n(.|\n)*ValueError: this rank cannot", 300),
         ("leave", "the process of rank 0 of 1 ended without an answer", 300),
-        ("hang", r"ranks \[0\] of 1 gave no answer in 0.5 s", 0.5),
+        ("hang", r"ranks \[0\] of 1 did not answer within 0.5 s", 0.5),
     ],
 )
 def test_a_rank_that_fails_is_named(fault: str, message: str, limit_s: float) -> None:
