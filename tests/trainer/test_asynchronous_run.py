@@ -1,4 +1,4 @@
-"""Whole runs with batches ahead: real Ray, real Megatron, a real vLLM engine with a pool of its own, and without."""
+"""Whole runs with batches ahead: real Ray, real Megatron, and a real vLLM engine, in its own pool or not."""
 
 from __future__ import annotations
 

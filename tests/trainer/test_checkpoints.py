@@ -88,7 +88,7 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path, events: EventLog) ->
 def test_a_checkpoint_is_whole_when_it_becomes_visible(
     tmp_path: Path, events: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is killed right after the rename has left a checkpoint, or none."""
+    """A process that is killed right after the rename leaves either a complete checkpoint or none."""
     seen, rename = [], Path.rename
 
     def watched(self: Path, target: Path) -> Path:
@@ -186,7 +186,7 @@ def test_the_newest_are_kept_and_the_best_for_as_long_as_it_is(
         save(snapshots, step, is_best=step == 2)
     assert snapshots.steps() == kept
     save(snapshots, 7, is_best=True)
-    assert (2 in snapshots.steps()) == (keep >= 6), "the best of before has no place of its own any more"
+    assert (2 in snapshots.steps()) == (keep >= 6), "the previous best is no longer kept"
 
 
 def test_a_damaged_checkpoint_is_not_found_by_any_name(tmp_path: Path, events: EventLog) -> None:
@@ -301,7 +301,7 @@ def test_a_checkpoint_is_of_the_moment_in_which_it_was_begun(tmp_path: Path, eve
     role.weights, state["drawn"] = "of step 3", 3
     assert snapshots.is_under_way
     assert not snapshots.is_written(), "one rank has not"
-    assert snapshots.steps() == [1], "what is not whole is not there"
+    assert snapshots.steps() == [1], "an incomplete checkpoint is not visible"
     role.is_written = [True, True]
     assert snapshots.is_written()
     snapshots.finish()

@@ -1,4 +1,4 @@
-"""Engines that compute otherwise than the trainer are seen one by one, and named."""
+"""Engines that differ from the trainer are detected and named individually."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.trainer.test_ppo import CONFIG
 
 TOKENS = [11, 12, 13, 14]
 SCORED = np.array([-0.5, -1.0, -1.5, -2.0])
-"""What the actor says of them."""
+"""Log-probs of the actor."""
 
 
 class Engines:
-    """Each answers with the same tokens, and log-probs that are off by a number of its own."""
+    """Each engine answers with the same tokens, and with log-probs that are off by its own constant."""
 
     def __init__(self, off: Mapping[int, Sequence[float]]) -> None:
         self.off = off
@@ -61,7 +61,7 @@ def words(text: Sequence[str], *, add_special_tokens: bool) -> dict[str, list[li
 
 
 class Stage:
-    """A probe among stand-ins."""
+    """A probe with fakes around it."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ def test_all_samples_of_each_step_are_compared(tmp_path: Path, name: str) -> Non
     assert [step for step in range(1, 5) if refused(stage, {name: 0.06}, step)] == [1, 2, 3, 4]
     assert not any(refused(stage, {name: 0.04}, step) for step in range(1, 8))
     assert not refused(Stage(tmp_path, {}, probe_every=0), {name: 0.06})
-    assert refused(Stage(tmp_path, {}), {name: 0.06}), "and each step, unless told otherwise"
+    assert refused(Stage(tmp_path, {}), {name: 0.06}), "and each step by default"
     assert not refused(Stage(tmp_path, {}), {})
     assert not refused(stage, {name: 0.06, "async/staleness/max": 1.0}), "the policy has moved since"
     assert refused(stage, {name: 0.06, "async/staleness/max": 0.0})

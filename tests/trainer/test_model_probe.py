@@ -1,4 +1,4 @@
-"""Models that no engine is held against: another one than their files say stops the run before the first update."""
+"""Models that are not compared with an engine: if one differs from its files, the run stops before the first update."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ran(directory: Path, verb: str, *overrides: str) -> tuple[int, str]:
 
 
 def compared(directory: Path) -> dict[str, ModelCompared]:
-    """What was found, by role."""
+    """Recorded comparisons, by role."""
     events = [each.event for each in read_events(directory / "run" / "events.jsonl")]
     return {event.role: event for event in events if isinstance(event, ModelCompared)}
 
@@ -67,7 +67,7 @@ def test_a_critic_is_the_model_of_its_files(tmp_path: Path) -> None:
     assert status == 1, said
     assert f"critic and transformers disagree on {tmp_path}/model: on a fixed text of 48 tokens its hidden" in said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    assert compared(tmp_path).keys() == {"critic"}, "engines are held against the actor"
+    assert compared(tmp_path).keys() == {"critic"}, "engines are compared with the actor"
 
 
 RIGHT = [

@@ -24,7 +24,7 @@ RESOURCES: Any = SimpleNamespace(nodes=[SimpleNamespace(node_id=f"id{number}", n
 
 
 class Nodes:
-    """What each node answers when it is asked, and then when it may download."""
+    """Answers of each node: to the first question, and when it may download."""
 
     def __init__(self, before: dict[str, str], after: dict[str, str]) -> None:
         self.answers = {False: before, True: after}

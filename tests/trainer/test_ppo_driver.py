@@ -36,7 +36,7 @@ LENGTHS = [2, 3, 4, 2]
 
 
 def seen(role: Any, method: str) -> list[DataProto]:
-    """What a role was given, call by call."""
+    """Inputs of a role, call by call."""
     assert isinstance(role, Role)
     return role.batches.get(method, [])
 
@@ -67,7 +67,7 @@ def test_a_step_goes_through_its_phases_in_order(tmp_path: Path) -> None:
         "weights changed",
     ]
     updates = found.screen.done[-8:]
-    assert updates == [(0, 4), (1, 4), (2, 4), (3, 4)] * 2, "each role tells how many of its updates are done"
+    assert updates == [(0, 4), (1, 4), (2, 4), (3, 4)] * 2, "each role reports how many of its updates are done"
 
 
 def test_turns_on_shared_devices_end_with_the_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def remax_outcome(sample: Sample) -> Outcome:
 
 
 def test_the_baseline_of_remax_is_the_greedy_answer_to_the_same_prompt(tmp_path: Path) -> None:
-    """Sample 1, of the first prompt, gets no score; nor does the greedy answer to the third prompt."""
+    """Sample 1, of the first prompt, and the greedy answer to the third prompt get no score."""
     config = make_config(tmp_path, algorithm={"advantage": "remax"}, batch={"prompts_per_step": 3})
     with scene(config, tmp_path, remax_outcome, remax_answer) as found:
         report = found.trainer.step()
@@ -284,7 +284,7 @@ def test_the_baseline_of_remax_is_the_greedy_answer_to_the_same_prompt(tmp_path:
     assert report.metrics["reward/score/mean"] == pytest.approx(514 / 5), "of what was sampled"
     (advantage,) = seen(found.components.actor, "compute_advantages")
     assert set(advantage.columns()) == TRAIN_COLUMNS | {"baseline_scores", "position"}
-    assert advantage["position"].tolist() == [0, 1, 2], "where their uids stand, which are no row ids"
+    assert advantage["position"].tolist() == [0, 1, 2], "positions of their uids, not row ids"
     (whole,) = found.components.actor.whole
     assert list(whole.uids) == ["p0", "p1", "p1"]
 

@@ -1,4 +1,4 @@
-"""A whole run from the driver's side: when it validates, saves, stops, and how it goes on."""
+"""A whole run from the driver's side: when it validates, saves, stops, and how it resumes."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_figure_that_is_missing_makes_no_best_and_is_said(tmp_path: Path) -> N
 
 
 def test_another_figure_is_not_compared_with_the_best_so_far(tmp_path: Path) -> None:
-    """Resumed with a figure whose values are far lower, a run finds a best of its own, and says so."""
+    """A run that resumes with another figure, whose values are far lower, finds its own best, and warns."""
     config = config_of(tmp_path, training={"steps": 2}, validation={"every": 1})
     with scene(config, tmp_path, validations=[0.1, 0.9, 0.8]) as found:
         found.trainer.fit()

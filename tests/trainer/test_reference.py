@@ -31,7 +31,7 @@ NO_COLUMNS = ColumnsConfig(data_source=None, ability=None, extra_info=None)
 
 
 def said(prompt: list[int], response: list[int]) -> list[float]:
-    """What the policy says before training."""
+    """Log-probs of the policy before training."""
     return [-(token + len(prompt) / 8 + sum(prompt) / 64 + at / 4) for at, token in enumerate(response)]
 
 
@@ -198,7 +198,7 @@ def test_the_rows_of_training_are_those_without_it(lab: PairLab) -> None:
         ({"a": 10}, {"steps": 9}, 3),  # each row once, in the batches of the first epoch, the last of which goes beyond
         ({"a": 10}, {"steps": None, "epochs": 4}, 3),
         ({"a": 12}, {"steps": None, "epochs": 1}, 3),
-        ({"a": 4, "b": 20}, {"steps": None, "epochs": 2}, 10),  # the small one's are drawn again beside new ones
+        ({"a": 4, "b": 20}, {"steps": None, "epochs": 2}, 10),  # the small source repeats while the large one continues
         ({"a": 4, "b": 20}, {"steps": 3, "epochs": 2}, 3),
     ],
 )

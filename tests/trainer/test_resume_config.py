@@ -1,4 +1,4 @@
-"""What of a configuration a checkpoint holds, and what a resumed run says of its changes."""
+"""Parts of a configuration in a checkpoint, and a resumed run's warnings about changes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.trainer.fakes import SCORER, make_config
 
 
 class Made:
-    """Rows that code makes; of these the last alone is of another source."""
+    """Rows made by code; only the last one has another source."""
 
     num_read = 0
 

@@ -1,4 +1,4 @@
-"""What a run writes down, which checkpoint is the best, when it saves, and what it finds when it comes back."""
+"""Files of a run, the choice of the best checkpoint, when it saves, and what it restores."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.trainer.fakes import Prompts, Role, Screen, make_config, resolved
 
 
 class Tracker:
-    """Keeps what it is told."""
+    """A tracker that keeps its input."""
 
     def __init__(self) -> None:
         self.opened: tuple[Any, ...] = ()
@@ -48,7 +48,7 @@ class Tracker:
 
 @pytest.fixture
 def tracker(monkeypatch: pytest.MonkeyPatch) -> Tracker:
-    """The one that every run opens."""
+    """Opens the same tracker for every run."""
     opened = Tracker()
 
     def open_trackers(*arguments: Any) -> list[Tracker]:
@@ -64,7 +64,7 @@ Begin = Callable[..., Run]
 
 @pytest.fixture
 def begin(tmp_path: Path, tracker: Tracker) -> Iterator[Begin]:
-    """Begins a run, or goes on with it, in the test's directory."""
+    """Begin a run in the test's directory, or resume it."""
     runs: list[Run] = []
 
     def run(*warnings: str, **sections: Any) -> Run:
@@ -450,7 +450,7 @@ def test_a_disk_that_takes_nothing_ends_a_run_with_one_cause(number: int, tmp_pa
 
 
 def test_a_full_disk_of_a_rank_is_one_sentence(begin: Begin) -> None:
-    """Its traceback says nothing more, and stands in the log of the rank."""
+    """The traceback adds nothing, and is in the log of the rank."""
     run, team = begin(training={"max_failed_saves": 1}), team_of(1)
     run.resume(team)
     where = "/runs/it/checkpoints/.saving-000001/rank-00000.safetensors"

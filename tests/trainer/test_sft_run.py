@@ -1,4 +1,4 @@
-"""The driver's side of supervised training: which rows, when it saves, when it ends, and how it goes on."""
+"""The driver's side of supervised training: which rows, when it saves, when it ends, and how it resumes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Group:
 
 
 class Lab:
-    """Trains in a directory with a stand-in for the workers; everything else is real."""
+    """Trains in a directory with fake workers; everything else is real."""
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
         self.directory = directory

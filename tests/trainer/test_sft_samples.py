@@ -1,4 +1,4 @@
-"""What the model of SFT answers: to which prompts, token by token, up to where, and how it is shown."""
+"""Sample answers of SFT: their prompts, tokens and ends, and how they are shown."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from mrl.trainer.run import ShutdownSignal
 
 
 class Watch:
-    """A clock that stands still until it is set."""
+    """A clock that the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0

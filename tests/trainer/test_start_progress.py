@@ -1,4 +1,4 @@
-"""What a run says while it starts."""
+"""Progress output of a run while it starts."""
 
 from __future__ import annotations
 

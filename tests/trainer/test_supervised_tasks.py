@@ -1,4 +1,4 @@
-"""What is measured of rows on several ranks, against what it is by hand; and which models are refused before."""
+"""Figures of rows on several ranks, compared with calculations by hand; and models that are rejected in advance."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mrl.workers.messages import ModelFacts
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAIRS = [((9, 3), (4, 1)), ((2, 2), (5, 4)), ((7, 1), (7, 5)), ((8, 4), (1, 2)), ((3, 2), (6, 1)), ((6, 6), (5, 3))]
 PAIRS.append(((5, 2), (2, 7)))
-"""Of the chosen and the rejected response of seven pairs, what is said of it and how many tokens it has."""
+"""Log-probs and token counts of the chosen and the rejected responses of seven pairs."""
 
 
 class Group:

@@ -85,7 +85,7 @@ def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_teacher_of_another_template_is_warned_of(tmp_path: Path) -> None:
-    """It reads the policy's tokens all the same: nothing is rendered anew."""
+    """The teacher still reads the policy's tokens: nothing is rendered again."""
     config, warnings = taught(tmp_path, 0, form="full")
     assert warnings == []
     assert config.teacher is not None
