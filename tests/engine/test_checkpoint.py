@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, knows nothing of its layout, and training goes on as if nothing had happened."""
+"""A checkpoint is complete or absent, does not depend on the layout, and training continues without a difference."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Model:
 
 
 def train_and_save(model: Model) -> Steps:
-    """Some steps, a checkpoint, and the steps after it."""
+    """Train some steps, save a checkpoint, and train the steps after it."""
     with model_parallel(model.saved_by, seed=1) as groups:
         engine = build(model.path, model.saved_by, groups, head=model.head, dtype=model.dtype)
         for _ in range(NUM_BEFORE):
@@ -51,7 +51,7 @@ def train_and_save(model: Model) -> Steps:
 
 
 def resume(model: Model, layout: Layout) -> tuple[Steps, list[str]]:
-    """The same steps after the checkpoint in another layout, and what was warned of."""
+    """Train the same steps after the checkpoint in another layout. Also return the warnings."""
     with model_parallel(layout, seed=1) as groups, warnings.catch_warnings(record=True) as caught:
         engine = build(model.path, layout, groups, head=model.head, dtype=model.dtype)
         warnings.simplefilter("always")
@@ -83,7 +83,7 @@ def assert_goes_on(expected: list[Steps], found: list[Steps], tolerance: float) 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What each rank found: of each model, of the attempts that must fail."""
+    """Results of each rank: of each model, and of the attempts that must fail."""
 
     runs: list[tuple[Model, list[Layout], list[Any]]]
     refusals: list[dict[str, str]]
@@ -92,7 +92,7 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Each model saved by one layout of four ranks, and resumed by that and others."""
+    """Save each model in one layout of four ranks, and resume it in that layout and others."""
     from tests.models.tiny_models import make_tiny  # transformers is not for the ranks, which import this module
 
     directory = tmp_path_factory.mktemp("checkpoints")
@@ -156,7 +156,7 @@ def test_the_manifest_says_what_is_there(outcome: Outcome) -> None:
 
 
 def agreeing() -> list[tuple[str, str]]:
-    """What each rank is told where nobody, one or everybody fails."""
+    """Return each rank's error if no rank, one rank or all ranks fail."""
 
     def told(errors: dict[int, Exception]) -> tuple[str, str]:
         try:
@@ -178,7 +178,7 @@ def agreeing() -> list[tuple[str, str]]:
 
 
 def test_a_failure_of_one_rank_is_everybodys_and_its_own_is_its_own() -> None:
-    first, second = run_distributed(2, agreeing, timeout_s=60.0)  # a rank that is not told would wait for ever
+    first, second = run_distributed(2, agreeing, timeout_s=60.0)  # a rank without the error would wait forever
     assert first[0] == second[0] == first[4] == second[4] == ("", "")
     assert second[1] == ("EngineError", "/disk: has no room")
     assert first[1] == ("EngineError", "the work failed on 1 of 2 ranks; rank 1: /disk: has no room")
@@ -188,7 +188,7 @@ def test_a_failure_of_one_rank_is_everybodys_and_its_own_is_its_own() -> None:
 
 
 def attempts(path: str, other: str, directory: str) -> dict[str, str]:
-    """What this rank was told, attempt by attempt."""
+    """Return this rank's error of each attempt."""
     target, layout = Path(directory), Layout(tp=2)
     said: dict[str, str] = {}
     with model_parallel(layout, seed=1) as groups, warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""A checkpoint's files without a model: boxes go in and come back, whatever was cut, and damage is named."""
+"""A checkpoint's files without a model: boxes are read back for any partition, and errors name the damage."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BOXES: list[tuple[int, Region]] = [
 
 
 def write(directory: Path, **changes: Any) -> Path:
-    """Two ranks' boxes of one matrix, its moments, and their random states."""
+    """Return two ranks' boxes of one matrix, its moments, and their random states."""
     directory.mkdir(exist_ok=True)
     files = {}
     for rank in (0, 1):
@@ -215,7 +215,7 @@ FACTS = {"num_steps": 3, "num_skipped": [0, 0], "layout": {"tp": 1}, "extra": {}
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a manifest."""
+    """Yield the path of every value in a manifest."""
     yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inner:
@@ -253,7 +253,7 @@ def test_a_hostile_manifest_is_refused_or_harmless(tmp_path: Path) -> None:
 
 
 def save_model(model: Path, directory: Path) -> None:
-    """A checkpoint of one rank, as float32, with moments that are not weights."""
+    """Write a checkpoint of one rank as float32, with moments that differ from the weights."""
     directory.mkdir()
     reader, spec = HfReader(model), read_spec(model)
     tensors, entries = {}, {}
@@ -309,7 +309,7 @@ def test_nothing_is_exported_from_damaged_files(tmp_path: Path) -> None:
 def test_all_bytes_of_a_file_are_with_the_system_when_it_is_told_to_put_them_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python's own buffer is not on disk, whatever the system does."""
+    """Bytes in Python's own buffer are not on disk, even after `fsync`."""
     path, sizes = tmp_path / "file", []
     monkeypatch.setattr("os.fsync", lambda descriptor: sizes.append(path.stat().st_size))
     write_safetensors(path, {"a": torch.arange(5, dtype=torch.uint8)})

@@ -1,4 +1,4 @@
-"""Rows packed into a micro-batch, cut among ranks, and put back: no token is lost, moved or scored twice."""
+"""Rows are packed into a micro-batch, split among ranks, and restored: no token is lost, moved or scored twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def rows_of(lengths: list[int], responses: list[int], before: bool = True) -> TokenRows:
-    """Tokens that no two places share, and a column that says which response token it is of."""
+    """Return rows whose tokens are all different, and a column with the index of each response token."""
     column = torch.arange(sum(responses)) * 10
     tokens = torch.arange(100, 100 + sum(lengths))
     return TokenRows(tokens, np.array(lengths, np.int64), np.array(responses, np.int64), {"number": column}, before)
