@@ -1,4 +1,4 @@
-"""What is said where a GPU has no room for an engine: the numbers, who holds them, and a key that would do."""
+"""The error if a GPU has no room for an engine: the numbers, the owners of the memory, and a working setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules that hold for every engine, tried on the quick one."""
+"""Rules that apply to every engine, tested on the fastest one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that owns an engine, and the replica around it: who waits for whom, and whose failure is whose."""
+"""The thread that runs an engine, and the replica around it: who waits for whom, and whose failure it is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG_S = 20.0
 
 
 class Driven:
-    """A stepping thread, and the engine that is its own."""
+    """A stepping thread and its engine."""
 
     def __init__(self, step_deadline_s: float = LONG_S) -> None:
         self.thread = EngineThread(partial(CountingEngine, SETTINGS), step_deadline_s)

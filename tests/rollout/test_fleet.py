@@ -1,4 +1,4 @@
-"""Replicas in real processes: the same samples however many they are, and whoever of them dies when."""
+"""Replicas in real processes: the samples do not depend on the number of replicas, or on which ones die, and when."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUMBERS = itertools.count()
 
 
 class Fleet:
-    """A fleet with its trainer's side: every version is another random model."""
+    """A fleet and its trainer side. Each version has the weights of another random model."""
 
     def __init__(
         self, context: RunContext, small: Callable[[int], Path], num_replicas: int, engine: str, tp: int = 1
@@ -93,7 +93,7 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(run_context: RunContext, small: Small) -> Iterator[Fleet]:
-    """Two replicas for all tests: what dies in one of them is replaced in the next."""
+    """Two replicas for all tests. If a test kills one, the next test starts its replacement."""
     made = Fleet(run_context, partial(small, "qwen3"), 2, "tests.rollout.lethal_engine:LethalEngine")
     yield made
     made.fleet.close()
@@ -101,7 +101,7 @@ def fleet(run_context: RunContext, small: Small) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def alone(make_engine: Callable[..., RolloutEngine], small: Small) -> dict[str, Generated]:
-    """What one engine in this process makes of the requests, at version 1."""
+    """Return the samples that one engine in this process makes for the requests, at version 1."""
     return samples_of(make_engine("transformers", small("qwen3")), small("qwen3", 1))
 
 
@@ -119,7 +119,7 @@ def assert_are(samples: Sequence[Generated], expected: dict[str, Generated]) -> 
 
 
 def generate_and(fleet: Fleet, act: Callable[[], None], after: int) -> list[Generated]:
-    """All samples in order; something happens once so many are finished."""
+    """Return all samples in order. Call `act` when this many are finished."""
     samples: dict[str, Generated] = {}
     for sample in fleet.fleet.stream(WANTED, SAMPLING, version=1):
         samples[sample.key] = sample
@@ -268,7 +268,7 @@ def test_every_rank_of_an_engine_takes_its_own_shard(
 
 
 def workers_of(pid: int) -> list[int]:
-    """The children of a process, in the order of their start."""
+    """Return the children of a process, in the order of their start."""
     threads = Path(f"/proc/{pid}/task").iterdir()
     return sorted(int(child) for thread in threads for child in (thread / "children").read_text().split())
 

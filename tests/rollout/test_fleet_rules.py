@@ -1,4 +1,4 @@
-"""What a fleet asks of whom, and what it concludes from failures: a real fleet on replicas without processes."""
+"""Calls of a fleet to its replicas, and its reactions to failures: a real fleet on replicas without processes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_successor_joins_the_stream_that_is_under_way(make: Callable[..., Worl
     world.fleet.update(1)
     for index in (0, 1):
         world.fail_once(index, "submit_and_poll", WorkerSilent("it is stopped"))
-    assert keys_of(world) == KEYS  # nobody was left
+    assert keys_of(world) == KEYS  # no replica was left
     assert sorted(index for indices, _ in world.sent[1:] for index in indices) == [0, 1]
     assert {version for _, version in world.sent} == {1}
     assert [event.reason for event in world.events(ReplicaLost)] == ["it is stopped"] * 2

@@ -1,4 +1,4 @@
-"""An engine that is far slower than the others is named, when it has been for some rollouts."""
+"""An engine that is far slower than the others is reported after several rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose weights come in flight, repeated: each engine is asked the same before the same of its steps."""
+"""A repeated run with weights in flight: each engine gets the same calls before the same steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN = Sampling()
 
 
 class SlowEngine(CountingEngine):
-    """Its steps leave time for something to be asked in between."""
+    """An engine with slow steps, so that calls arrive between them."""
 
     def _step(self) -> Any:
         time.sleep(0.003)
@@ -39,7 +39,7 @@ def replica(**settings: Path) -> tuple[Any, CountingEngine]:
 
 
 def drive(made: Any, engine: CountingEngine, pause_s: float) -> list[tuple[str, int, tuple[tuple[int, int], ...]]]:
-    """Two samples that go on with newer weights, and one that begins with them, as fast as the pauses let it be."""
+    """Run two samples that continue with newer weights, and a third that starts with them, with pauses in between."""
     made.receive_weights(1)
     found = made.submit_and_poll([request("a", 37), request("b", 33)], PLAIN, 1, 0.0)
     time.sleep(pause_s)
@@ -111,7 +111,7 @@ def test_a_run_without_one_is_named(tmp_path: Path) -> None:
 
 
 def test_a_fleet_asks_whom_the_run_asked_in_its_order(tmp_path: Path) -> None:
-    """Weights that are there wait until both replicas have what they were given before."""
+    """Weights that are available wait until both replicas have the earlier calls of the recorded run."""
     trainer, run = Trainer(), tmp_path / "run"
     calls = [
         [[0, "weights", "1"], [0, "start", "d"], [1, "start", "a", "e"], [3, "weights", "2"]],

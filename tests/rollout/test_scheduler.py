@@ -1,4 +1,4 @@
-"""Shares of the work, and what is concluded from deaths: bookkeeping without a process."""
+"""Division of the work, and reactions to deaths: bookkeeping without processes."""
 
 from __future__ import annotations
 

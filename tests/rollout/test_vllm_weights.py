@@ -1,4 +1,4 @@
-"""Weights that change under a running vLLM engine: dense, tied and experts, fused or whole, and what is refused."""
+"""Weight updates of a running vLLM engine: dense, tied and expert models, fused or whole tensors, and rejections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Make = Callable[..., RolloutEngine]
 
 
 def assert_follows(engine: RolloutEngine, oracle: RolloutEngine, models: list[Path]) -> None:
-    """After each update the engine computes what transformers computes with those weights."""
+    """After each update the engine's results equal those of transformers with the same weights."""
     for version, model in enumerate(models, start=1):
         update(engine, model, version)
         update(oracle, model, version)
@@ -140,7 +140,7 @@ def test_a_whole_tensor_that_is_not_sent_is_noticed(
 def test_experts_that_stay_behind_are_seen_in_the_log_probs(
     make_engine: Make, small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's own way to update leaves the packed experts as they were; digests of parameters do not show that."""
+    """vLLM's own update leaves the packed experts unchanged, and digests of parameters do not show it."""
     from mrl.weight_sync import vllm_parameters  # loads vLLM
 
     engine = make_engine("vllm", small("qwen3_moe"))
