@@ -1,4 +1,4 @@
-"""Handover between two real processes: what arrives, what waits, and what is said when the other side fails."""
+"""Handover between two real processes: contents, waits, and errors if the other side fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Run = Callable[..., Any]
 
 
 def received(end: Any, path: Path, behaviour: str) -> None:
-    """A rollout worker: takes two versions and tells the test what they were."""
+    """Receive two versions as a rollout worker, and report them to the test."""
     receiver = IpcReceiver(path, LIMIT_S)
     for _ in range(2):
         seen = {}
@@ -114,7 +114,7 @@ def test_a_slot_is_free_only_when_the_receiver_has_read_it(tmp_path: Path) -> No
 
     def receive() -> None:
         for bucket in receiver.buckets():
-            assert go.wait(LIMIT_S), "nobody let the receiver go on"
+            assert go.wait(LIMIT_S), "the receiver was never released"
             sums.append(bucket.tensors["a"].sum().item())
         receiver.reply({})
 
@@ -165,7 +165,7 @@ def test_a_new_worker_takes_the_place_of_one_that_was_killed(worker: Run, tmp_pa
     with pytest.raises(RolloutError, match="disconnected"):
         sender.end()
     sender.close()
-    assert path.exists()  # nobody could remove it
+    assert path.exists()  # no process could remove it
     _, results = worker("take")
     sender.begin(2)
     slot = sender.slot()

@@ -1,4 +1,4 @@
-"""What a vLLM worker takes in: the version that was asked for, and no other."""
+"""A vLLM worker accepts only the requested version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.rollout.trainer_side import InBackground, send
 
 
 def test_a_worker_refuses_weights_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its engine would say of all later samples that weights drew them which it does not hold."""
+    """Otherwise its engine would report the wrong version for all later samples."""
     from mrl.weight_sync import vllm_parameters, vllm_receiver  # loads vLLM
 
     module = torch.nn.Linear(3, 2, bias=False)
