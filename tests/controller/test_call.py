@@ -1,4 +1,4 @@
-"""How long a call may take, without a cluster: the clock and Ray are the test's."""
+"""Deadlines of calls, without a cluster: fakes replace the clock and Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causes of death: Ray's own words, cut to what tells, and what a node's counters add."""
+"""Causes of death: the relevant part of Ray's message, and additions from a node's counters."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_process_that_never_comes_up_says_why_and_what_to_do(
             CRASH,
             CRASH[: CRASH.index(" Some common")],
         ),
-        ("it is lost\nnobody knows", "it is lost"),
+        ("it is lost\nthe cause is unknown", "it is lost"),
         ("", "no known reason"),
         (
             "died because of an error raised in its creation task, ray::A()\n  File x\nImportError: no y\n",

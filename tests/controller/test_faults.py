@@ -1,6 +1,6 @@
-"""Workers that die, raise, stop or hang: the call ends soon, names the culprit, and nobody is left behind.
+"""Workers that die, raise, stop or hang: the call ends soon, names the failed ranks, and leaves no process.
 
-Each test reads `events.jsonl` as its witness, and the kernel's process table for what is left.
+Each test reads `events.jsonl` and the kernel's process table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def last(path: Path, kind: type[Event]) -> Event:
 
 
 def assert_ended(context: RunContext, group: RayWorkerGroup, error: WorkerError) -> None:
-    """No process of the group is left, and every later call fails of what ended it: a restart depends on its kind."""
+    """Check that no process of the group is left, and that later calls raise the same error (restarts depend on it)."""
     started = last(context.events.path, WorkersStarted)
     assert isinstance(started, WorkersStarted)
     deadline = time.monotonic() + 3

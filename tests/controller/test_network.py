@@ -1,4 +1,4 @@
-"""What a node knows of its own network; several hosts are in tests/hosts."""
+"""A node's network settings. Several hosts are covered by tests/hosts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_who_listens_is_reached_and_who_does_not_is_not() -> None:
 
 
 def test_a_run_on_one_host_keeps_to_its_loopback(run_context: RunContext, rank_workers: RayWorkerGroup) -> None:
-    """Ray knows the host by another address, which others reach."""
+    """Ray knows the host by another address, which other hosts can reach."""
     (said,) = [
         record.event for record in read_events(run_context.events.path) if isinstance(record.event, NetworkChosen)
     ]

@@ -1,4 +1,4 @@
-"""What a node sees of its processes and logs, on processes of this machine."""
+"""A node's view of its processes and logs, on processes of this machine."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ sleepers[1].kill()
 
 
 def test_a_node_that_hears_nothing_of_its_run_ends_what_it_has_of_it() -> None:
-    """The driver has given the node up by then, and the run has begun again elsewhere."""
+    """By then the driver has given up the node, and the run has restarted elsewhere."""
     ran = subprocess.run([sys.executable, "-c", RAYLET], cwd=ROOT, capture_output=True, text=True, timeout=40)
     after_s, *ends = ran.stdout.split()
     assert ends == ["-9", "-9", "None"], ran.stderr

@@ -1,4 +1,4 @@
-"""Where a process may run beside its GPUs, on machines that are files here; the binding itself is the kernel's."""
+"""CPU affinity of processes near their GPUs. The machines are files here, but the kernel binds for real."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPUS = sorted(os.sched_getaffinity(0))
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two nodes with a GPU each; the first has this machine's first CPU and many that are not there."""
+    """Two nodes with a GPU each. The first has this machine's first CPU and many that do not exist."""
     for node, (pci, cpus) in enumerate({"0000:3b:00.0": f"{CPUS[0]},1000-1003", "0000:d8:00.0": "2000"}.items()):
         device, listed = tmp_path / f"bus/pci/devices/{pci}", tmp_path / f"devices/system/node/node{node}"
         device.mkdir(parents=True)
@@ -40,7 +40,7 @@ def driver(directory: Path, monkeypatch: pytest.MonkeyPatch, says: str) -> None:
 
 
 def bound(machine: Path, visible: str) -> tuple[str, set[int]]:
-    """What a process of its own is told, and where a child of it may run."""
+    """Return a process's message about its binding, and the CPUs of its child."""
     code = (
         "import sys, pathlib\nfrom mrl.controller.worker_host import bind_to_gpus\n"
         "print(bind_to_gpus(sys.argv[2], pathlib.Path(sys.argv[1])))\n"

@@ -66,7 +66,7 @@ def test_nodes_are_ordered_as_people_number_them() -> None:
 
 
 def test_ray_started_here_is_behind_a_token(run_context: RunContext) -> None:
-    """Somebody without the token cannot even ask the cluster for its name."""
+    """Without the token, even a request for the cluster's name fails."""
     import ray
 
     address = ray.get_runtime_context().gcs_address
@@ -112,7 +112,7 @@ def test_an_unsafe_or_impossible_ray_is_refused(
 
 
 def test_two_nodes_and_the_loss_of_one(tmp_path: Path) -> None:
-    """A real Ray cluster of two raylets, joined by address: the same code, ranks in node order, a lost node named."""
+    """A real Ray cluster of two raylets, joined by address: ranks in node order, and an error for a lost node."""
     ran = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "controller" / "two_nodes.py"), str(tmp_path)],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""What is sent for a shard and comes back, without Ray: every column arrives as it was, wherever its rows lie."""
+"""Columns sent to a shard and returned, without Ray: each arrives unchanged, for any division of the rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = [[1, 2, 3], [4], [], [5, 6]]
 
 
 def answer_of(number: int) -> DataProto:
-    """What a worker may have written: rows that tell which part they are of."""
+    """Return a worker's result whose rows show which part they belong to."""
     return DataProto.from_dict(
         {
             "responses": from_rows([[10 * number + token for token in row] for row in ROWS]),
@@ -37,7 +37,7 @@ WRITES = ("responses", "scores", "hidden", "uid")
 
 
 def stored(num_parts: int) -> tuple[DataProto, dict[str, ColumnStore]]:
-    """The answers of several workers on the driver, and what is stored of them."""
+    """Return the results of several workers as the driver has them, and the stored columns."""
     bundles: dict[str, ColumnStore] = {}
     batches = []
     for number in range(num_parts):
@@ -51,7 +51,7 @@ def stored(num_parts: int) -> tuple[DataProto, dict[str, ColumnStore]]:
 
 
 def plain(batch: DataProto) -> dict[str, list[Any]]:
-    """Every column as lists."""
+    """Return every column as lists."""
     found: dict[str, list[Any]] = {"row_ids": batch.row_ids.tolist()}
     for name, column in batch.columns().items():
         found[name] = [row.tolist() for row in column.rows()] if isinstance(column, Jagged) else column.tolist()  # type: ignore[union-attr]

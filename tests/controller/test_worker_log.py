@@ -1,4 +1,4 @@
-"""The log of a worker: a disk that takes no more of it ends no training."""
+"""The log of a worker: a full disk does not stop training."""
 
 from __future__ import annotations
 
