@@ -1,4 +1,4 @@
-"""Whom a policy that learns from pairs asks for the reference: weights in place, or what was computed before."""
+"""Reference log-probs of a policy that trains on pairs: from its initial weights, or computed in advance."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MARGINS = [0.5 - (0.0 + 1.0 - 0.5), -2.0 - (0.0 - 0.5)]
 
 
 class OneShard(OfShards, DpoWorker):
-    """The learner alone."""
+    """A DPO worker without other shards."""
 
 
 def worker_of(scores: Scores | None, num_steps: int = 0, loss: str = "sigmoid") -> OneShard:
