@@ -1,4 +1,4 @@
-"""How a run ended, read from its directory alone."""
+"""How a run ended, according to its directory alone."""
 
 from __future__ import annotations
 

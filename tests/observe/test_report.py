@@ -1,4 +1,4 @@
-"""The report: one file, whatever a model wrote in it is text, and findings come with their figures."""
+"""The report: one file, a model's output in it is escaped, and findings include their figures."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_never_changes_is_named_and_not_drawn() -> None:
     assert "<figcaption>score: 1.5</figcaption>" in page
     assert "<figcaption>KL to the reference" not in page
     assert "Equal in every step: KL to the reference 0." in page
-    assert "explained variance" not in page, "nobody measured it"
+    assert "explained variance" not in page, "it was not measured"
 
 
 def test_validation_is_drawn_where_it_was_measured() -> None:
