@@ -1,4 +1,4 @@
-"""Batches on disk come back as they were; a damaged file is an error that says so."""
+"""Batches are read back from disk unchanged, and a damaged file raises an error."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from mrl.protocol.columns import from_rows, jagged
 
 
 def make_batch(num_rows: int = 4, first_id: int = 0) -> DataProto:
-    """Row i holds i+1 tokens of value 10*id, a score and a name."""
+    """Make rows with i+1 tokens of value 10*id, a score and a name."""
     ids = range(first_id, first_id + num_rows)
     return DataProto.from_dict(
         {
@@ -38,7 +38,7 @@ def rows_of(batch: DataProto) -> list[tuple[int, list[int], float, str]]:
 
 
 def stored(batch: DataProto, name: str, handle: str) -> DataProto:
-    """The batch with one column replaced by a reference to it."""
+    """Replace one column of the batch by a reference to it."""
     rest = batch.select(*(other for other in batch.columns() if other != name))
     column = RemoteColumn.of_part(handle, len(batch), batch.lengths(name))
     return rest.union(DataProto({name: column}, batch.row_ids, {}))

@@ -25,7 +25,7 @@ DTYPES = [
 
 
 def same(left: Column, right: Column) -> bool:
-    """Equal kind, type, shape and every bit of every value."""
+    """Return whether kind, type, shape and every bit of every value are equal."""
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return list(left) == list(right)
     if isinstance(left, Jagged) or isinstance(right, Jagged):
@@ -103,7 +103,7 @@ def test_what_cannot_travel_is_named() -> None:
 
 
 def test_damaged_buffers_are_typed_errors() -> None:
-    """Truncations and flipped bytes: each is read as an error of the format or as a column, never as a crash."""
+    """Truncations and flipped bytes: each gives a format error or a column, never a crash."""
     randomness = random.Random(7)
     originals = [
         encode(jagged(torch.arange(40, dtype=torch.int32), [10, 30]), "x"),
